@@ -1,0 +1,41 @@
+"""Second-order optimizers, structured layers and growing batches as plug-ins for PyTorch Lightning.
+
+The public names are imported when they are first used, so that ``import lightning_struct`` alone loads neither torch
+nor Lightning::
+
+    from lightning_struct import SHF, GrowingBatchSize
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
+    from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
+    from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
+    from lightning_struct.optim import SHF as SHF
+    from lightning_struct.strategies import SHFOptimization as SHFOptimization
+
+_HOME_OF = {
+    "GrowingBatchSize": "lightning_struct.callbacks",
+    "LevenbergMarquardtDamping": "lightning_struct.callbacks",
+    "SHF": "lightning_struct.optim",
+    "SHFOptimization": "lightning_struct.strategies",
+    "ValidationMeritStopping": "lightning_struct.callbacks",
+}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

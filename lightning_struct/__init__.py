@@ -26,7 +26,7 @@ _HOME_OF = {
     "ValidationMeritStopping": "lightning_struct.callbacks",
 }
 
-__all__ = ["__version__", *_HOME_OF]
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from lightning_struct.nn import sparse_normal_
+
+
+@pytest.mark.parametrize(("in_features", "connections"), [(784, 20), (256, 10), (49, 7), (10, 10), (6, 20), (5, 1)])
+def test_every_unit_has_the_asked_number_of_incoming_connections(in_features, connections):
+    weight = sparse_normal_(torch.nn.Linear(in_features, 30).weight, connections)
+    assert ((weight != 0).sum(dim=1) == min(connections, in_features)).all()
+
+
+def test_nonzero_weights_have_the_asked_spread():
+    torch.manual_seed(0)
+    weight = sparse_normal_(torch.empty(1000, 100, dtype=torch.float64), 10, std=1.5)
+    nonzero = weight[weight != 0]
+    assert abs(nonzero.mean()) < 0.05 and abs(nonzero.std() - 1.5) < 0.05
+
+
+def test_places_of_the_connections_differ_between_units():
+    torch.manual_seed(0)
+    places = sparse_normal_(torch.empty(50, 784), 20) != 0
+    assert len({tuple(unit.nonzero().flatten().tolist()) for unit in places}) == 50
+
+
+def test_values_repeat_with_the_seed():
+    torch.manual_seed(3)
+    first = sparse_normal_(torch.empty(8, 20), 5).clone()
+    torch.manual_seed(3)
+    assert torch.equal(sparse_normal_(torch.empty(8, 20), 5), first)
+
+
+def test_weight_is_filled_in_place_and_still_a_parameter():
+    layer = torch.nn.Linear(20, 4)
+    assert sparse_normal_(layer.weight, 5) is layer.weight and layer.weight.requires_grad and layer.weight.is_leaf
+
+
+@pytest.mark.parametrize(
+    ("weight", "connections", "std", "message"),
+    [
+        (torch.empty(3), 2, 1.0, r"shape \(3,\)"),
+        (torch.empty(3, 4), 0, 1.0, "connections must be at least 1, but is 0"),
+        (torch.empty(3, 4), 2, -1.0, "std must be positive, but is -1.0"),
+    ],
+)
+def test_wrong_arguments_are_named(weight, connections, std, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_normal_(weight, connections, std)

@@ -1,0 +1,400 @@
+"""Jacobian products of a network, linearised once and used as often as wanted.
+
+A Hessian-free step takes tens to hundreds of products with the same Jacobian J of the outputs in the weights. Running the
+network again in each of them, as forward-over-reverse differentiation does, costs about twice as much as needed.
+:func:`linearize` runs it once:
+
+    v  ->  J v      ``Linearization.jvp``     (Algorithm 4)
+    u  ->  Jᵀ u     ``Linearization.vjp``     (Algorithm 5)
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, functionalize, vmap
+from torch.func import jvp as torch_jvp
+from torch.func import vjp as torch_vjp
+from torch.fx.experimental.const_fold import split_const_subgraphs
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_struct.functional.layer_rules import LayerChain, record_layer_chain
+
+Parameters = Mapping[str, Tensor]
+BACKENDS = ("layer_rules", "linearize", "double_backward")
+
+# Per-sample gradients are materialised for so many samples at a time that they hold at most this many numbers.
+_PER_SAMPLE_NUMBERS = 2**25
+
+
+class Linearization(ABC):
+    """A network at one point: its outputs and the products with its Jacobian J there.
+
+    Attributes:
+        outputs: (n, ...), what the network returned; detached.
+        backend: which of ``BACKENDS`` gives the products; with chunks, the one that is used inside each of them.
+    """
+
+    outputs: Tensor
+    backend: str
+
+    @abstractmethod
+    def jvp(self, v: Parameters) -> Tensor:
+        """J v: ``v`` has a tensor for each parameter; the result is shaped like ``outputs``."""
+
+    @abstractmethod
+    def vjp(self, u: Tensor) -> dict[str, Tensor]:
+        """Jᵀ u: ``u`` is shaped like ``outputs``; the result has a tensor for each parameter."""
+
+    @abstractmethod
+    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+        """Σᵢ (Jᵢᵀ uᵢ)², squared elementwise before the sum over the n samples."""
+
+    @abstractmethod
+    def squared_norms(self, u: Tensor) -> Tensor:
+        """(n,): ‖Jᵢᵀ uᵢ‖² of each sample."""
+
+
+def linearize(
+    function: nn.Module | Callable[..., Tensor],
+    params: Parameters,
+    *args: Any,
+    backend: str | None = None,
+    chunk_size: int | None = None,
+) -> Linearization:
+    """Linearise ``function`` in ``params`` at ``args``.
+
+    Args:
+        function: a module, which is called as ``functional_call(function, params, args)``, or a function of
+            ``(params, *args)``. It returns one tensor (n, ...) whose row i depends on row i of the tensors in ``args``.
+            A module's buffers are left as they are, and its parameters outside ``params`` are constants.
+        params: name -> tensor, float32 or float64: the point, and what is differentiated.
+        *args: passed on; tensors among them have the batch as their first dimension.
+        backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
+            the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
+            to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian product, which covers everything that
+            has a second derivative. If not given, the first of these that covers the function; ``.backend`` says which.
+        chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
+            as much time again, for the memory of one chunk.
+
+    Raises:
+        ValueError: an unknown backend, a backend that does not cover the function, or nothing to differentiate.
+        TypeError: the function did not return one tensor.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if not params:
+        raise ValueError("params is empty: there is nothing to differentiate (are all parameters frozen?)")
+    params = {name: p.detach() for name, p in params.items()}
+    if chunk_size is not None:
+        return _Chunked(function, params, args, backend, chunk_size)
+    if backend in (None, "layer_rules"):
+        chain = record_layer_chain(function, params, args) if isinstance(function, nn.Module) else None
+        if chain is not None:
+            return _LayerRules(chain)
+        if backend == "layer_rules":
+            raise ValueError(
+                "backend='layer_rules' needs a module that is a chain of Linear, elementwise and reshaping layers, "
+                "called on one tensor; leave backend out for another module"
+            )
+    if backend == "double_backward":
+        return _DoubleBackward(function, params, args)
+    try:
+        return _Linearize(function, params, args)
+    except Exception as error:
+        if backend == "linearize":
+            raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
+        return _DoubleBackward(function, params, args)
+
+
+class _LayerRules(Linearization):
+    backend = "layer_rules"
+
+    def __init__(self, chain: LayerChain) -> None:
+        self._chain = chain
+        self.outputs = chain.outputs
+
+    def jvp(self, v: Parameters) -> Tensor:
+        return self._chain.jvp(v)
+
+    def vjp(self, u: Tensor) -> dict[str, Tensor]:
+        return self._chain.vjp(u)
+
+    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+        return self._chain.squared_vjp(u)
+
+    def squared_norms(self, u: Tensor) -> Tensor:
+        return self._chain.squared_norms(u)
+
+
+class _Autograd(Linearization):
+    """The part that needs a graph of the outputs only: Jᵀu, and per-sample products by vmap."""
+
+    def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
+        self._module = function if isinstance(function, nn.Module) else None
+        self._call = _as_function(function)
+        self._args = args
+        self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
+        self._random_state = _random_state(args)
+        with torch.enable_grad(), _twice_differentiable(self._module):
+            self._graph = self._call(self._point, *args)
+        _check_output(self._graph)
+        if not self._graph.requires_grad:
+            raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
+        self.outputs = self._graph.detach()
+
+    def vjp(self, u: Tensor) -> dict[str, Tensor]:
+        gradients = torch.autograd.grad(
+            self._graph, list(self._point.values()), u.to(self._graph.dtype), retain_graph=True, materialize_grads=True
+        )
+        return dict(zip(self._point, gradients, strict=True))
+
+    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+        total = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._point.items()}
+        for gradients in self._per_sample_vjps(u):
+            for name, g in gradients.items():
+                total[name] += g.square().sum(0)
+        return total
+
+    def squared_norms(self, u: Tensor) -> Tensor:
+        return torch.cat(
+            [sum(g.flatten(1).square().sum(1) for g in gradients.values()) for gradients in self._per_sample_vjps(u)]  # type: ignore[misc]
+        )
+
+    def _per_sample_vjps(self, u: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Jᵢᵀuᵢ, a few samples at a time, stacked along a new first dimension."""
+        self._refuse_coupled_samples()
+        point = {name: p.detach() for name, p in self._point.items()}
+        u = u.to(self._graph.dtype)
+
+        def one(u_i: Tensor, *args_i: Any) -> dict[str, Tensor]:
+            batch_of_one = tuple(a[None] if isinstance(a, Tensor) else a for a in args_i)
+            return torch_vjp(lambda p: self._call(p, *batch_of_one), point)[1](u_i[None])[0]
+
+        in_dims = (0, *(0 if isinstance(a, Tensor) else None for a in self._args))
+        size = max(1, _PER_SAMPLE_NUMBERS // sum(p.numel() for p in point.values()))
+        for start in range(0, u.shape[0], size):
+            rows = slice(start, start + size)
+            arguments = (u[rows], *(a[rows] if isinstance(a, Tensor) else a for a in self._args))
+            with _twice_differentiable(self._module), _restored_random_state(self._random_state):
+                try:
+                    gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
+                except (RuntimeError, NotImplementedError):  # a layer without a batching rule: one sample at a time
+                    singles = [
+                        one(u_i, *(a[i] if isinstance(a, Tensor) else a for a in arguments[1:]))
+                        for i, u_i in enumerate(arguments[0])
+                    ]
+                    gradients = {name: torch.stack([s[name] for s in singles]) for name in point}
+            yield gradients
+
+    def _refuse_coupled_samples(self) -> None:
+        if self._module is None:
+            return
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+                raise ValueError(
+                    f"{name or type(layer).__name__} normalises over the batch, so a gradient per sample is not "
+                    "defined: put it in eval mode, or do without per-sample quantities"
+                )
+
+
+class _DoubleBackward(_Autograd):
+    """J v as the derivative of u -> Jᵀu: both graphs are kept."""
+
+    backend = "double_backward"
+
+    def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
+        super().__init__(function, params, args)
+        self._u = torch.zeros_like(self._graph, requires_grad=True)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(
+                self._graph, list(self._point.values()), self._u, create_graph=True, materialize_grads=True
+            )
+        reached = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
+        self._reached, self._vjp_graph = list(reached), list(reached.values())
+
+    def jvp(self, v: Parameters) -> Tensor:
+        tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
+        (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
+        return tangent
+
+
+class _Linearize(_Autograd):
+    """J v from a trace of the forward derivative, with all that does not depend on v computed once.
+
+    This is ``torch.func.linearize``, but for one step: in-place operations are made functional before the trace is cut
+    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). The trace
+    is checked against Jᵀu, since some operations (``padding_mode="circular"``) are still traced wrongly in silence.
+    """
+
+    backend = "linearize"
+
+    def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
+        super().__init__(function, params, args)
+        point = {name: p.detach() for name, p in self._point.items()}
+
+        def tangent(*v: Tensor) -> Tensor:
+            return torch_jvp(lambda p: self._call(p, *args), (point,), (dict(zip(point, v, strict=True)),))[1]
+
+        with (
+            torch.no_grad(),
+            _twice_differentiable(self._module),
+            _restored_random_state(self._random_state),  # the same dropout mask as in the graph
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
+            trace = make_fx(functionalize(tangent))(*(torch.zeros_like(p) for p in point.values()))
+            self._trace = split_const_subgraphs(trace)
+            self._trace.run_folding()
+        self._check_adjoint()
+
+    def jvp(self, v: Parameters) -> Tensor:
+        with torch.no_grad(), _restored_random_state(self._random_state):
+            return self._trace(*(v[name] for name in self._point))
+
+    def _check_adjoint(self) -> None:
+        """⟨u, J v⟩ = ⟨Jᵀu, v⟩ for one random pair (padding_mode='circular' fails it in torch 2.15)."""
+        generator = torch.Generator().manual_seed(0)
+        v = {k: torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for k, p in self._point.items()}
+        u = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
+        self.jvp(v)  # what is wrong only from the second product on is wrong too
+        tangent, gradients = self.jvp(v), self.vjp(u)
+        left = (u * tangent).sum(dtype=torch.float64)
+        right = torch.stack([(gradients[name] * v[name]).sum(dtype=torch.float64) for name in v]).sum()
+        scale = torch.linalg.vector_norm(u, dtype=torch.float64) * torch.linalg.vector_norm(
+            tangent, dtype=torch.float64
+        )
+        tolerance = torch.finfo(self.outputs.dtype).eps ** 0.5
+        if not (left - right).abs() <= tolerance * scale:
+            raise RuntimeError(f"it gives a product that is not the adjoint of Jᵀu ({left:.6g} against {right:.6g})")
+
+
+class _Chunked(Linearization):
+    def __init__(
+        self,
+        function: nn.Module | Callable[..., Tensor],
+        params: Parameters,
+        args: tuple[Any, ...],
+        backend: str | None,
+        chunk_size: int,
+    ) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
+        if backend == "linearize":
+            raise ValueError("chunks are linearised in every product, for which 'linearize' is too dear")
+        if isinstance(function, nn.Module):
+            for name, layer in function.named_modules():
+                if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+                    raise ValueError(
+                        f"{name or type(layer).__name__} normalises over the batch: chunks would change the function; "
+                        "put it in eval mode or leave chunk_size out"
+                    )
+        self._function, self._params = function, params
+        sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}
+        if len(sizes) != 1:
+            raise ValueError(f"chunks need tensors with one common batch size among the arguments, got {sorted(sizes)}")
+        (self._n,) = sizes
+        self._rows = [slice(start, start + chunk_size) for start in range(0, self._n, chunk_size)]
+        self._args = args
+        self._random_state = _random_state(args)
+        self._backend = backend
+        outputs = []
+        for _, chunk in self._chunks():
+            outputs.append(chunk.outputs)
+            self.backend = chunk.backend
+            self._backend = chunk.backend
+        self.outputs = torch.cat(outputs)
+
+    def _chunks(self) -> Iterator[tuple[slice, Linearization]]:
+        with _restored_random_state(self._random_state):
+            for rows in self._rows:
+                args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self._args)
+                if self._backend is None:
+                    chain = isinstance(self._function, nn.Module) and record_layer_chain(
+                        self._function, self._params, args
+                    )
+                    yield rows, _LayerRules(chain) if chain else _DoubleBackward(self._function, self._params, args)
+                else:
+                    yield rows, linearize(self._function, self._params, *args, backend=self._backend)
+
+    def jvp(self, v: Parameters) -> Tensor:
+        return torch.cat([chunk.jvp(v) for _, chunk in self._chunks()])
+
+    def vjp(self, u: Tensor) -> dict[str, Tensor]:
+        return _sum(chunk.vjp(u[rows]) for rows, chunk in self._chunks())
+
+    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+        return _sum(chunk.squared_vjp(u[rows]) for rows, chunk in self._chunks())
+
+    def squared_norms(self, u: Tensor) -> Tensor:
+        return torch.cat([chunk.squared_norms(u[rows]) for rows, chunk in self._chunks()])
+
+
+def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    total = next(vectors)
+    for vector in vectors:
+        for name, t in vector.items():
+            total[name] += t
+    return total
+
+
+def _as_function(function: nn.Module | Callable[..., Tensor]) -> Callable[..., Tensor]:
+    if not isinstance(function, nn.Module):
+        return function
+    module = function
+
+    def call(params: Parameters, *args: Any) -> Tensor:
+        buffers = {name: b.clone() for name, b in module.named_buffers()}
+        return functional_call(module, {**buffers, **params}, args)
+
+    return call
+
+
+def _check_output(outputs: Any) -> None:
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the function must return one tensor, got {type(outputs).__name__}: wrap it in a module that picks it out"
+        )
+
+
+@contextmanager
+def _twice_differentiable(module: nn.Module | None) -> Iterator[None]:
+    """Kernels that have forward and second derivatives: fused attention and the fused recurrent ones have none."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if module is not None and any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a note about TF32 on another vendor's devices
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+_RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
+
+
+def _random_state(args: tuple[Any, ...]) -> _RandomState:
+    return torch.get_rng_state(), get_device_states(*args)
+
+
+@contextmanager
+def _restored_random_state(state: _RandomState) -> Iterator[None]:
+    """Random numbers (of dropout) as they were at ``state``; afterwards the generators go on where they were."""
+    cpu, (devices, states) = state
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(cpu)
+        set_device_states(devices, states)
+        yield

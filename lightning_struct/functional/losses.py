@@ -1,0 +1,129 @@
+"""Losses as the Gauss-Newton model needs them: a value, and a square root of the Hessian in the outputs.
+
+For one sample the Hessian of the loss in the network's outputs is S Sᵀ and its gradient is S r. With J the Jacobian of
+the outputs, the Gauss-Newton matrix is then (SᵀJ)ᵀ(SᵀJ) and the gradient (SᵀJ)ᵀ r: a least-squares problem. For the
+squared error S = I and r is the residual.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@runtime_checkable
+class GaussNewtonLoss(Protocol):
+    """What SHF asks of a loss. ``outputs`` are (n, ...), ``targets`` whatever the loss reads; sample i is row i."""
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the n samples, a scalar tensor (float64 where rounding matters)."""
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """r, shaped like ``outputs``, with S r the derivative of each sample's loss in its outputs."""
+
+    def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        """S times ``vector``, sample by sample; shaped like ``outputs``."""
+
+    def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        """Sᵀ times ``vector``, sample by sample; shaped like ``outputs``."""
+
+
+class SquaredError:
+    """½‖outputs - targets‖², summed over everything but the batch and averaged over samples (section 3)."""
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * self.residual(outputs, targets).square().sum(dtype=torch.float64) / outputs.shape[0]
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"outputs are {tuple(outputs.shape)} but targets {tuple(targets.shape)}: they must be alike"
+            )
+        return outputs - targets
+
+    def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return vector
+
+    def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return vector
+
+
+class CrossEntropy:
+    """Softmax cross-entropy of logits (n, ..., classes), averaged over samples and positions.
+
+    Targets are class indices (n, ...) or probabilities shaped like the logits. S = diag(√p) - p√pᵀ and r = (p - y)/√p,
+    so that S r = p - y; √p is bounded from below. The paper trains autoencoders only; this makes SHF train classifiers.
+    """
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._check(outputs, targets)
+        classes = outputs.shape[-1]
+        flat = targets.reshape(-1, classes).double() if targets.is_floating_point() else targets.reshape(-1)
+        return F.cross_entropy(outputs.reshape(-1, classes).double(), flat)
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._check(outputs, targets)
+        p = outputs.softmax(-1)
+        y = targets if targets.is_floating_point() else F.one_hot(targets, outputs.shape[-1])
+        return (p - y.to(p.dtype)) / self._root(p) * self._per_position(outputs)
+
+    def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        scaled = self._root(p) * vector
+        return (scaled - p * scaled.sum(-1, keepdim=True)) * self._per_position(outputs)
+
+    def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        return self._root(p) * (vector - (p * vector).sum(-1, keepdim=True)) * self._per_position(outputs)
+
+    @staticmethod
+    def _root(p: Tensor) -> Tensor:
+        return p.clamp_min(torch.finfo(p.dtype).eps).sqrt()
+
+    @staticmethod
+    def _per_position(outputs: Tensor) -> float:
+        """1/√T: each of the two factors of a sample's mean over its T positions."""
+        return (outputs[0].numel() / outputs.shape[-1]) ** -0.5
+
+    @staticmethod
+    def _check(outputs: Tensor, targets: Tensor) -> None:
+        expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
+        if outputs.ndim < 2 or targets.shape != expected:
+            raise ValueError(
+                f"cross-entropy needs logits (n, ..., classes) and targets of class indices (n, ...) or probabilities "
+                f"like the logits; got {tuple(outputs.shape)} and {tuple(targets.shape)} ({targets.dtype})"
+            )
+        if (
+            not targets.is_floating_point()
+            and targets.numel()
+            and not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]
+        ):
+            raise ValueError(
+                f"class indices must be in [0, {outputs.shape[-1]}), got {int(targets.min())} to {int(targets.max())}"
+            )
+
+
+def get_loss(loss: str | GaussNewtonLoss) -> GaussNewtonLoss:
+    """``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`), or an object of the same methods.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: an object that lacks one of the methods; they are named.
+    """
+    if isinstance(loss, str):
+        if loss == "mse":
+            return SquaredError()
+        if loss == "cross_entropy":
+            return CrossEntropy()
+        raise ValueError(f"loss must be 'mse', 'cross_entropy' or an object, got {loss!r}")
+    missing = [
+        name
+        for name in ("value", "residual", "sqrt_hessian", "sqrt_hessian_transpose")
+        if not callable(getattr(loss, name, None))
+    ]
+    if missing:
+        raise TypeError(f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss)")
+    return loss

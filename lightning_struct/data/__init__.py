@@ -1,0 +1,16 @@
+"""Data sets as LightningDataModules, and samplers whose batches change size."""
+
+from lightning_struct.data.curves_datamodule import CurvesDataModule
+from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
+from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+
+__all__ = [
+    "BatchedTensorDataset",
+    "CurvesDataModule",
+    "DrawLoader",
+    "IndependentDraws",
+    "InMemoryDataModule",
+    "MNISTDataModule",
+    "USPSDataModule",
+]

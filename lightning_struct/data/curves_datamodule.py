@@ -1,0 +1,57 @@
+"""CURVES as a LightningDataModule."""
+
+from typing import Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_struct.data.curves import generate_curves
+from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_dataset
+
+
+class CurvesDataModule(InMemoryDataModule):
+    """CURVES: 20,000 / 2,000 / 8,000 images of 28 x 28 for training, validation and test, made when they are needed.
+
+    Samples are (pixels,): (784,) float32 in [0, 1]. The images are always procedural
+    (:func:`~lightning_struct.data.curves.generate_curves`): they follow the description of the original file, and are
+    not that file. ::
+
+        Trainer().fit(model, datamodule=CurvesDataModule(batch_size=250))
+
+    Args:
+        batch_size: training samples in a step, over all processes together.
+        draws: ``"independent"`` draws or shuffled passes by ``"epoch"``.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        synthetic: always true: there is nothing but the procedural images.
+        seed: of draws and shuffles; the images do not depend on it.
+
+    Raises:
+        MisconfigurationException: if one of the sets would be empty, and for ``synthetic=False``.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 250,
+        draws: Literal["independent", "epoch"] = "independent",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 1000,
+        train_size: int = 20_000,
+        val_size: int = 2_000,
+        test_size: int = 8_000,
+        synthetic: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        if not synthetic:
+            raise MisconfigurationException("CURVES are always made procedurally: leave out data.synthetic=false.")
+        self.sizes = (train_size, val_size, test_size)
+
+    def load_splits(self) -> Splits:
+        rank_zero_info(f"CURVES: making {sum(self.sizes):,} images of curves through three random points.")
+        images = generate_curves(sum(self.sizes))
+        parts = zip(("train", "val", "test"), images.split(self.sizes), strict=True)
+        return Splits(**{key: image_dataset(f"CURVES ({key})", part) for key, part in parts})

@@ -1,0 +1,222 @@
+"""MNIST and USPS: hand-written digits as flat grey pixels, with their labels."""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_dataset, split_at_random
+from lightning_struct.data.synthetic import synthetic_digits
+
+Labelled = tuple[Tensor, Tensor]
+
+
+class DigitsDataModule(InMemoryDataModule):
+    """What MNIST and USPS have in common: files or their procedural stand-in, cut into three sets."""
+
+    name: ClassVar[str]
+    image_size: ClassVar[int]
+    files: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        data_dir: str,
+        batch_size: int,
+        draws: Literal["independent", "epoch"],
+        draws_per_epoch: int,
+        eval_batch_size: int,
+        train_size: int,
+        val_size: int,
+        test_size: int,
+        download: bool,
+        synthetic: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        self.data_dir = data_dir
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        self.download = download
+        self.synthetic = synthetic
+
+    @abstractmethod
+    def read(self, train: bool, download: bool) -> Labelled:
+        """The official training or test part: images (n, pixels), uint8, and labels (n,), int64."""
+
+    @abstractmethod
+    def choose(self, official_train: Labelled, official_test: Labelled) -> dict[str, Labelled]:
+        """The three sets, by name, from the two official parts."""
+
+    def prepare_data(self) -> None:
+        missing = [file for file in self.files if not (Path(self.data_dir) / file).is_file()]
+        if self.download and not self.synthetic and missing:
+            self._read_both(download=True)
+
+    def load_splits(self) -> Splits:
+        if self.synthetic:
+            rank_zero_info(f"{self.name}: procedurally made figures of the same shapes stand in for the real images.")
+            images, labels = synthetic_digits(sum(self.sizes.values()), self.image_size, seed=self.seed)
+            sizes = tuple(self.sizes.values())
+            parts = dict(zip(self.sizes, zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
+        else:
+            chosen = self.choose(*self._read_both(download=False))
+            parts = {key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()}
+        return Splits(**{key: image_dataset(f"{self.name} ({key})", *part) for key, part in parts.items()})
+
+    def _read_both(self, download: bool) -> tuple[Labelled, Labelled]:
+        return read_or_explain(
+            self.name,
+            lambda: (self.read(train=True, download=download), self.read(train=False, download=download)),
+            data_dir=self.data_dir,
+            files=", ".join(self.files),
+            download=download,
+        )
+
+
+class MNISTDataModule(DigitsDataModule):
+    """MNIST: 50,000 / 10,000 / 10,000 images of 28 x 28 for training, validation and test.
+
+    Training and validation images are parts of the official training set, cut by a fixed seed; the test images are the
+    official ones. Samples are (pixels, label): (784,) float32 in [0, 1], and int64. ::
+
+        Trainer().fit(model, datamodule=MNISTDataModule(data_dir="data", batch_size=300))
+
+    Args:
+        data_dir: directory with ``MNIST/raw`` as torchvision keeps it.
+        batch_size: training samples in a step, over all processes together.
+        draws: ``"independent"`` draws or shuffled passes by ``"epoch"``.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        download: whether missing files may be downloaded.
+        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
+        seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
+    """
+
+    name = "MNIST"
+    image_size = 28
+    files = tuple(
+        f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+    )
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        batch_size: int = 300,
+        draws: Literal["independent", "epoch"] = "independent",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 1000,
+        train_size: int = 50_000,
+        val_size: int = 10_000,
+        test_size: int = 10_000,
+        download: bool = True,
+        synthetic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            data_dir=data_dir,
+            batch_size=batch_size,
+            draws=draws,
+            draws_per_epoch=draws_per_epoch,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            download=download,
+            synthetic=synthetic,
+            seed=seed,
+        )
+
+    def read(self, train: bool, download: bool) -> Labelled:
+        from torchvision.datasets import MNIST  # only here, so that the rest runs without torchvision
+
+        part = MNIST(self.data_dir, train=train, download=download)
+        return part.data.flatten(1), part.targets
+
+    def choose(self, official_train: Labelled, official_test: Labelled) -> dict[str, Labelled]:
+        images, labels = official_train
+        train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
+        (test,) = split_at_random(len(official_test[0]), (self.sizes["test"],))
+        return {
+            "train": (images[train], labels[train]),
+            "val": (images[val], labels[val]),
+            "test": (official_test[0][test], official_test[1][test]),
+        }
+
+
+class USPSDataModule(DigitsDataModule):
+    """USPS: 6,800 / 1,000 / 1,498 images of 16 x 16 for training, validation and test.
+
+    The paper has another edition of the data, 11,000 images, and cuts it into 8,000 / 1,000 / 2,000. Here the
+    7,291 + 2,007 images that torchvision offers are pooled and cut by a fixed seed, in nearly the same proportions.
+    Samples are (pixels, label): (256,) float32 in [0, 1], and int64. ::
+
+        Trainer().fit(model, datamodule=USPSDataModule(data_dir="data", batch_size=200))
+
+    Args:
+        data_dir: directory with ``usps.bz2`` and ``usps.t.bz2``.
+        batch_size: training samples in a step, over all processes together.
+        draws: ``"independent"`` draws or shuffled passes by ``"epoch"``.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        download: whether missing files may be downloaded.
+        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
+        seed: of draws, shuffles and synthetic images; the cut into the three sets does not depend on it.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
+    """
+
+    name = "USPS"
+    image_size = 16
+    files = ("usps.bz2", "usps.t.bz2")
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        batch_size: int = 200,
+        draws: Literal["independent", "epoch"] = "independent",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 1000,
+        train_size: int = 6_800,
+        val_size: int = 1_000,
+        test_size: int = 1_498,
+        download: bool = True,
+        synthetic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            data_dir=data_dir,
+            batch_size=batch_size,
+            draws=draws,
+            draws_per_epoch=draws_per_epoch,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            download=download,
+            synthetic=synthetic,
+            seed=seed,
+        )
+
+    def read(self, train: bool, download: bool) -> Labelled:
+        from torchvision.datasets import USPS
+
+        part = USPS(self.data_dir, train=train, download=download)
+        return torch.from_numpy(part.data).flatten(1), torch.tensor(part.targets)
+
+    def choose(self, official_train: Labelled, official_test: Labelled) -> dict[str, Labelled]:
+        images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))
+        train, test, val = split_at_random(len(images), tuple(self.sizes[key] for key in ("train", "test", "val")))
+        return {key: (images[part], labels[part]) for key, part in (("train", train), ("val", val), ("test", test))}

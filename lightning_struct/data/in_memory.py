@@ -1,0 +1,148 @@
+"""Data sets that fit into memory: whole batches by one indexing, and the loaders of a LightningDataModule over them."""
+
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+
+Batch = tuple[Tensor, ...]
+
+
+class BatchedTensorDataset(TensorDataset):
+    """A ``TensorDataset`` whose batches are one indexing of each tensor, not a stack of single samples.
+
+    A ``DataLoader`` finds ``__getitems__`` by itself; its ``collate_fn`` then has nothing left to do
+    (:func:`keep_batch`). Any sampler works, Lightning's own under DDP too.
+    """
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self[indices]
+
+
+def keep_batch(batch: Batch) -> Batch:
+    """The ``collate_fn`` for batches that come whole from the data set."""
+    return batch
+
+
+class Splits(NamedTuple):
+    """The three parts of a data set."""
+
+    train: BatchedTensorDataset
+    val: BatchedTensorDataset
+    test: BatchedTensorDataset
+
+
+def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> BatchedTensorDataset:
+    """Checked samples of grey images.
+
+    Args:
+        name: of the data set, for the error.
+        images: (n, pixels), floating dtype, values in [0, 1].
+        labels: (n,), int64, or None.
+
+    Raises:
+        MisconfigurationException: for an empty set, and for pixels that are NaN or outside [0, 1].
+    """
+    if len(images) == 0:
+        raise MisconfigurationException(
+            f"{name} has no images: ask for at least one training, validation and test image."
+        )
+    low, high = images.aminmax()
+    if not (low >= 0 and high <= 1):
+        raise MisconfigurationException(
+            f"Pixels of {name} must lie in [0, 1], but go from {low.item()} to {high.item()}: "
+            "the files are damaged or in another format; remove them, so that they are downloaded again."
+        )
+    return BatchedTensorDataset(images) if labels is None else BatchedTensorDataset(images, labels)
+
+
+class InMemoryDataModule(L.LightningDataModule, ABC):
+    """Loaders over three in-memory sets; a subclass says how to get the sets.
+
+    Args:
+        batch_size: training samples in a step, over all processes together.
+        draws: ``"independent"``: every batch is a new draw without replacement, independent of the last
+            (Emirahmetoglu & Stewart, Algorithm 1); ``"epoch"``: shuffled passes through the training set.
+        draws_per_epoch: independent draws that Lightning calls an epoch: so many steps are between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        seed: of draws and shuffles.
+
+    Raises:
+        MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        draws: Literal["independent", "epoch"] = "independent",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if draws not in ("independent", "epoch"):
+            raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
+        for name, size in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if size < 1:
+                raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
+        self.batch_size = batch_size
+        self.draws = draws
+        self.draws_per_epoch = draws_per_epoch
+        self.eval_batch_size = eval_batch_size
+        self.seed = seed
+        self.splits: Splits | None = None
+
+    @abstractmethod
+    def load_splits(self) -> Splits:
+        """Read or make the three sets."""
+
+    def setup(self, stage: str) -> None:
+        if self.splits is None:
+            self.splits = self.load_splits()
+
+    def train_dataloader(self) -> DataLoader:
+        train = self._loaded.train
+        if self.draws == "independent":
+            return DrawLoader(train, IndependentDraws(train, self.batch_size, self.draws_per_epoch, seed=self.seed))
+        processes, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        if self.batch_size % processes:
+            raise MisconfigurationException(
+                f"batch_size={self.batch_size} cannot be shared by {processes} processes: make it a multiple of them."
+            )
+        shuffle = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
+        return DataLoader(train, self.batch_size // processes, sampler=shuffle, collate_fn=keep_batch)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self._loaded.val, self.eval_batch_size, collate_fn=keep_batch)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self._loaded.test, self.eval_batch_size, collate_fn=keep_batch)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.test_dataloader()
+
+    @property
+    def _loaded(self) -> Splits:
+        if self.splits is None:
+            raise MisconfigurationException(f"Call setup() of {type(self).__name__} before asking for its loaders.")
+        return self.splits
+
+
+def split_at_random(count: int, sizes: tuple[int, ...], *, seed: int = 0) -> list[Tensor]:
+    """Disjoint random parts of ``range(count)``, int64, of the given sizes, in the order of one seeded permutation.
+
+    Raises:
+        MisconfigurationException: if the sizes ask for more than there is, or one is negative.
+    """
+    if sum(sizes) > count or min(sizes) < 0:
+        raise MisconfigurationException(
+            f"Cannot take parts of sizes {sizes} from {count} samples: choose smaller sizes."
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return list(order[: sum(sizes)].split(sizes))

@@ -1,0 +1,117 @@
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, Subset
+
+from lightning_struct.data import BatchedTensorDataset, CurvesDataModule, DrawLoader
+from lightning_struct.data.in_memory import image_dataset, keep_batch, split_at_random
+
+
+@pytest.fixture
+def dataset():
+    return BatchedTensorDataset(torch.arange(10.0).unsqueeze(1), torch.arange(10))
+
+
+def small_curves(**arguments):
+    datamodule = CurvesDataModule(**({"train_size": 40, "val_size": 12, "test_size": 7} | arguments))
+    datamodule.setup("fit")
+    return datamodule
+
+
+def test_batches_come_whole_from_an_ordinary_loader(dataset):
+    values, labels = next(iter(DataLoader(dataset, batch_size=4, collate_fn=keep_batch)))
+    assert values.tolist() == [[0], [1], [2], [3]] and labels.tolist() == [0, 1, 2, 3]
+
+
+def test_batches_come_whole_from_a_subset(dataset):
+    (_, labels), *_ = DataLoader(Subset(dataset, [7, 8, 9]), batch_size=2, collate_fn=keep_batch)
+    assert labels.tolist() == [7, 8]
+
+
+def test_pixels_that_are_not_numbers_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"Pixels of Noise must lie in \[0, 1\], but go from nan"):
+        image_dataset("Noise", torch.tensor([[0.5, float("nan")]]))
+
+
+@pytest.mark.parametrize("pixel", [-0.1, 1.1])
+def test_pixels_outside_the_unit_interval_are_refused(pixel):
+    with pytest.raises(MisconfigurationException, match=r"must lie in \[0, 1\]"):
+        image_dataset("Noise", torch.tensor([[0.5, pixel]]))
+
+
+def test_empty_set_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"CURVES \(test\) has no images"):
+        small_curves(test_size=0)
+
+
+def test_random_parts_are_disjoint_and_repeat_with_the_seed():
+    first, second = split_at_random(100, (60, 30), seed=3)
+    assert len(set(first.tolist()) | set(second.tolist())) == 90
+    assert torch.equal(first, split_at_random(100, (60, 30), seed=3)[0])
+
+
+def test_parts_larger_than_the_whole_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"Cannot take parts of sizes \(60, 50\) from 100 samples"):
+        split_at_random(100, (60, 50))
+
+
+def test_independent_draws_are_fresh_and_without_replacement():
+    loader = small_curves(batch_size=30, draws_per_epoch=4).train_dataloader()
+    batches = [images for (images,) in loader]
+    assert isinstance(loader, DrawLoader) and len(batches) == 4
+    assert all(images.shape == (30, 784) and len(images.unique(dim=0)) == 30 for images in batches)
+    assert not torch.equal(batches[0], batches[1])
+
+
+def test_an_epoch_passes_through_every_training_image_once():
+    datamodule = small_curves(batch_size=16, draws="epoch")
+    images = torch.cat([images for (images,) in datamodule.train_dataloader()])
+    assert torch.equal(images.unique(dim=0), datamodule.splits.train.tensors[0].unique(dim=0)) and len(images) == 40
+
+
+def test_passes_are_shuffled_anew_each_epoch():
+    loader = small_curves(batch_size=40, draws="epoch").train_dataloader()
+    (first,) = next(iter(loader))
+    loader.sampler.set_epoch(1)
+    (second,) = next(iter(loader))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("part", "count"), [("val", 12), ("test", 7), ("predict", 7)])
+def test_evaluation_loaders_keep_the_order_of_the_set(part, count):
+    datamodule = small_curves(eval_batch_size=5)
+    images = torch.cat([images for (images,) in getattr(datamodule, f"{part}_dataloader")()])
+    expected = getattr(datamodule.splits, "val" if part == "val" else "test").tensors[0]
+    assert torch.equal(images, expected) and len(images) == count
+
+
+def test_loader_before_setup_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"Call setup\(\) of CurvesDataModule"):
+        CurvesDataModule().val_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"draws": "sometimes"}, "draws must be 'independent' or 'epoch', but is 'sometimes'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
+        ({"eval_batch_size": -1}, "eval_batch_size must be at least 1, but is -1"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        CurvesDataModule(**arguments)
+
+
+def test_batch_that_the_processes_cannot_share_is_refused():
+    datamodule = small_curves(batch_size=15, draws="epoch")
+    datamodule.trainer = type("Trainer", (), {"world_size": 2, "global_rank": 0})()
+    with pytest.raises(MisconfigurationException, match="batch_size=15 cannot be shared by 2 processes"):
+        datamodule.train_dataloader()
+
+
+def test_batch_size_of_passes_is_over_all_processes():
+    datamodule = small_curves(batch_size=10, draws="epoch")
+    datamodule.trainer = type("Trainer", (), {"world_size": 2, "global_rank": 1})()
+    batches = [images for (images,) in datamodule.train_dataloader()]
+    assert [len(images) for images in batches] == [5, 5, 5, 5]

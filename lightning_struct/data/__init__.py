@@ -9,8 +9,8 @@ __all__ = [
     "BatchedTensorDataset",
     "CurvesDataModule",
     "DrawLoader",
-    "IndependentDraws",
     "InMemoryDataModule",
+    "IndependentDraws",
     "MNISTDataModule",
     "USPSDataModule",
 ]

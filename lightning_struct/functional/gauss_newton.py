@@ -24,9 +24,9 @@ from torch.func import vjp as torch_vjp
 from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_struct.functional.layer_rules import LayerChain, record_layer_chain
+from lightning_struct.functional.randomness import random_state, restored_random_state
 
 Parameters = Mapping[str, Tensor]
 BACKENDS = ("layer_rules", "linearize", "double_backward")
@@ -143,7 +143,7 @@ class _Autograd(Linearization):
         self._call = _as_function(function)
         self._args = args
         self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
-        self._random_state = _random_state(args)
+        self._random_state = random_state(*args)
         with torch.enable_grad(), _twice_differentiable(self._module):
             self._graph = self._call(self._point, *args)
         _check_output(self._graph)
@@ -184,7 +184,7 @@ class _Autograd(Linearization):
         for start in range(0, u.shape[0], size):
             rows = slice(start, start + size)
             arguments = (u[rows], *(a[rows] if isinstance(a, Tensor) else a for a in self._args))
-            with _twice_differentiable(self._module), _restored_random_state(self._random_state):
+            with _twice_differentiable(self._module), restored_random_state(self._random_state):
                 try:
                     gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
                 except (RuntimeError, NotImplementedError):  # a layer without a batching rule: one sample at a time
@@ -247,7 +247,7 @@ class _Linearize(_Autograd):
         with (
             torch.no_grad(),
             _twice_differentiable(self._module),
-            _restored_random_state(self._random_state),  # the same dropout mask as in the graph
+            restored_random_state(self._random_state),  # the same dropout mask as in the graph
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
@@ -257,7 +257,7 @@ class _Linearize(_Autograd):
         self._check_adjoint()
 
     def jvp(self, v: Parameters) -> Tensor:
-        with torch.no_grad(), _restored_random_state(self._random_state):
+        with torch.no_grad(), restored_random_state(self._random_state):
             return self._trace(*(v[name] for name in self._point))
 
     def _check_adjoint(self) -> None:
@@ -304,7 +304,7 @@ class _Chunked(Linearization):
         (self._n,) = sizes
         self._rows = [slice(start, start + chunk_size) for start in range(0, self._n, chunk_size)]
         self._args = args
-        self._random_state = _random_state(args)
+        self._random_state = random_state(*args)
         self._backend = backend
         outputs = []
         for _, chunk in self._chunks():
@@ -314,7 +314,7 @@ class _Chunked(Linearization):
         self.outputs = torch.cat(outputs)
 
     def _chunks(self) -> Iterator[tuple[slice, Linearization]]:
-        with _restored_random_state(self._random_state):
+        with restored_random_state(self._random_state):
             for rows in self._rows:
                 args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self._args)
                 if self._backend is None:
@@ -381,20 +381,3 @@ def _twice_differentiable(module: nn.Module | None) -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
-_RandomState = tuple[Tensor, tuple[list[int], list[Tensor]]]
-
-
-def _random_state(args: tuple[Any, ...]) -> _RandomState:
-    return torch.get_rng_state(), get_device_states(*args)
-
-
-@contextmanager
-def _restored_random_state(state: _RandomState) -> Iterator[None]:
-    """Random numbers (of dropout) as they were at ``state``; afterwards the generators go on where they were."""
-    cpu, (devices, states) = state
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(cpu)
-        set_device_states(devices, states)
-        yield

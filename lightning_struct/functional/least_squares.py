@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Vector: TypeAlias = Tensor | Mapping[str, Tensor]
-X = TypeVar("X", Tensor, dict[str, Tensor])
+from lightning_struct.functional.vectors import Vector, leaves, norm, squared_norm, structured
 
 
 class RightPreconditioner(Protocol):
@@ -160,18 +159,18 @@ class _Problem:
         self._matvec, self._rmatvec, self._all_reduce = matvec, rmatvec, all_reduce
         self._preconditioner = preconditioner
         self._b_like = b
-        self.size_of_b = sum(t.numel() for t in _leaves(b))
+        self.size_of_b = sum(t.numel() for t in leaves(b))
 
         if x0 is None:
-            residual = [t.clone() for t in _leaves(b)]
+            residual = [t.clone() for t in leaves(b)]
             self._x_like: Vector = rmatvec(b)
             self._x0: list[Tensor] | None = None
         else:
             self._x_like = x0
-            self._x0 = _leaves(x0)
-            residual = [torch.sub(t, a) for t, a in zip(_leaves(b), _leaves(matvec(x0), b), strict=True)]
-        shapes = [t.shape for t in _leaves(self._x_like)]
-        self._scale = _leaves(preconditioner, self._x_like) if isinstance(preconditioner, Tensor | Mapping) else None
+            self._x0 = leaves(x0)
+            residual = [torch.sub(t, a) for t, a in zip(leaves(b), leaves(matvec(x0), b), strict=True)]
+        shapes = [t.shape for t in leaves(self._x_like)]
+        self._scale = leaves(preconditioner, self._x_like) if isinstance(preconditioner, Tensor | Mapping) else None
         if self._scale is not None and [t.shape for t in self._scale] != shapes:
             raise ValueError(
                 f"the preconditioner has shapes {[tuple(t.shape) for t in self._scale]}, x has {[tuple(s) for s in shapes]}"
@@ -187,7 +186,7 @@ class _Problem:
         self.residual, self._count = residual, len(residual)
         if self.rows_in_operator:
             if offset is None:
-                rows = [torch.zeros_like(t) for t in _leaves(self._x_like)]
+                rows = [torch.zeros_like(t) for t in leaves(self._x_like)]
             else:
                 rows = [t.mul(-self._row_damp) for t in (offset if on_x else self._to_y(offset))]
             self.residual = residual + rows
@@ -195,10 +194,10 @@ class _Problem:
     def _center_offset(self, center: str | Vector) -> list[Tensor] | None:
         if isinstance(center, str):
             return None if center == "start" else self._x0
-        leaves = _leaves(center, self._x_like)
+        tensors = leaves(center, self._x_like)
         if self._x0 is None:
-            return [-t for t in leaves]
-        return [a - t for a, t in zip(self._x0, leaves, strict=True)]
+            return [-t for t in tensors]
+        return [a - t for a, t in zip(self._x0, tensors, strict=True)]
 
     def _to_y(self, x: list[Tensor]) -> list[Tensor]:
         if self._preconditioner is None:
@@ -215,24 +214,24 @@ class _Problem:
             return y
         if self._scale is not None:
             return [torch.mul(t, c) for t, c in zip(y, self._scale, strict=True)]
-        return _leaves(self._preconditioner.solve(_like(self._x_like, y)), self._x_like)  # type: ignore[union-attr]
+        return leaves(self._preconditioner.solve(structured(self._x_like, y)), self._x_like)  # type: ignore[union-attr]
 
     def _solve_transpose(self, x: list[Tensor]) -> list[Tensor]:
         if self._preconditioner is None:
             return x
         if self._scale is not None:
             return [torch.mul(t, c) for t, c in zip(x, self._scale, strict=True)]
-        return _leaves(self._preconditioner.solve_transpose(_like(self._x_like, x)), self._x_like)  # type: ignore[union-attr]
+        return leaves(self._preconditioner.solve_transpose(structured(self._x_like, x)), self._x_like)  # type: ignore[union-attr]
 
     def forward(self, z: list[Tensor]) -> list[Tensor]:
         x = self._solve(z)
-        rows = _leaves(self._matvec(_like(self._x_like, x)), self._b_like)
+        rows = leaves(self._matvec(structured(self._x_like, x)), self._b_like)
         if self.rows_in_operator:
             rows = rows + [t.mul(self._row_damp) for t in (x if self._rows_on_x else z)]
         return rows
 
     def backward(self, u: list[Tensor]) -> list[Tensor]:
-        x = _leaves(self._rmatvec(_like(self._b_like, u[: self._count])), self._x_like)
+        x = leaves(self._rmatvec(structured(self._b_like, u[: self._count])), self._x_like)
         if not self.rows_in_operator:
             return self._solve_transpose(x)
         below = u[self._count :]
@@ -241,11 +240,11 @@ class _Problem:
         return [t.add(r, alpha=self._row_damp) for t, r in zip(self._solve_transpose(x), below, strict=True)]
 
     def norm_of_rows(self, u: list[Tensor]) -> float:
-        squares = _squared_norm(u[: self._count])
+        squares = squared_norm(u[: self._count])
         if self._all_reduce is not None:
             squares = self._all_reduce(squares)
         if self.rows_in_operator:
-            squares = squares + _squared_norm(u[self._count :])
+            squares = squares + squared_norm(u[self._count :])
         return math.sqrt(squares.item())
 
     def x_of(self, z: list[Tensor]) -> Vector:
@@ -254,7 +253,7 @@ class _Problem:
             x = [a.add(t) for a, t in zip(self._x0, x, strict=True)]
         elif self._preconditioner is None:
             x = [t.clone() for t in x]
-        return _like(self._x_like, x)
+        return structured(self._x_like, x)
 
 
 class _Bidiagonalisation:
@@ -265,7 +264,7 @@ class _Bidiagonalisation:
         self.u = problem.residual
         self.beta = self._normalise(self.u, problem.norm_of_rows(self.u), "the right-hand side")
         self.v = [t.clone() for t in problem.backward(self.u)]
-        self.alpha = self._normalise(self.v, _norm(self.v), "the product with the transpose")
+        self.alpha = self._normalise(self.v, norm(self.v), "the product with the transpose")
         if self.beta == 0.0:
             self.alpha = 0.0
 
@@ -275,7 +274,7 @@ class _Bidiagonalisation:
         self.beta = self._normalise(self.u, self._problem.norm_of_rows(self.u), "the product")
         for v, a in zip(self.v, self._problem.backward(self.u), strict=True):
             torch.sub(a, v, alpha=self.beta, out=v)
-        self.alpha = self._normalise(self.v, _norm(self.v), "the product with the transpose")
+        self.alpha = self._normalise(self.v, norm(self.v), "the product with the transpose")
 
     @staticmethod
     def _normalise(vector: list[Tensor], norm: float, name: str) -> float:
@@ -344,7 +343,7 @@ def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _State(residual_norm, abs(zeta_bar), operator_norm, _norm(z))
+        yield _State(residual_norm, abs(zeta_bar), operator_norm, norm(z))
 
 
 def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
@@ -373,7 +372,7 @@ def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _State(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm, _norm(z))
+        yield _State(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm, norm(z))
 
 
 def _iterate(
@@ -412,32 +411,3 @@ def _iterate(
 
 
 _EPS = torch.finfo(torch.float64).eps
-
-
-def _leaves(vector: Any, like: Vector | None = None) -> list[Tensor]:
-    """The tensors of a vector, in the order of ``like`` where one is given."""
-    if isinstance(vector, Tensor):
-        return [vector]
-    if not isinstance(vector, Mapping):
-        raise TypeError(f"a vector must be a tensor or a dict of tensors, got {type(vector).__name__}")
-    if not isinstance(like, Mapping):
-        return list(vector.values())
-    if vector.keys() != like.keys():
-        raise ValueError(f"a vector has the keys {sorted(vector)}, expected {sorted(like)}")
-    return [vector[name] for name in like]
-
-
-def _like(structure: Vector, leaves: list[Tensor]) -> Any:
-    if isinstance(structure, Tensor):
-        return leaves[0]
-    return dict(zip(structure, leaves, strict=True))
-
-
-def _squared_norm(leaves: list[Tensor]) -> Tensor:
-    """‖·‖² as a float64 scalar tensor, on the device of the vector."""
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in leaves]
-    return torch.stack(norms).square().sum()
-
-
-def _norm(leaves: list[Tensor]) -> float:
-    return math.sqrt(_squared_norm(leaves).item())

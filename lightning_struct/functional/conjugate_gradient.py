@@ -1,0 +1,111 @@
+"""Preconditioned conjugate gradients with the stopping rule of Martens (2010)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.least_squares import RightPreconditioner
+from lightning_struct.functional.vectors import Vector, dot, leaves, norm, structured
+
+
+@dataclass(frozen=True)
+class ConjugateGradientResult:
+    """What a solve ended with: ``quadratic`` is ½ xᵀB x - bᵀx; ``stop_reason`` one of ``"progress"`` (Martens' rule),
+    ``"residual"``, ``"zero_gradient"``, ``"curvature"`` (B is not positive definite along a direction), ``"callback"``,
+    ``"maxiter"``."""
+
+    x: Any
+    iterations: int
+    residual_norm: float
+    quadratic: float
+    stop_reason: str
+
+
+def conjugate_gradient(
+    matvec: Callable[[Any], Any],
+    b: Vector,
+    *,
+    x0: Vector | None = None,
+    preconditioner: Tensor | RightPreconditioner | None = None,
+    maxiter: int = 250,
+    progress_tolerance: float = 5e-4,
+    rtol: float = 0.0,
+    callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
+) -> ConjugateGradientResult:
+    """Solve B x = b for a symmetric positive definite B.
+
+    Stops after i steps when the quadratic is negative and has fallen, over the last k = max(10, i/10) steps, by less
+    than k times ``progress_tolerance`` of its value (Martens 2010, section 4.4).
+
+    Args:
+        matvec: x -> B x, on tensors or dicts of tensors.
+        b: right-hand side, structured like x.
+        x0: where to start; zero if not given.
+        preconditioner: as for ``lsmr``: c with x = c∘y, or an object with ``solve`` and ``solve_transpose`` for C;
+            residuals are multiplied by C⁻¹C⁻ᵀ.
+        maxiter: bound on the iterations.
+        progress_tolerance: ε of the rule; 0 turns it off.
+        rtol: stop when ‖b - B x‖ <= rtol ‖b‖.
+        callback: as for ``lsmr``.
+
+    Raises:
+        FloatingPointError: a product returned NaN or infinity.
+    """
+
+    def precondition(r: list[Tensor]) -> list[Tensor]:
+        if preconditioner is None:
+            return [t.clone() for t in r]
+        if isinstance(preconditioner, Tensor):
+            return [t * preconditioner * preconditioner for t in r]
+        return leaves(preconditioner.solve(preconditioner.solve_transpose(structured(b, r))), b)
+
+    right = leaves(b)
+    if x0 is None:
+        x, r = [torch.zeros_like(t) for t in right], [t.clone() for t in right]
+    else:
+        x = [t.clone() for t in leaves(x0, b)]
+        r = [t - p for t, p in zip(right, leaves(matvec(x0), b), strict=True)]
+    y = precondition(r)
+    p, r_y = [t.clone() for t in y], dot(r, y)
+    b_norm = norm(right)
+
+    def quadratic() -> float:  # B x = b - r
+        return -0.5 * (dot(r, x) + dot(right, x))
+
+    values = [quadratic()]
+    iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
+    while reason == "maxiter" and iteration < maxiter:
+        product = leaves(matvec(structured(b, p)), b)
+        curvature = dot(p, product)
+        if not torch.isfinite(torch.tensor(curvature)):
+            raise FloatingPointError(
+                "the product with B holds NaN or infinity; check the data, the weights, the damping"
+            )
+        if curvature <= 0.0:
+            reason = "curvature"
+            break
+        alpha = r_y / curvature
+        for x_, r_, p_, q in zip(x, r, p, product, strict=True):
+            x_.add_(p_, alpha=alpha)
+            r_.sub_(q, alpha=alpha)
+        y = precondition(r)
+        r_y, previous = dot(r, y), r_y
+        for p_, y_ in zip(p, y, strict=True):
+            p_.mul_(r_y / previous).add_(y_)
+        iteration += 1
+        values.append(quadratic())
+
+        k = max(10, iteration // 10)
+        if norm(r) <= rtol * b_norm or r_y == 0.0:
+            reason = "residual"
+        elif iteration > k and values[-1] < 0.0 and (values[-1] - values[-1 - k]) / values[-1] < k * progress_tolerance:
+            reason = "progress"
+        stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
+        if stop and reason == "maxiter":
+            reason = "callback"
+    return ConjugateGradientResult(structured(b, x), iteration, norm(r), values[-1], reason)

@@ -1,0 +1,57 @@
+"""Armijo backtracking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LineSearchResult:
+    """``step_length`` s and the ``value`` there; s = 0 and the value at 0 where no step was good enough."""
+
+    step_length: float
+    value: float
+    evaluations: int
+
+
+def armijo(
+    function: Callable[[float], float],
+    value: float,
+    slope: float,
+    *,
+    alpha: float = 1e-4,
+    shrink: float = 0.5,
+    max_backtracks: int = 30,
+    first_value: float | None = None,
+) -> LineSearchResult:
+    """Backtrack from s = 1 until function(s) <= value + alpha s slope (Algorithm 1).
+
+    A value that is NaN or infinite is not good enough.
+
+    Args:
+        function: s -> f(w + s d).
+        value: f(w).
+        slope: d·∇f(w) < 0.
+        alpha: in (0, 1), the share of the slope's promise that must be kept.
+        shrink: in (0, 1), s is multiplied by it.
+        max_backtracks: bound on the shrinkings; the paper has none.
+        first_value: function(1), where it is known already.
+
+    Raises:
+        ValueError: d is not a descent direction, or an argument is out of range.
+    """
+    if not slope < 0:
+        raise ValueError(f"the slope along the direction must be negative, got {slope}: it is no descent direction")
+    if not (0 < alpha < 1 and 0 < shrink < 1 and max_backtracks >= 0):
+        raise ValueError(
+            f"alpha and shrink must be in (0, 1) and max_backtracks >= 0: {alpha}, {shrink}, {max_backtracks}"
+        )
+    step = 1.0
+    for evaluation in range(1, max_backtracks + 2):
+        trial = first_value if evaluation == 1 and first_value is not None else function(step)
+        if math.isfinite(trial) and trial <= value + alpha * step * slope:
+            return LineSearchResult(step, trial, evaluation)
+        step *= shrink
+    return LineSearchResult(0.0, value, max_backtracks + 1)

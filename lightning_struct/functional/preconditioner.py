@@ -1,0 +1,74 @@
+"""Diagonals of the curvature, and the right preconditioners made of them (section 4.4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.gauss_newton import Linearization
+from lightning_struct.functional.losses import GaussNewtonLoss
+
+
+def random_signs(*shape: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """±1 with equal probability, of the dtype and device of ``like``; the generator is one of that device."""
+    bits = torch.randint(0, 2, shape, generator=generator, device=like.device, dtype=torch.int8)
+    return bits.mul_(2).sub_(1).to(like.dtype)
+
+
+def randomized_gauss_newton_diagonal(
+    linearization: Linearization,
+    loss: GaussNewtonLoss,
+    targets: Tensor,
+    *,
+    probe: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """Unbiased estimate of the diagonal of the Gauss-Newton matrix (Chapelle & Erhan 2011; Algorithm 3).
+
+    With a random sign for each output, the mean over samples of (Jᵢᵀ S uᵢ)². All samples share one backward pass: for a
+    Linear layer the sum of the squares is (S̃²)ᵀ(F²).
+
+    Args:
+        linearization: the network at the current weights.
+        loss: its square root of the Hessian is S.
+        targets: what the loss compares the n outputs with.
+        probe: signs shaped like the outputs, where they must be known beforehand; drawn if not given.
+        generator: for the draw.
+
+    Returns:
+        A tensor for each parameter: (1/n) Σᵢ (Jᵢᵀ S uᵢ)², whose expectation is the diagonal of (1/n) Σᵢ Jᵢᵀ S Sᵀ Jᵢ.
+    """
+    outputs = linearization.outputs
+    if probe is None:
+        probe = random_signs(*outputs.shape, like=outputs, generator=generator)
+    squares = linearization.squared_vjp(loss.sqrt_hessian(outputs, targets, probe))
+    return {name: t / outputs.shape[0] for name, t in squares.items()}
+
+
+def empirical_fisher_diagonal(
+    linearization: Linearization, loss: GaussNewtonLoss, targets: Tensor
+) -> dict[str, Tensor]:
+    """The mean over samples of the squared gradient, elementwise: (1/n) Σᵢ gᵢ² (Martens 2010, section 4.7).
+
+    Args:
+        linearization: the network at the current weights.
+        loss: the loss of one sample is what is differentiated.
+        targets: what the loss compares the n outputs with.
+    """
+    outputs = linearization.outputs
+    residual = loss.residual(outputs, targets)
+    squares = linearization.squared_vjp(loss.sqrt_hessian(outputs, targets, residual))
+    return {name: t / outputs.shape[0] for name, t in squares.items()}
+
+
+def jacobi_scaling(diagonal: Tensor) -> Tensor:
+    """c = 1/(1 + √C) for the mean C of the squared probes: the right preconditioner of Algorithm 3 (x = c∘y).
+
+    The text of section 4.4 has 1/(1 + C) with the sum instead of the mean; that one trains worse.
+    """
+    return diagonal.sqrt().add_(1.0).reciprocal_()
+
+
+def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
+    """c with c² = (F + λ²)^(-3/4), Martens' (2010) preconditioner of CG as a right preconditioner."""
+    return (diagonal + damping * damping).pow_(-0.375)

@@ -1,0 +1,28 @@
+"""The state of the random generators, kept and put back, so that dropout has one mask in every evaluation of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+RandomState: TypeAlias = tuple[Tensor, tuple[list[int], list[Tensor]]]
+
+
+def random_state(*args: Any) -> RandomState:
+    """The state of the CPU's generator and of those of the devices on which tensors among ``args`` live."""
+    return torch.get_rng_state(), get_device_states(*args)
+
+
+@contextmanager
+def restored_random_state(state: RandomState) -> Iterator[None]:
+    """Random numbers as they came after ``state`` was taken; afterwards the generators go on where they were."""
+    cpu, (devices, states) = state
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(cpu)
+        set_device_states(devices, states)
+        yield

@@ -1,0 +1,229 @@
+"""The damped least-squares model of one batch, over all processes that hold a share of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_struct.functional.gauss_newton import linearize
+from lightning_struct.functional.gradient_norms import variance_from_sums
+from lightning_struct.functional.losses import GaussNewtonLoss
+from lightning_struct.functional.preconditioner import (
+    empirical_fisher_diagonal,
+    fisher_scaling,
+    jacobi_scaling,
+    random_signs,
+    randomized_gauss_newton_diagonal,
+)
+from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.optim.collective import all_gather_rows, all_reduce, rank
+
+Batches = Sequence[tuple[Any, Tensor]]
+
+
+class BatchModel:
+    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖² + ½ l2 ‖d‖², with A = SᵀJ/√n and ∇f = Aᵀ r/√n + l2 w.
+
+    Directions are flat vectors (all weights, one after another). The samples and rows of A stay on their process; what
+    lies in the space of the weights is the same on all of them.
+
+    Args:
+        module: the network; its weights are not changed, nor its buffers but for the statistics of batch normalisation,
+            which are updated once.
+        loss: f is its mean over the n samples.
+        weights: name -> the trainable weights, detached.
+        inputs: this process's samples, a tensor or a tuple of tensors.
+        targets: row i belongs to sample i.
+        l2: weight of ½‖w‖².
+        backend, chunk_size: of :func:`~lightning_struct.functional.linearize`.
+
+    Attributes:
+        n: samples over all processes.
+        value: f(w).
+        gradient: ∇f(w), flat.
+        gradient_squared: ‖∇f(w)‖².
+        variance: ‖Var‖₁ of the per-sample gradients, None where it is not defined.
+        right_hand_side: b = -r/√n, this process's rows.
+
+    Raises:
+        ValueError: an empty batch, NaN or infinity in the data or in f, on any of the processes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: GaussNewtonLoss,
+        weights: dict[str, Tensor],
+        inputs: Any,
+        targets: Tensor,
+        *,
+        l2: float = 0.0,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.module, self.loss, self.weights, self.targets = module, loss, weights, targets
+        self.args = inputs if isinstance(inputs, tuple) else (inputs,)
+        self._l2, self._chunk_size = l2, chunk_size
+        self._sizes = [p.numel() for p in weights.values()]
+        first = next(iter(weights.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self._count_samples()
+        self._batch_normalised = any(
+            isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in module.modules()
+        )
+        self._random_state = random_state(*self.args)
+        if self._batch_normalised:
+            with restored_random_state(self._random_state):
+                module(*self.args)
+        self.linearization = linearize(module, weights, *self.args, backend=backend, chunk_size=chunk_size)
+        self.outputs = self.linearization.outputs.to(self.dtype)
+        self._residual = loss.residual(self.outputs, targets)
+        self.right_hand_side = self._residual / -math.sqrt(self.n)
+        self._weights_flat = self.flat(weights)
+        self._measure()
+
+    def _count_samples(self) -> None:
+        tensors = [t for t in (*self.args, self.targets) if isinstance(t, Tensor)]
+        rows = len(self.targets)
+        mismatched = any(len(t) != rows for t in tensors)
+        finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+        shards = all_gather_rows(torch.tensor([rows, mismatched, not finite], device=self.device)).tolist()
+        for r, (samples, bad_shape, bad_value) in enumerate(shards):
+            where = f" on rank {r}" if len(shards) > 1 else ""
+            if samples == 0:
+                raise ValueError(f"the batch is empty{where}: SHF needs at least one sample on every process")
+            if bad_shape:
+                raise ValueError(f"inputs and targets differ in their number of samples{where}")
+            if bad_value:
+                raise ValueError(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
+        self.rows = rows
+        self.n = sum(samples for samples, *_ in shards)
+        self._first_row = sum(samples for samples, *_ in shards[: rank()])
+
+    def _measure(self) -> None:
+        """f, ∇f, and ‖Var‖₁ from per-sample squared norms (section 4.3)."""
+        cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, self._residual)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums[0] = self.loss.value(self.outputs, self.targets).to(torch.float64) * self.rows
+        if not self._batch_normalised:
+            sums[1] = self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
+        value, squared_norms = all_reduce(sums).tolist()
+        self.value = value / self.n + self._penalty(self._weights_flat)
+        if not math.isfinite(self.value):
+            raise ValueError(
+                f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
+                "initialisation or of the data, or raise the damping"
+            )
+        mean = self.backward(self._residual).div_(math.sqrt(self.n))
+        mean_squared = squared_norm(mean)
+        defined = not self._batch_normalised and self.n > 1
+        self.variance = variance_from_sums(squared_norms, self.n, mean_squared) if defined else None
+        self.gradient = mean.add_(self._weights_flat, alpha=self._l2)
+        self.gradient_squared = squared_norm(self.gradient)
+
+    def flat(self, vector: dict[str, Tensor]) -> Tensor:
+        """A dict of tensors by parameter name as one flat vector."""
+        return torch.cat([vector[name].reshape(-1) for name in self.weights])
+
+    def unflat(self, vector: Tensor) -> dict[str, Tensor]:
+        """The inverse of :meth:`flat`, as views."""
+        parts = vector.split(self._sizes)
+        return {name: part.view(p.shape) for (name, p), part in zip(self.weights.items(), parts, strict=True)}
+
+    def forward(self, d: Tensor) -> Tensor:
+        """A d, this process's rows."""
+        tangent = self.linearization.jvp(self.unflat(d)).to(self.dtype)
+        return self.loss.sqrt_hessian_transpose(self.outputs, self.targets, tangent) / math.sqrt(self.n)
+
+    def backward(self, u: Tensor) -> Tensor:
+        """Aᵀ u over the rows of all processes: one flat all-reduce."""
+        cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, u)
+        return all_reduce(self.flat(self.linearization.vjp(cotangent)).div_(math.sqrt(self.n)))
+
+    def change(self, d: Tensor) -> float:
+        """The model's f(w + d) - f(w)."""
+        squares = all_reduce(torch.linalg.vector_norm(self.forward(d), dtype=torch.float64).square())
+        return 0.5 * squares.item() + 0.5 * self._l2 * squared_norm(d) + self.slope(d)
+
+    def slope(self, d: Tensor) -> float:
+        """∇f·d."""
+        return inner(self.gradient, d)
+
+    def damping_center(self, damping: float, start: Tensor | None) -> tuple[float, Tensor]:
+        """μ and m with λ²‖d - d0‖² + l2 ‖w + d‖² = μ²‖d - m‖² + constant."""
+        strength = math.sqrt(damping * damping + self._l2)
+        center = self._weights_flat * (-self._l2 / strength**2)
+        return strength, center if start is None else center.add_(start, alpha=(damping / strength) ** 2)
+
+    def value_at(self, d: Tensor, step: float = 1.0) -> float:
+        """f(w + s d), truly evaluated, with the dropout masks of the linearisation."""
+        weights = self._weights_flat.add(d, alpha=step)
+        size = self._chunk_size or self.rows
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with restored_random_state(self._random_state):
+            for first in range(0, self.rows, size):
+                rows = slice(first, first + size)
+                args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+                targets = self.targets[rows]
+                total += self.loss.value(self._evaluate(weights, args), targets) * len(targets)
+        return all_reduce(total).item() / self.n + self._penalty(weights)
+
+    def validation_value(self, d: Tensor, batches: Batches) -> float:
+        """φ(d) = f(w + d) on validation data (equation 20), the module in eval mode, without the penalty."""
+        weights = self._weights_flat + d
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with _eval_mode(self.module):
+            for inputs, targets in batches:
+                outputs = self._evaluate(weights, inputs if isinstance(inputs, tuple) else (inputs,))
+                total[0] += self.loss.value(outputs, targets) * len(targets)
+                total[1] += len(targets)
+        loss, samples = all_reduce(total).tolist()
+        return loss / samples
+
+    def _evaluate(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
+        buffers = {name: b.clone() for name, b in self.module.named_buffers()}
+        return functional_call(self.module, {**buffers, **self.unflat(weights)}, args).to(self.dtype)
+
+    def _penalty(self, weights: Tensor) -> float:
+        return 0.5 * self._l2 * squared_norm(weights) if self._l2 else 0.0
+
+    def scaling(self, choice: str, damping: float, seed: int) -> Tensor:
+        """c of a diagonal right preconditioner by its name; ``seed`` is that of the random signs."""
+        share = self.rows / self.n
+        if choice == "fisher":
+            diagonal = empirical_fisher_diagonal(self.linearization, self.loss, self.targets)
+            return fisher_scaling(all_reduce(self.flat(diagonal).mul_(share)), damping)
+        # All processes draw the signs of the whole batch and take their rows, so that they are those of one process.
+        generator = torch.Generator(self.device).manual_seed(seed)
+        signs = random_signs(self.n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
+        probe = signs[self._first_row : self._first_row + self.rows]
+        diagonal = randomized_gauss_newton_diagonal(self.linearization, self.loss, self.targets, probe=probe)
+        mean = all_reduce(self.flat(diagonal).mul_(share))
+        return jacobi_scaling(mean) if choice == "diagonal" else mean.mul_(self.n).add_(1.0).reciprocal_()
+
+
+def inner(left: Tensor, right: Tensor) -> float:
+    """The inner product, summed in float64."""
+    return (left * right).sum(dtype=torch.float64).item()
+
+
+def squared_norm(vector: Tensor) -> float:
+    """‖·‖², summed in float64."""
+    return torch.linalg.vector_norm(vector, dtype=torch.float64).item() ** 2
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    training = [layer for layer in module.modules() if layer.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True

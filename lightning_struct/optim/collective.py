@@ -1,0 +1,33 @@
+"""Sums over the processes of torch.distributed; with one process, nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+def world_size() -> int:
+    """Processes of the default group, 1 where none is set up."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """The sum over processes, in place; one collective."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_gather_rows(row: Tensor) -> Tensor:
+    """(processes, k): the (k,) rows of all processes, in the order of ranks."""
+    if world_size() == 1:
+        return row[None]
+    rows = [torch.empty_like(row) for _ in range(world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
+
+
+def rank() -> int:
+    """The number of this process."""
+    return dist.get_rank() if world_size() > 1 else 0

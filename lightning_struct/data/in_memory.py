@@ -116,13 +116,13 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
                 f"batch_size={self.batch_size} cannot be shared by {processes} processes: make it a multiple of them."
             )
         shuffle = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
-        return DataLoader(train, self.batch_size // processes, sampler=shuffle, collate_fn=keep_batch)
+        return DataLoader(train, batch_size=self.batch_size // processes, sampler=shuffle, collate_fn=keep_batch)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self._loaded.val, self.eval_batch_size, collate_fn=keep_batch)
+        return DataLoader(self._loaded.val, batch_size=self.eval_batch_size, collate_fn=keep_batch)
 
     def test_dataloader(self) -> DataLoader:
-        return DataLoader(self._loaded.test, self.eval_batch_size, collate_fn=keep_batch)
+        return DataLoader(self._loaded.test, batch_size=self.eval_batch_size, collate_fn=keep_batch)
 
     def predict_dataloader(self) -> DataLoader:
         return self.test_dataloader()

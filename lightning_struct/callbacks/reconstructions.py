@@ -1,0 +1,130 @@
+"""What an autoencoder makes of its inputs: a picture at the end of training, and a file of predictions."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from matplotlib.figure import Figure
+from torch import Tensor
+
+
+def plot_reconstructions(
+    images: Tensor, reconstructions: Tensor, image_size: tuple[int, int] | None = None
+) -> tuple[Figure, np.ndarray]:
+    """Draw images (upper row) above their reconstructions (lower row).
+
+    Args:
+        images: (n, pixels), values in [0, 1].
+        reconstructions: likewise.
+        image_size: (height, width); None for square images.
+
+    Returns:
+        The figure, and its axes as an array (2, n).
+
+    Raises:
+        MisconfigurationException: if the pixels do not make an image of ``image_size``.
+    """
+    pixels = images.shape[1]
+    height, width = image_size or (math.isqrt(pixels), math.isqrt(pixels))
+    if height * width != pixels:
+        raise MisconfigurationException(
+            f"{pixels} pixels are no image of {height} x {width}: give image_size=(height, width)."
+        )
+    columns = len(images)
+    figure = Figure(figsize=(columns, 2.3), layout="constrained")
+    axes = figure.subplots(2, columns, squeeze=False)
+    for row, (name, values) in zip(axes, (("input", images), ("output", reconstructions)), strict=True):
+        for cell, image in zip(row, values.float().cpu().view(-1, height, width).numpy(), strict=True):
+            cell.imshow(image, cmap="gray", vmin=0, vmax=1)
+            cell.set(xticks=[], yticks=[])
+        row[0].set_ylabel(name)
+    return figure, axes
+
+
+class ReconstructionPlot(L.Callback):
+    """Draws validation images beside what the trained module makes of them, at the end of ``fit``.
+
+    ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put it
+    after a callback that changes the weights at the end of ``fit``. ::
+
+        Trainer(callbacks=[ReconstructionPlot(count=10)])
+
+    The module must return reconstructions (n, pixels) when it is called on images (n, pixels); a module with
+    ``inputs_and_targets(batch)`` says itself where the images are in a batch, else they are its first element.
+
+    Args:
+        count: how many images, the first ones that the validation loader gives.
+        image_size: (height, width); None for square images.
+
+    Attributes:
+        paths: files written, empty before.
+
+    Raises:
+        MisconfigurationException: if ``count`` is not positive, if there is no validation loader when training starts,
+            and if the pixels do not make an image of ``image_size``.
+    """
+
+    def __init__(self, count: int = 10, image_size: tuple[int, int] | None = None) -> None:
+        if count < 1:
+            raise MisconfigurationException(f"count must be at least 1, but is {count}")
+        self.count = count
+        self.image_size = image_size
+        self.paths: list[Path] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.val_dataloaders is None:
+            raise MisconfigurationException(
+                "ReconstructionPlot draws validation images, but there is no validation loader: give one, "
+                "or leave out this callback."
+            )
+
+    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
+        """Figure and axes (2, n) of the first validation images and their reconstructions."""
+        loader = trainer.val_dataloaders
+        batch = next(iter(loader[0] if isinstance(loader, Sequence) else loader))
+        batch = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch, pl_module.device))
+        select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
+        images = select(batch)[0][: self.count]
+        was_training = pl_module.training
+        pl_module.eval()
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            reconstructions = pl_module(images)
+        pl_module.train(was_training)
+        return plot_reconstructions(images, reconstructions, self.image_size)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        directory = Path(trainer.log_dir or trainer.default_root_dir)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.paths = [directory / "reconstructions.png"]
+            self.plot(trainer, pl_module)[0].savefig(self.paths[0], dpi=150)
+
+
+class ReconstructionWriter(BasePredictionWriter):
+    """Writes what ``predict`` returns to ``reconstructions.pt`` in the log directory.
+
+    The file has a dict: ``reconstructions`` (n, pixels) and ``indices`` (n,), int64, the places of the samples in the
+    data set. With several processes each writes its own samples, to ``reconstructions_0.pt`` and so on. ::
+
+        Trainer(callbacks=[ReconstructionWriter()]).predict(model, datamodule=datamodule)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    def write_on_epoch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        directory = Path(trainer.log_dir or trainer.default_root_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        name = "reconstructions.pt" if trainer.world_size == 1 else f"reconstructions_{trainer.global_rank}.pt"
+        indices = torch.tensor([index for batches in batch_indices for batch in batches for index in batch])
+        torch.save({"reconstructions": torch.cat(list(predictions)).cpu(), "indices": indices}, directory / name)
+        rank_zero_info(f"Reconstructions are in {directory / name}")

@@ -1,0 +1,148 @@
+"""Errors, batch sizes and solver statistics over computation time: recorded, written and drawn."""
+
+import csv
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+RECORDED_IN_TRAINING = ("train_loss", "batch_size", "damping", "solver_iterations")
+RECORDED_IN_VALIDATION = ("val_loss",)
+COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, *RECORDED_IN_VALIDATION)
+
+Record = dict[str, float]
+
+
+class TrainingCurves(L.Callback):
+    """Records what is logged under the names above against the seconds of training, and draws it at the end.
+
+    After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
+    validation ``val_loss``: whichever of them the module logs. When ``fit`` ends, or is interrupted from the keyboard,
+    ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process, and not
+    under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint. ::
+
+        Trainer(callbacks=[TrainingCurves()])
+
+    The clock starts after the sanity check and runs through validations too.
+
+    Args:
+        every_n_steps: training steps between two records; validations are always recorded.
+
+    Attributes:
+        records: one dict for each record, with ``seconds``, ``step`` and what was logged.
+        paths: files written, empty before.
+
+    Raises:
+        MisconfigurationException: if ``every_n_steps`` is not positive.
+    """
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        if every_n_steps < 1:
+            raise MisconfigurationException(f"every_n_steps must be at least 1, but is {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self.records: list[Record] = []
+        self.paths: list[Path] = []
+        self._seconds_before = 0.0
+        self._started_at: float | None = None
+        self._last_step = -1
+        self._directory: Path | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, those before a resume included."""
+        running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
+        return self._seconds_before + running
+
+    def plot(self) -> tuple[Figure, list[Axes]]:
+        """Draw errors over time (training dotted, validation solid, as in figure 2 of Emirahmetoglu & Stewart) and, if
+        it was logged, the batch size over time (figure 3).
+
+        Raises:
+            MisconfigurationException: if nothing has been recorded.
+        """
+        if not self.records:
+            raise MisconfigurationException(
+                "TrainingCurves has no records: train first, and log train_loss or val_loss."
+            )
+        draw_batch_size = any("batch_size" in record for record in self.records)
+        figure = Figure(figsize=(5.5 * (1 + draw_batch_size), 4), layout="constrained")
+        errors, *others = figure.subplots(1, 1 + draw_batch_size, squeeze=False)[0]
+        for name, label, style in (("train_loss", "training", ":"), ("val_loss", "validation", "-")):
+            seconds, values = self._curve(name)
+            if len(values):
+                errors.plot(seconds, values, style, color="C0" if name == "val_loss" else "C1", label=label)
+                errors.legend()
+        errors.set(xlabel="seconds", ylabel="error")
+        errors.set_yscale("log", nonpositive="mask")
+        errors.grid(which="both", alpha=0.25)
+        for axes in others:
+            axes.plot(*self._curve("batch_size"), drawstyle="steps-post")
+            axes.set(xlabel="seconds", ylabel="samples in a batch", ylim=(0, None))
+            axes.grid(alpha=0.25)
+        return figure, [errors, *others]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step != self._last_step and step % self.every_n_steps == 0:
+            self._last_step = step
+            self._record(trainer, RECORDED_IN_TRAINING)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._record(trainer, RECORDED_IN_VALIDATION)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._seconds_before, self._started_at = self.seconds, None
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._write(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": [dict(record) for record in self.records], "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.records = [dict(record) for record in state_dict["records"]]
+        self._seconds_before = state_dict["seconds"]
+
+    def _record(self, trainer: L.Trainer, names: tuple[str, ...]) -> None:
+        metrics: Mapping[str, Tensor] = trainer.callback_metrics
+        values = {name: metrics[name].item() for name in names if name in metrics}
+        if values:
+            self.records.append({"seconds": self.seconds, "step": trainer.global_step, **values})
+
+    def _curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        points = [(record["seconds"], record[name]) for record in self.records if name in record]
+        seconds, values = np.array(points, dtype=float).reshape(-1, 2).T
+        return seconds, values
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self._directory is None or not self.records or not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        table, picture = self._directory / "training_curves.csv", self._directory / "training_curves.png"
+        with table.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.records)
+        self.plot()[0].savefig(picture, dpi=150)
+        self.paths = [picture, table]

@@ -1,0 +1,150 @@
+"""Deep autoencoders of flat images, trained by any optimizer or by SHF."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lightning_struct.nn.init import sparse_normal_
+from lightning_struct.optim.shf import SHF
+from lightning_struct.strategies.shf import SHFOptimization
+
+
+def logistic_layers(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers between consecutive sizes, each followed by a logistic activation."""
+    return nn.Sequential(*(layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Sigmoid())))
+
+
+class Autoencoder(L.LightningModule):
+    """A symmetric autoencoder with logistic activations in every layer, code and output included (section 6).
+
+    The loss of a sample is f = ½‖x̂ - x‖², summed over pixels; batches and epochs are averages over samples. Logged are
+    ``train_loss``, ``val_loss`` and ``test_loss`` in this unit, the one of the paper's Table 2, and
+    ``val_squared_error`` and ``test_squared_error``, ‖x̂ - x‖², twice as large. ::
+
+        Trainer().fit(Autoencoder([784, 400, 200, 100, 50, 25, 6]), datamodule=CurvesDataModule(draws="epoch"))
+
+    Args:
+        layer_sizes: of the encoder, from the pixels to the code; the decoder is its mirror image.
+        sparse_connections: nonzero incoming weights of each unit at the start, m_0 of equation (9), all biases 0; None
+            keeps torch's own initialisation.
+        sparse_std: standard deviation of these weights, sigma of equation (9).
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
+            needs a metric gets ``val_loss``.
+
+    Raises:
+        MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.
+    """
+
+    def __init__(
+        self,
+        layer_sizes: Sequence[int],
+        sparse_connections: int | None = None,
+        sparse_std: float = 1.5,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        if len(layer_sizes) < 2 or min(layer_sizes) < 1:
+            raise MisconfigurationException(
+                f"layer_sizes must name the pixels, the code and what is between, all positive, but is {layer_sizes}"
+            )
+        # what makes optimizers need not be picklable; a checkpoint has the optimizer's state anyway
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        self.encoder = logistic_layers(layer_sizes)
+        self.decoder = logistic_layers(layer_sizes[::-1])
+        if sparse_connections is not None:
+            for layer in self.modules():
+                if isinstance(layer, nn.Linear):
+                    sparse_normal_(layer.weight, sparse_connections, sparse_std)
+                    nn.init.zeros_(layer.bias)
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Reconstructions of ``images``: both (n, pixels), values in [0, 1]."""
+        return self.decoder(self.encoder(images))
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The images of a batch, twice. ``batch`` is a tensor (n, pixels) or a sequence that begins with it."""
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return images, images
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        if not torch.isfinite(loss):
+            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        self.log("train_loss", loss, prog_bar=True, batch_size=self._samples(batch), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Reconstructions, (n, pixels)."""
+        return self(self.inputs_and_targets(batch)[0])
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        scheduler = self.make_lr_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def _loss(self, batch: Any) -> Tensor:
+        images, targets = self.inputs_and_targets(batch)
+        return 0.5 * nn.functional.mse_loss(self(images), targets, reduction="sum") / len(images)
+
+    def _evaluate(self, batch: Any, stage: str) -> None:
+        loss = self._loss(batch)
+        values = {f"{stage}_loss": loss, f"{stage}_squared_error": 2 * loss}
+        self.log_dict(values, prog_bar=True, batch_size=self._samples(batch), sync_dist=True)
+
+    def _samples(self, batch: Any) -> int:
+        return len(self.inputs_and_targets(batch)[0])
+
+
+def shf_with_usual_damping(module: nn.Module) -> SHF:
+    """SHF for the squared error, with the damping that section 4.2 of the paper names as the usual start."""
+    return SHF(module, "mse", damping=10.0)
+
+
+class SHFAutoencoder(SHFOptimization, Autoencoder):
+    """The autoencoder trained by SHF (Emirahmetoglu & Stewart). ::
+
+        model = SHFAutoencoder([784, 400, 200, 100, 50, 25, 6], sparse_connections=20)
+        Trainer().fit(model, datamodule=CurvesDataModule())
+
+    Args:
+        layer_sizes: of the encoder, from the pixels to the code; the decoder is its mirror image.
+        sparse_connections: nonzero incoming weights of each unit at the start, m_0 of equation (9), all biases 0; None
+            keeps torch's own initialisation.
+        sparse_std: standard deviation of these weights, sigma of equation (9).
+        optimizer: makes the SHF from the module.
+
+    Raises:
+        MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.
+    """
+
+    def __init__(
+        self,
+        layer_sizes: Sequence[int],
+        sparse_connections: int | None = None,
+        sparse_std: float = 1.5,
+        optimizer: Callable[[nn.Module], SHF] = shf_with_usual_damping,
+    ) -> None:
+        super().__init__(layer_sizes, sparse_connections, sparse_std)
+        self.make_shf = optimizer
+
+    def configure_optimizers(self) -> SHF:
+        return self.make_shf(self)

@@ -1,0 +1,129 @@
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct.callbacks import ReconstructionPlot
+from lightning_struct.callbacks.reconstructions import ReconstructionWriter, plot_reconstructions
+
+IMAGES = torch.rand(12, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Darken(L.LightningModule):
+    """Returns its images, multiplied by a weight that stays at one half."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, images):
+        return self.weight * images
+
+    def training_step(self, batch, batch_idx):
+        return 0 * self(batch[0]).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(IMAGES), batch_size=5)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+class LabelsFirst(Darken):
+    def inputs_and_targets(self, batch):
+        return batch[1], batch[1]
+
+    def training_step(self, batch, batch_idx):
+        return 0 * self(batch[1]).sum()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(12), IMAGES), batch_size=5)
+
+    val_dataloader = train_dataloader
+
+
+def trainer(directory, callback, **arguments):
+    defaults = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    defaults |= {"enable_model_summary": False, "enable_checkpointing": False}
+    return L.Trainer(**(defaults | {"default_root_dir": directory, "callbacks": [callback]} | arguments))
+
+
+def shown(axes):
+    return torch.stack([torch.as_tensor(cell.images[0].get_array()).flatten() for cell in axes])
+
+
+def test_picture_has_images_above_their_reconstructions(tmp_path):
+    callback = ReconstructionPlot(count=4)
+    module, run = Darken(), trainer(tmp_path, callback)
+    run.fit(module)
+    _, axes = callback.plot(run, module)
+    assert torch.allclose(shown(axes[0]), IMAGES[:4]) and torch.allclose(shown(axes[1]), IMAGES[:4] / 2)
+
+
+def test_module_says_where_the_images_are_in_a_batch(tmp_path):
+    callback = ReconstructionPlot(count=4)
+    module, run = LabelsFirst(), trainer(tmp_path, callback)
+    run.fit(module)
+    assert torch.allclose(shown(callback.plot(run, module)[1][0]), IMAGES[:4])
+
+
+def test_picture_is_written_and_its_path_kept(tmp_path):
+    callback = ReconstructionPlot()
+    trainer(tmp_path, callback).fit(Darken())
+    assert callback.paths == [tmp_path / "reconstructions.png"]
+    assert callback.paths[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plotting_leaves_the_mode_of_the_module_alone(tmp_path):
+    callback = ReconstructionPlot()
+    module, run = Darken(), trainer(tmp_path, callback)
+    run.fit(module)
+    module.train()
+    callback.plot(run, module)
+    assert module.training
+
+
+def test_fast_dev_run_writes_nothing(tmp_path):
+    trainer(tmp_path, ReconstructionPlot(), fast_dev_run=True).fit(Darken())
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_validation_loader_is_refused_before_training(tmp_path):
+    with pytest.raises(MisconfigurationException, match="there is no validation loader"):
+        trainer(tmp_path, ReconstructionPlot(), limit_val_batches=0).fit(Darken())
+
+
+def test_count_must_be_positive():
+    with pytest.raises(MisconfigurationException, match="count must be at least 1, but is 0"):
+        ReconstructionPlot(count=0)
+
+
+def test_images_that_are_not_square_need_their_size():
+    with pytest.raises(MisconfigurationException, match=r"12 pixels are no image of 3 x 3: give image_size"):
+        plot_reconstructions(torch.zeros(2, 12), torch.zeros(2, 12))
+
+
+def test_images_of_a_given_size_are_drawn_so():
+    _, axes = plot_reconstructions(torch.zeros(2, 12), torch.zeros(2, 12), image_size=(3, 4))
+    assert axes[0, 0].images[0].get_array().shape == (3, 4)
+
+
+def test_predictions_are_written_with_their_places(tmp_path):
+    trainer(tmp_path, ReconstructionWriter()).predict(Darken())
+    written = torch.load(tmp_path / "reconstructions.pt")
+    assert torch.equal(written["reconstructions"], IMAGES / 2) and written["indices"].tolist() == list(range(12))
+
+
+def test_path_of_the_predictions_is_said(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        trainer(tmp_path, ReconstructionWriter()).predict(Darken())
+    assert str(tmp_path / "reconstructions.pt") in caplog.text

@@ -1,0 +1,156 @@
+import csv
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from lightning_struct.callbacks import TrainingCurves
+
+
+class Descent(L.LightningModule):
+    """One weight that halves in each step, and logs itself."""
+
+    def __init__(self, logged=("train_loss", "batch_size", "val_loss")):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(64.0))
+        self.logged = logged
+        self.fail_at = None
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == self.fail_at:
+            raise KeyboardInterrupt
+        for name in {"train_loss", "batch_size", "unheard_of"} & set(self.logged):
+            self.log(name, self.weight.detach() if name == "train_loss" else float(len(batch)))
+        return 0.25 * self.weight.square()
+
+    def validation_step(self, batch, batch_idx):
+        if "val_loss" in self.logged:
+            self.log("val_loss", self.weight.detach())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(12), batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(torch.zeros(4))
+
+
+def fit(directory, callback, module=None, *, ckpt_path=None, callbacks=(), **arguments):
+    defaults = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    defaults |= {"enable_model_summary": False, "default_root_dir": directory, "callbacks": [callback, *callbacks]}
+    trainer = L.Trainer(**(defaults | {"enable_checkpointing": bool(callbacks)} | arguments))
+    trainer.fit(module or Descent(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def column(callback, name):
+    return [(record["step"], record[name]) for record in callback.records if name in record]
+
+
+def test_each_step_and_each_validation_is_recorded(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves)
+    assert column(curves, "train_loss") == [(1, 64), (2, 32), (3, 16), (4, 8), (5, 4), (6, 2)]
+    assert column(curves, "val_loss") == [(3, 8), (6, 1)]
+
+
+def test_only_known_names_are_recorded(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, Descent(("train_loss", "unheard_of")))
+    assert {name for record in curves.records for name in record} == {"seconds", "step", "train_loss"}
+
+
+def test_every_n_steps_thins_the_training_records(tmp_path):
+    curves = TrainingCurves(every_n_steps=3)
+    fit(tmp_path, curves)
+    assert [step for step, _ in column(curves, "train_loss")] == [3, 6]
+
+
+def test_seconds_do_not_run_backwards(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves)
+    seconds = [record["seconds"] for record in curves.records]
+    assert seconds == sorted(seconds) and 0 < seconds[0] and seconds[-1] <= curves.seconds
+
+
+def test_clock_stands_still_outside_of_training(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves)
+    assert curves.seconds == curves.seconds
+
+
+def test_validation_outside_of_fit_is_not_recorded(tmp_path):
+    curves = TrainingCurves()
+    trainer = fit(tmp_path, curves)
+    before = len(curves.records)
+    trainer.validate(Descent(), verbose=False)
+    assert len(curves.records) == before
+
+
+def test_resumed_run_goes_on_with_records_and_clock(tmp_path):
+    first = TrainingCurves()
+    fit(tmp_path, first, callbacks=[ModelCheckpoint(tmp_path, save_last=True)])
+    resumed = TrainingCurves()
+    fit(tmp_path, resumed, max_epochs=3, ckpt_path=tmp_path / "last.ckpt", callbacks=[ModelCheckpoint(tmp_path / "2")])
+    assert [step for step, _ in column(resumed, "train_loss")] == list(range(1, 10))
+    assert resumed.records[: len(first.records)] == first.records
+    assert resumed.records[len(first.records)]["seconds"] >= first.records[-1]["seconds"]
+
+
+def test_records_are_written_as_csv(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves)
+    with (tmp_path / "training_curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == [8, 1]
+    assert len(rows) == len(curves.records)
+
+
+def test_picture_is_written_and_its_path_kept(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves)
+    assert curves.paths == [tmp_path / "training_curves.png", tmp_path / "training_curves.csv"]
+    assert (tmp_path / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupted_run_is_written_too(tmp_path):
+    module = Descent()
+    module.fail_at = 4
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path, TrainingCurves(), module)
+    assert (tmp_path / "training_curves.csv").exists()
+
+
+def test_fast_dev_run_writes_nothing(tmp_path):
+    fit(tmp_path, TrainingCurves(), fast_dev_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plot_draws_training_dotted_validation_solid_and_batch_sizes(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves)
+    _, (errors, sizes) = curves.plot()
+    styles = {line.get_label(): (line.get_linestyle(), list(line.get_ydata())) for line in errors.lines}
+    assert styles == {"training": (":", [64, 32, 16, 8, 4, 2]), "validation": ("-", [8, 1])}
+    assert list(sizes.lines[0].get_ydata()) == [4] * 6 and errors.get_yscale() == "log"
+
+
+def test_plot_leaves_out_batch_sizes_that_were_not_logged(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, Descent(("train_loss",)))
+    assert len(curves.plot()[1]) == 1
+
+
+def test_plot_without_records_is_refused():
+    with pytest.raises(MisconfigurationException, match="no records"):
+        TrainingCurves().plot()
+
+
+def test_steps_between_records_must_be_positive():
+    with pytest.raises(MisconfigurationException, match="every_n_steps must be at least 1, but is 0"):
+        TrainingCurves(every_n_steps=0)

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.layer_rules import LayerChain, record_layer_chain
 from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.vectors import inner
 
 Parameters = Mapping[str, Tensor]
 BACKENDS = ("layer_rules", "linearize", "double_backward")
@@ -51,8 +52,8 @@ class Linearization(ABC):
         """J v: ``v`` has a tensor for each parameter; the result is shaped like ``outputs``."""
 
     @abstractmethod
-    def vjp(self, u: Tensor) -> dict[str, Tensor]:
-        """Jᵀ u: ``u`` is shaped like ``outputs``; the result has a tensor for each parameter."""
+    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
+        """Jᵀ u: ``u`` is shaped like ``outputs``; the result has a tensor for each parameter, written to ``out`` if given."""
 
     @abstractmethod
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
@@ -125,8 +126,8 @@ class _LayerRules(Linearization):
     def jvp(self, v: Parameters) -> Tensor:
         return self._chain.jvp(v)
 
-    def vjp(self, u: Tensor) -> dict[str, Tensor]:
-        return self._chain.vjp(u)
+    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
+        return self._chain.vjp(u, out)
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         return self._chain.squared_vjp(u)
@@ -151,11 +152,11 @@ class _Autograd(Linearization):
             raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
         self.outputs = self._graph.detach()
 
-    def vjp(self, u: Tensor) -> dict[str, Tensor]:
+    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
             self._graph, list(self._point.values()), u.to(self._graph.dtype), retain_graph=True, materialize_grads=True
         )
-        return dict(zip(self._point, gradients, strict=True))
+        return _written(dict(zip(self._point, gradients, strict=True)), out)
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         total = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._point.items()}
@@ -267,11 +268,9 @@ class _Linearize(_Autograd):
         u = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
         self.jvp(v)  # what is wrong only from the second product on is wrong too
         tangent, gradients = self.jvp(v), self.vjp(u)
-        left = (u * tangent).sum(dtype=torch.float64)
-        right = torch.stack([(gradients[name] * v[name]).sum(dtype=torch.float64) for name in v]).sum()
-        scale = torch.linalg.vector_norm(u, dtype=torch.float64) * torch.linalg.vector_norm(
-            tangent, dtype=torch.float64
-        )
+        left = inner(u, tangent)
+        right = torch.stack([inner(gradients[name], v[name]) for name in v]).sum()
+        scale = (inner(u, u) * inner(tangent, tangent)).sqrt()
         tolerance = torch.finfo(self.outputs.dtype).eps ** 0.5
         if not (left - right).abs() <= tolerance * scale:
             raise RuntimeError(f"it gives a product that is not the adjoint of Jᵀu ({left:.6g} against {right:.6g})")
@@ -328,8 +327,8 @@ class _Chunked(Linearization):
     def jvp(self, v: Parameters) -> Tensor:
         return torch.cat([chunk.jvp(v) for _, chunk in self._chunks()])
 
-    def vjp(self, u: Tensor) -> dict[str, Tensor]:
-        return _sum(chunk.vjp(u[rows]) for rows, chunk in self._chunks())
+    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
+        return _written(_sum(chunk.vjp(u[rows]) for rows, chunk in self._chunks()), out)
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         return _sum(chunk.squared_vjp(u[rows]) for rows, chunk in self._chunks())
@@ -344,6 +343,10 @@ def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
         for name, t in vector.items():
             total[name] += t
     return total
+
+
+def _written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Tensor]:
+    return vector if out is None else {name: out[name].copy_(t) for name, t in vector.items()}
 
 
 def _as_function(function: nn.Module | Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -73,16 +73,29 @@ class LayerChain:
                 tangent = tangent.reshape(step.output_shape)
         return torch.zeros_like(self.outputs) if tangent is None else tangent.to(self.outputs.dtype)
 
-    def vjp(self, u: Tensor) -> dict[str, Tensor]:
-        gradients: dict[str, Tensor] = {}
+    def vjp(self, u: Tensor, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        gradients = {name: torch.empty_like(p) for name, p in self._params.items()} if out is None else dict(out)
+        written: set[str] = set()
+
+        def write(name: str, left: Tensor, right: Tensor) -> None:
+            target = gradients[name]
+            if name in written:
+                target.add_((left @ right).view_as(target))
+            elif target.dtype == left.dtype:
+                torch.mm(left, right, out=target.view(left.shape[0], right.shape[1]))
+            else:
+                target.copy_((left @ right).view_as(target))
+            written.add(name)
+
         for layer, cotangent in self._backward(u):
             rows = cotangent.reshape(-1, cotangent.shape[-1])
             if layer.weight_name is not None:
-                gradient = rows.t() @ layer.inputs.reshape(-1, layer.inputs.shape[-1])
-                _accumulate(gradients, layer.weight_name, gradient)
+                write(layer.weight_name, rows.t(), layer.inputs.reshape(-1, layer.inputs.shape[-1]))
             if layer.bias_name is not None:
-                _accumulate(gradients, layer.bias_name, rows.sum(0))
-        return self._complete(gradients)
+                write(layer.bias_name, rows.new_ones(1, len(rows)), rows)
+        for name in gradients.keys() - written:
+            gradients[name].zero_()
+        return gradients
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         squares: dict[str, Tensor] = {}
@@ -111,17 +124,18 @@ class LayerChain:
     def _backward(self, u: Tensor) -> Iterator[tuple[_Linear, Tensor]]:
         """Each Linear of the chain, from the last, with the cotangent of its output."""
         first = next(i for i, step in enumerate(self._steps) if isinstance(step, _Linear))
-        cotangent = u.to(self._steps[first].weight.dtype)  # type: ignore[union-attr]
+        cotangent, owned = u.to(self._steps[first].weight.dtype), False  # type: ignore[union-attr]
         for i in range(len(self._steps) - 1, first - 1, -1):
             step = self._steps[i]
             if isinstance(step, _Elementwise):
-                cotangent = cotangent * step.derivative
+                cotangent = cotangent.mul_(step.derivative) if owned else cotangent * step.derivative
+                owned = True
             elif isinstance(step, _Reshape):
                 cotangent = cotangent.reshape(step.input_shape)
             else:
                 yield step, cotangent
                 if i > first:
-                    cotangent = cotangent @ step.weight
+                    cotangent, owned = cotangent @ step.weight, True
 
     def _uses(self, u: Tensor) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
         """For each parameter, (inputs, cotangents) of each of its uses, as (n, ..., features); a bias has no inputs."""
@@ -156,10 +170,6 @@ def _linear_tangent(layer: _Linear, tangent: Tensor | None, v: Mapping[str, Tens
         rows = tangent.reshape(-1, tangent.shape[-1])
         result = rows @ layer.weight.t() if result is None else result.addmm_(rows, layer.weight.t())
     return None if result is None else result.reshape(shape)
-
-
-def _accumulate(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
 
 def _per_sample(uses: list[tuple[Tensor | None, Tensor]]) -> Iterator[Tensor]:

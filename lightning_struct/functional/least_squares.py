@@ -176,6 +176,7 @@ class _Problem:
                 f"the preconditioner has shapes {[tuple(t.shape) for t in self._scale]}, x has {[tuple(s) for s in shapes]}"
             )
         self.size_of_x = sum(s.numel() for s in shapes)
+        self._scratch = [torch.empty_like(t) for t in self._scale or []]
 
         offset = self._center_offset(damping_center)  # x0 - center
         on_x = damping_space == "x" and preconditioner is not None
@@ -209,22 +210,24 @@ class _Problem:
             )
         return [t / c for t, c in zip(x, self._scale, strict=True)]
 
-    def _solve(self, y: list[Tensor]) -> list[Tensor]:
+    def _solve(self, y: list[Tensor], out: list[Tensor] | None = None) -> list[Tensor]:
+        """C⁻¹ y, written to ``out`` if given and if it is a scaling: fresh memory costs more than the product."""
         if self._preconditioner is None:
             return y
         if self._scale is not None:
-            return [torch.mul(t, c) for t, c in zip(y, self._scale, strict=True)]
+            targets = out or [torch.empty_like(t) for t in y]
+            return [torch.mul(t, c, out=o) for t, c, o in zip(y, self._scale, targets, strict=True)]
         return leaves(self._preconditioner.solve(structured(self._x_like, y)), self._x_like)  # type: ignore[union-attr]
 
     def _solve_transpose(self, x: list[Tensor]) -> list[Tensor]:
         if self._preconditioner is None:
             return x
         if self._scale is not None:
-            return [torch.mul(t, c) for t, c in zip(x, self._scale, strict=True)]
+            return self._solve(x, out=self._scratch)
         return leaves(self._preconditioner.solve_transpose(structured(self._x_like, x)), self._x_like)  # type: ignore[union-attr]
 
     def forward(self, z: list[Tensor]) -> list[Tensor]:
-        x = self._solve(z)
+        x = self._solve(z, out=self._scratch)
         rows = leaves(self._matvec(structured(self._x_like, x)), self._b_like)
         if self.rows_in_operator:
             rows = rows + [t.mul(self._row_damp) for t in (x if self._rows_on_x else z)]

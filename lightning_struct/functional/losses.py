@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.vectors import inner
+
 
 @runtime_checkable
 class GaussNewtonLoss(Protocol):
@@ -35,7 +37,8 @@ class SquaredError:
     """½‖outputs - targets‖², summed over everything but the batch and averaged over samples (section 3)."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return 0.5 * self.residual(outputs, targets).square().sum(dtype=torch.float64) / outputs.shape[0]
+        residual = self.residual(outputs, targets)
+        return 0.5 * inner(residual, residual) / outputs.shape[0]
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:

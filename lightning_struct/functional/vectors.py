@@ -12,22 +12,32 @@ from torch import Tensor
 Vector: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
-def leaves(vector: Any, like: Vector | None = None) -> list[Tensor]:
-    """The tensors of a vector, in the order of ``like`` where one is given.
+def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> list[Tensor]:
+    """The tensors of a vector, in the order of ``like`` where one is given; errors call it by ``name``.
 
     Raises:
         TypeError: neither a tensor nor a mapping.
-        ValueError: other names than those of ``like``.
+        ValueError: other names or shapes than those of ``like``.
     """
-    if isinstance(vector, Tensor):
-        return [vector]
-    if not isinstance(vector, Mapping):
-        raise TypeError(f"a vector must be a tensor or a dict of tensors, got {type(vector).__name__}")
-    if not isinstance(like, Mapping):
-        return list(vector.values())
-    if vector.keys() != like.keys():
-        raise ValueError(f"a vector has the keys {sorted(vector)}, expected {sorted(like)}")
-    return [vector[name] for name in like]
+    if not isinstance(vector, Tensor | Mapping):
+        raise TypeError(f"{name} must be a tensor or a dict of tensors, got {type(vector).__name__}")
+    if like is None:
+        return [vector] if isinstance(vector, Tensor) else list(vector.values())
+    if isinstance(vector, Tensor) and isinstance(like, Tensor):
+        pairs = [(vector, like)]
+    elif isinstance(vector, Mapping) and isinstance(like, Mapping) and vector.keys() == like.keys():
+        pairs = [(vector[key], like[key]) for key in like]
+    else:
+        raise ValueError(f"{name} is {_kind(vector)}, expected {_kind(like)}")
+    # Without this a product of shape (m, 1) would be subtracted from a right-hand side (m,) by broadcasting.
+    if any(t.shape != expected.shape for t, expected in pairs):
+        shapes, expected_shapes = ([tuple(t.shape) for t in side] for side in zip(*pairs, strict=True))
+        raise ValueError(f"{name} has the shapes {shapes}, expected {expected_shapes}")
+    return [t for t, _ in pairs]
+
+
+def _kind(vector: Vector) -> str:
+    return "a tensor" if isinstance(vector, Tensor) else f"a dict with the keys {sorted(vector)}"
 
 
 def structured(like: Vector, tensors: list[Tensor]) -> Any:

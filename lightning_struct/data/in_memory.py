@@ -119,13 +119,18 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         return DataLoader(train, batch_size=self.batch_size // processes, sampler=shuffle, collate_fn=keep_batch)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self._loaded.val, batch_size=self.eval_batch_size, collate_fn=keep_batch)
+        return self.evaluation_dataloader("val")
 
     def test_dataloader(self) -> DataLoader:
-        return DataLoader(self._loaded.test, batch_size=self.eval_batch_size, collate_fn=keep_batch)
+        return self.evaluation_dataloader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        return self.test_dataloader()
+        return self.evaluation_dataloader("test")
+
+    def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> DataLoader:
+        """All samples of one of the sets, in order."""
+        # by keyword: Lightning cannot make a loader anew whose batch_size came by position
+        return DataLoader(getattr(self._loaded, part), batch_size=self.eval_batch_size, collate_fn=keep_batch)
 
     @property
     def _loaded(self) -> Splits:

@@ -1,0 +1,118 @@
+"""How every recipe's command line is put together, and what it prints."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+
+from lightning_struct.callbacks.reconstructions import ReconstructionWriter
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+ERROR_UNITS = {"test_loss": "½‖x̂ - x‖²", "test_squared_error": "‖x̂ - x‖²"}
+
+
+def config_directory(name: str) -> Path:
+    """Where the YAML files of a recipe are: in the wheel, or in the checkout of an editable install."""
+    packaged, checkout = Path(__file__).parent / "configs", Path(__file__).parents[2] / "recipes"
+    return (packaged if packaged.is_dir() else checkout) / name
+
+
+class RecipeCLI(LightningCLI):
+    """LightningCLI that says at the end of ``fit`` what was reached and where the results are."""
+
+    def before_validate(self) -> None:
+        if self.config[self.subcommand].get("ckpt_path") is None:
+            rank_zero_warn(f"{self.subcommand} runs on untrained weights: name trained ones by --ckpt_path.")
+
+    before_test = before_predict = before_validate
+
+    def after_fit(self) -> None:
+        if self.trainer.fast_dev_run:
+            return
+        log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        (timer,) = (callback for callback in self.trainer.callbacks if isinstance(callback, Timer))
+        errors = self._final_errors(best)
+        if self.trainer.is_global_zero:
+            weights = "the best checkpoint" if best else "the last weights"
+            console = Console(soft_wrap=True, highlight=False)
+            console.print(_error_table(f"Errors of {weights}: averages over samples", errors))
+            console.print(f"training time    {timer.time_elapsed('train'):.1f} s, {self.trainer.global_step} steps")
+            console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
+            for picture in sorted(log_dir.glob("*.png")):
+                console.print(f"picture          {picture}", markup=False)
+            console.print(f"log              {log_dir}", markup=False)
+
+    def _final_errors(self, checkpoint: str) -> dict[str, dict[str, float]]:
+        """Errors over each of the three sets; the last one, of the test set, also goes to the log."""
+        errors, loggers, ckpt_path = {}, self.trainer.loggers, checkpoint or None
+        for part in ("train", "val", "test"):
+            self.trainer.loggers = loggers if part == "test" else []
+            loader = self.datamodule.evaluation_dataloader(part)
+            (errors[part],) = self.trainer.test(self.model, loader, ckpt_path=ckpt_path, verbose=False)
+            ckpt_path = None  # its weights stay in the model
+        return errors
+
+
+def run_recipe(
+    name: str,
+    model_class: type[L.LightningModule],
+    data_class: type[L.LightningDataModule],
+    args: Sequence[str] | None = None,
+) -> RecipeCLI:
+    """Parse arguments and run the subcommand they name.
+
+    Args:
+        name: of the recipe: its configs are in ``recipes/NAME``, its results in ``results/NAME``. Without ``--config``
+            it runs ``shf.yaml``, the setting of the paper.
+        model_class: the configured model is this class or one derived from it.
+        data_class: the data module, configured by ``--data.*``.
+        args: command line, of this process if None.
+
+    Returns:
+        The command line after its run, with ``trainer``, ``model`` and ``datamodule``.
+    """
+    given = sys.argv[1:] if args is None else list(args)
+    has_config = any(argument in ("-c", "--config") or argument.startswith("--config=") for argument in given)
+    defaults = [] if has_config else [str(config_directory(name) / "shf.yaml")]
+    return RecipeCLI(
+        model_class,
+        data_class,
+        args=None if args is None else given,
+        subclass_mode_model=True,
+        auto_configure_optimizers=False,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={subcommand: {"default_config_files": defaults} for subcommand in SUBCOMMANDS},
+        trainer_defaults={
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": "results", "name": name},
+            },
+            "log_every_n_steps": 1,
+            "callbacks": [Timer(), ReconstructionWriter()],
+        },
+    )
+
+
+def run_command(main: Callable[[], Any]) -> None:
+    """Run ``main`` as a command: what the user can put right is one message and exit status 1, not a traceback."""
+    try:
+        main()
+    except MisconfigurationException as error:
+        sys.exit(f"error: {error}")
+
+
+def _error_table(title: str, errors: dict[str, dict[str, float]]) -> Table:
+    table = Table("", *ERROR_UNITS.values(), title=title, title_justify="left")
+    for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
+        table.add_row(label, *(f"{errors[part][metric]:.4g}" for metric in ERROR_UNITS))
+    return table

@@ -1,0 +1,135 @@
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.models import Autoencoder
+from lightning_struct.recipes import usps_autoencoder
+from lightning_struct.recipes.cli import config_directory, run_command
+from lightning_struct.recipes.curves_autoencoder import main
+
+RUN = Path("results/curves_autoencoder/version_0")
+
+
+def weights(cli):
+    return torch.cat([parameter.detach().flatten() for parameter in cli.model.parameters()])
+
+
+def test_results_are_in_one_folder(conf):
+    main(["fit", "--config", conf("adam")])
+    written = {path.name for path in RUN.iterdir()}
+    assert written == {
+        "checkpoints",
+        "config.yaml",
+        "hparams.yaml",
+        "metrics.csv",
+        "reconstructions.png",
+        "training_curves.csv",
+        "training_curves.png",
+    }
+    assert (RUN / "checkpoints" / "last.ckpt").exists()
+
+
+def test_fit_ends_with_the_errors_of_the_best_checkpoint_in_both_units(conf, capsys):
+    cli = main(["fit", "--config", conf("adam")])
+    printed = capsys.readouterr().out
+    best = Autoencoder.load_from_checkpoint(cli.trainer.checkpoint_callback.best_model_path)
+    for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
+        images = getattr(cli.datamodule.splits, part).tensors[0]
+        error = (best(images) - images).square().sum(dim=1).mean().item()
+        (row,) = (line for line in printed.splitlines() if line.startswith("│") and line.split()[1] == label)
+        assert [float(cell) for cell in row.split("│")[2:4]] == pytest.approx([error / 2, error], rel=1e-3)
+
+
+def test_fit_ends_with_the_paths_of_its_results(conf, capsys):
+    main(["fit", "--config", conf("adam")])
+    printed = capsys.readouterr().out
+    for path in ("reconstructions.png", "training_curves.png", "checkpoints/epoch=1-step=4.ckpt"):
+        assert f"{RUN / path}\n" in printed
+
+
+def test_errors_of_the_test_set_are_logged_and_those_of_training_and_validation_are_not(conf):
+    cli = main(["fit", "--config", conf("adam")])
+    header, *rows = (RUN / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("test_loss")
+    assert [row.split(",")[column] for row in rows if row.split(",")[column]] == [
+        str(cli.trainer.callback_metrics["test_loss"].item())
+    ]
+
+
+def test_without_a_checkpoint_the_errors_are_those_of_the_last_weights(conf, capsys):
+    main(["fit", "--config", conf("adam"), "--trainer.callbacks=null", "--trainer.enable_checkpointing=false"])
+    assert "Errors of the last weights" in capsys.readouterr().out
+
+
+def test_fast_dev_run_writes_no_results(conf, capsys):
+    main(["fit", "--config", conf("adam"), "--trainer.fast_dev_run=true"])
+    assert not Path("results").exists() and "Errors of" not in capsys.readouterr().out
+
+
+def test_same_seed_gives_the_same_weights(conf):
+    first, second = (main(["fit", "--config", conf("adam"), "--trainer.callbacks=null"]) for _ in range(2))
+    assert torch.equal(weights(first), weights(second))
+
+
+@pytest.mark.slow
+def test_resumed_run_ends_where_the_uninterrupted_one_ends(conf):
+    whole = main(["fit", "--config", conf("adam"), "--trainer.max_epochs=3"])
+    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=2"])
+    last = "results/curves_autoencoder/version_1/checkpoints/last.ckpt"
+    resumed = main(["fit", "--config", conf("adam"), "--trainer.max_epochs=3", "--ckpt_path", last])
+    assert resumed.trainer.global_step == 6 and torch.equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_trained_weights_are_evaluated_by_their_checkpoint(conf, subcommand):
+    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1"])
+    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+    cli = main([subcommand, "--config", conf("adam"), "--ckpt_path", checkpoint])
+    images = getattr(cli.datamodule.splits, {"validate": "val"}.get(subcommand, "test")).tensors[0]
+    expected = (Autoencoder.load_from_checkpoint(checkpoint)(images) - images).square().sum(dim=1).mean().item()
+    name = {"validate": "val"}.get(subcommand, "test")
+    assert cli.trainer.callback_metrics[f"{name}_squared_error"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_predict_writes_reconstructions_of_the_test_images(conf):
+    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1"])
+    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+    cli = main(["predict", "--config", conf("adam"), "--ckpt_path", checkpoint])
+    written = torch.load(Path(cli.trainer.log_dir) / "reconstructions.pt")
+    expected = Autoencoder.load_from_checkpoint(checkpoint)(cli.datamodule.splits.test.tensors[0])
+    assert torch.allclose(written["reconstructions"], expected, atol=1e-6)
+
+
+def test_evaluating_untrained_weights_warns(conf):
+    with pytest.warns(UserWarning, match="test runs on untrained weights: name trained ones by --ckpt_path"):
+        main(["test", "--config", conf("adam")])
+
+
+def test_misconfiguration_propagates_from_main(conf, tmp_path):
+    arguments = ["--model.layer_sizes=[256,3]", f"--data.data_dir={tmp_path}", "--data.download=false"]
+    with pytest.raises(MisconfigurationException, match="USPS is not in"):
+        usps_autoencoder.main(["fit", "--config", conf("adam"), *arguments])
+
+
+def test_misconfiguration_of_a_command_is_one_message_and_exit_status_1():
+    def misconfigured():
+        raise MisconfigurationException("put the files there")
+
+    with pytest.raises(SystemExit) as exit:
+        run_command(misconfigured)
+    assert exit.value.code == "error: put the files there"
+
+
+def test_other_errors_of_a_command_keep_their_traceback():
+    def broken():
+        raise KeyError("a defect")
+
+    with pytest.raises(KeyError):
+        run_command(broken)
+
+
+def test_configs_are_found():
+    assert (config_directory("curves_autoencoder") / "shf.yaml").is_file()

@@ -1,0 +1,49 @@
+import subprocess
+import sys
+
+import pytest
+
+import lightning_struct
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_package_loads_no_library():
+    loaded = run(
+        "import sys, lightning_struct;"
+        "print([name for name in ('torch', 'lightning', 'torchvision', 'matplotlib') if name in sys.modules])"
+    )
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("package", ["functional", "optim", "nn"])
+@pytest.mark.slow
+def test_lower_layers_do_not_load_lightning(package):
+    loaded = run(f"import sys, lightning_struct.{package}; print('lightning' in sys.modules)")
+    assert loaded == "False"
+
+
+@pytest.mark.slow
+def test_plug_ins_do_not_need_what_the_recipes_need():
+    loaded = run(
+        "import sys, lightning_struct as ls;"
+        "[getattr(ls, name) for name in ls.__all__];"
+        "print([name for name in ('torchvision', 'matplotlib', 'rich') if name in sys.modules])"
+    )
+    assert "torchvision" not in loaded and "matplotlib" not in loaded
+
+
+@pytest.mark.parametrize("name", sorted(set(lightning_struct.__all__) - {"__version__"}))
+def test_public_names_are_there(name):
+    assert getattr(lightning_struct, name).__name__ == name
+
+
+def test_public_names_are_listed():
+    assert set(lightning_struct.__all__) <= set(dir(lightning_struct))
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'lightning_struct' has no attribute 'SHG'"):
+        lightning_struct.SHG  # noqa: B018

@@ -87,7 +87,7 @@ class ReconstructionPlot(L.Callback):
 
     def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
-        loader = trainer.val_dataloaders
+        loader: Any = trainer.val_dataloaders
         batch = next(iter(loader[0] if isinstance(loader, Sequence) else loader))
         batch = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch, pl_module.device))
         select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
@@ -101,7 +101,7 @@ class ReconstructionPlot(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         directory = Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.is_global_zero and not trainer.fast_dev_run:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             directory.mkdir(parents=True, exist_ok=True)
             self.paths = [directory / "reconstructions.png"]
             self.plot(trainer, pl_module)[0].savefig(self.paths[0], dpi=150)

@@ -136,7 +136,7 @@ class TrainingCurves(L.Callback):
         return seconds, values
 
     def _write(self, trainer: L.Trainer) -> None:
-        if self._directory is None or not self.records or not trainer.is_global_zero or trainer.fast_dev_run:
+        if self._directory is None or not self.records or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         table, picture = self._directory / "training_curves.csv", self._directory / "training_curves.png"

@@ -18,7 +18,7 @@ Labelled = tuple[Tensor, Tensor]
 class DigitsDataModule(InMemoryDataModule):
     """What MNIST and USPS have in common: files or their procedural stand-in, cut into three sets."""
 
-    name: ClassVar[str]
+    title: ClassVar[str]
     image_size: ClassVar[int]
     files: ClassVar[tuple[str, ...]]
 
@@ -57,18 +57,18 @@ class DigitsDataModule(InMemoryDataModule):
 
     def load_splits(self) -> Splits:
         if self.synthetic:
-            rank_zero_info(f"{self.name}: procedurally made figures of the same shapes stand in for the real images.")
+            rank_zero_info(f"{self.title}: procedurally made figures of the same shapes stand in for the real images.")
             images, labels = synthetic_digits(sum(self.sizes.values()), self.image_size, seed=self.seed)
             sizes = tuple(self.sizes.values())
             parts = dict(zip(self.sizes, zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
         else:
             chosen = self.choose(*self._read_both(download=False))
             parts = {key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()}
-        return Splits(**{key: image_dataset(f"{self.name} ({key})", *part) for key, part in parts.items()})
+        return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
 
     def _read_both(self, download: bool) -> tuple[Labelled, Labelled]:
         return read_or_explain(
-            self.name,
+            self.title,
             lambda: (self.read(train=True, download=download), self.read(train=False, download=download)),
             data_dir=self.data_dir,
             files=", ".join(self.files),
@@ -101,7 +101,7 @@ class MNISTDataModule(DigitsDataModule):
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
     """
 
-    name = "MNIST"
+    title = "MNIST"
     image_size = 28
     files = tuple(
         f"MNIST/raw/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
@@ -178,7 +178,7 @@ class USPSDataModule(DigitsDataModule):
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
     """
 
-    name = "USPS"
+    title = "USPS"
     image_size = 16
     files = ("usps.bz2", "usps.t.bz2")
 

@@ -1,7 +1,7 @@
 """Data sets that fit into memory: whole batches by one indexing, and the loaders of a LightningDataModule over them."""
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -25,7 +25,7 @@ class BatchedTensorDataset(TensorDataset):
         return self[indices]
 
 
-def keep_batch(batch: Batch) -> Batch:
+def keep_batch(batch: Any) -> Any:
     """The ``collate_fn`` for batches that come whole from the data set."""
     return batch
 
@@ -115,7 +115,9 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
             raise MisconfigurationException(
                 f"batch_size={self.batch_size} cannot be shared by {processes} processes: make it a multiple of them."
             )
-        shuffle = DistributedSampler(train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed)
+        shuffle: DistributedSampler = DistributedSampler(
+            train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed
+        )
         return DataLoader(train, batch_size=self.batch_size // processes, sampler=shuffle, collate_fn=keep_batch)
 
     def val_dataloader(self) -> DataLoader:

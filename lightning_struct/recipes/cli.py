@@ -1,7 +1,7 @@
 """How every recipe's command line is put together, and what it prints."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ class RecipeCLI(LightningCLI):
     before_test = before_predict = before_validate
 
     def after_fit(self) -> None:
-        if self.trainer.fast_dev_run:
+        if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
-        (timer,) = (callback for callback in self.trainer.callbacks if isinstance(callback, Timer))
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        (timer,) = (callback for callback in callbacks if isinstance(callback, Timer))
         errors = self._final_errors(best)
         if self.trainer.is_global_zero:
             weights = "the best checkpoint" if best else "the last weights"
@@ -51,7 +52,7 @@ class RecipeCLI(LightningCLI):
                 console.print(f"picture          {picture}", markup=False)
             console.print(f"log              {log_dir}", markup=False)
 
-    def _final_errors(self, checkpoint: str) -> dict[str, dict[str, float]]:
+    def _final_errors(self, checkpoint: str) -> dict[str, Mapping[str, float]]:
         """Errors over each of the three sets; the last one, of the test set, also goes to the log."""
         errors, loggers, ckpt_path = {}, self.trainer.loggers, checkpoint or None
         for part in ("train", "val", "test"):
@@ -111,7 +112,7 @@ def run_command(main: Callable[[], Any]) -> None:
         sys.exit(f"error: {error}")
 
 
-def _error_table(title: str, errors: dict[str, dict[str, float]]) -> Table:
+def _error_table(title: str, errors: dict[str, Mapping[str, float]]) -> Table:
     table = Table("", *ERROR_UNITS.values(), title=title, title_justify="left")
     for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
         table.add_row(label, *(f"{errors[part][metric]:.4g}" for metric in ERROR_UNITS))

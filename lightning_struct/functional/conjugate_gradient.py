@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ def conjugate_gradient(
     b: Vector,
     *,
     x0: Vector | None = None,
-    preconditioner: Tensor | RightPreconditioner | None = None,
+    preconditioner: Vector | RightPreconditioner | None = None,
     maxiter: int = 250,
     progress_tolerance: float = 5e-4,
     rtol: float = 0.0,
@@ -54,22 +55,29 @@ def conjugate_gradient(
         callback: as for ``lsmr``.
 
     Raises:
+        ValueError: an option out of range, or a vector of the wrong structure.
         FloatingPointError: a product returned NaN or infinity.
     """
+    if maxiter < 0 or progress_tolerance < 0 or rtol < 0:
+        raise ValueError(
+            f"maxiter, progress_tolerance and rtol must be >= 0, got {maxiter}, {progress_tolerance}, {rtol}"
+        )
+    right = leaves(b, name="b")
+    scale = leaves(preconditioner, b, "preconditioner") if isinstance(preconditioner, Tensor | Mapping) else None
 
     def precondition(r: list[Tensor]) -> list[Tensor]:
         if preconditioner is None:
             return [t.clone() for t in r]
-        if isinstance(preconditioner, Tensor):
-            return [t * preconditioner * preconditioner for t in r]
-        return leaves(preconditioner.solve(preconditioner.solve_transpose(structured(b, r))), b)
+        if scale is not None:
+            return [t * c * c for t, c in zip(r, scale, strict=True)]
+        y = preconditioner.solve(preconditioner.solve_transpose(structured(b, r)))  # type: ignore[union-attr]
+        return leaves(y, b, "what the preconditioner's solve returned")
 
-    right = leaves(b)
     if x0 is None:
         x, r = [torch.zeros_like(t) for t in right], [t.clone() for t in right]
     else:
-        x = [t.clone() for t in leaves(x0, b)]
-        r = [t - p for t, p in zip(right, leaves(matvec(x0), b), strict=True)]
+        x = [t.clone() for t in leaves(x0, b, "x0")]
+        r = [t - p for t, p in zip(right, leaves(matvec(x0), b, "B x0"), strict=True)]
     y = precondition(r)
     p, r_y = [t.clone() for t in y], dot(r, y)
     b_norm = norm(right)
@@ -80,9 +88,9 @@ def conjugate_gradient(
     values = [quadratic()]
     iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
     while reason == "maxiter" and iteration < maxiter:
-        product = leaves(matvec(structured(b, p)), b)
+        product = leaves(matvec(structured(b, p)), b, "the product with B")
         curvature = dot(p, product)
-        if not torch.isfinite(torch.tensor(curvature)):
+        if not math.isfinite(curvature):
             raise FloatingPointError(
                 "the product with B holds NaN or infinity; check the data, the weights, the damping"
             )
@@ -103,7 +111,12 @@ def conjugate_gradient(
         k = max(10, iteration // 10)
         if norm(r) <= rtol * b_norm or r_y == 0.0:
             reason = "residual"
-        elif iteration > k and values[-1] < 0.0 and (values[-1] - values[-1 - k]) / values[-1] < k * progress_tolerance:
+        elif (
+            progress_tolerance > 0
+            and iteration > k
+            and values[-1] < 0.0
+            and (values[-1] - values[-1 - k]) / values[-1] < k * progress_tolerance
+        ):
             reason = "progress"
         stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
         if stop and reason == "maxiter":

@@ -64,13 +64,13 @@ class CrossEntropy:
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
         classes = outputs.shape[-1]
-        flat = targets.reshape(-1, classes).double() if targets.is_floating_point() else targets.reshape(-1)
+        flat = targets.reshape(-1, classes).double() if targets.is_floating_point() else targets.reshape(-1).long()
         return F.cross_entropy(outputs.reshape(-1, classes).double(), flat)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
         p = outputs.softmax(-1)
-        y = targets if targets.is_floating_point() else F.one_hot(targets, outputs.shape[-1])
+        y = targets if targets.is_floating_point() else F.one_hot(targets.long(), outputs.shape[-1])
         return (p - y.to(p.dtype)) / self._root(p) * self._per_position(outputs)
 
     def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:

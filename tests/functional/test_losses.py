@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_struct.functional import CrossEntropy, GaussNewtonLoss, SquaredError
+from lightning_struct.functional.losses import get_loss
+
+
+def gaussian(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * (output - target).square().sum()
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Of one sample, the mean over its positions."""
+    classes = output.shape[-1]
+    flat = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
+    return F.cross_entropy(output.reshape(-1, classes), flat)
+
+
+def labels(*shape: int) -> Tensor:
+    return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(3))
+
+
+CASES = {
+    "mse": (SquaredError(), squared_error, gaussian(3, 4, seed=0), gaussian(3, 4, seed=1)),
+    "mse_positions": (SquaredError(), squared_error, gaussian(3, 2, 4, seed=0), gaussian(3, 2, 4, seed=1)),
+    "class_indices": (CrossEntropy(), cross_entropy, gaussian(3, 4, seed=0), labels(3)),
+    "class_indices_positions": (CrossEntropy(), cross_entropy, gaussian(3, 5, 4, seed=0), labels(3, 5)),
+    "class_indices_grid": (CrossEntropy(), cross_entropy, gaussian(2, 2, 3, 4, seed=0), labels(2, 2, 3)),
+    "probabilities": (CrossEntropy(), cross_entropy, gaussian(3, 4, seed=0), gaussian(3, 4, seed=1).softmax(-1)),
+    "probabilities_positions": (
+        CrossEntropy(),
+        cross_entropy,
+        gaussian(3, 5, 4, seed=0),
+        gaussian(3, 5, 4, seed=1).softmax(-1),
+    ),
+}
+every_case = pytest.mark.parametrize(("loss", "of_one", "outputs", "targets"), CASES.values(), ids=CASES)
+
+
+def columns(product: Any, loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """(n, k, k): each sample's matrix, column by column, from its product with unit vectors."""
+    size = outputs[0].numel()
+    unit = torch.eye(size, dtype=outputs.dtype).view(size, *outputs.shape[1:])
+    products = [product(loss)(outputs, targets, e.expand_as(outputs)).flatten(1) for e in unit]
+    return torch.stack(products, dim=2)
+
+
+@every_case
+def test_s_s_transpose_is_the_hessian_of_each_samples_loss(
+    loss: GaussNewtonLoss, of_one: Any, outputs: Tensor, targets: Tensor
+) -> None:
+    root = columns(lambda loss: loss.sqrt_hessian, loss, outputs, targets)
+    for s, output, target in zip(root, outputs, targets, strict=True):
+        hessian = torch.func.hessian(lambda z, t=target: of_one(z, t))(output).reshape(s.shape)
+        torch.testing.assert_close(s @ s.T, hessian, rtol=0, atol=1e-10)
+
+
+@every_case
+def test_sqrt_hessian_transpose_is_the_transpose(
+    loss: GaussNewtonLoss, of_one: Any, outputs: Tensor, targets: Tensor
+) -> None:
+    root = columns(lambda loss: loss.sqrt_hessian, loss, outputs, targets)
+    transposed = columns(lambda loss: loss.sqrt_hessian_transpose, loss, outputs, targets)
+    torch.testing.assert_close(transposed, root.mT, rtol=0, atol=1e-14)
+
+
+@every_case
+def test_s_r_is_the_gradient_of_each_samples_loss(
+    loss: GaussNewtonLoss, of_one: Any, outputs: Tensor, targets: Tensor
+) -> None:
+    product = loss.sqrt_hessian(outputs, targets, loss.residual(outputs, targets))
+    for gradient, output, target in zip(product, outputs, targets, strict=True):
+        expected = torch.func.grad(lambda z, t=target: of_one(z, t))(output)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-10)
+
+
+@every_case
+def test_value_is_the_mean_of_the_samples_losses(
+    loss: GaussNewtonLoss, of_one: Any, outputs: Tensor, targets: Tensor
+) -> None:
+    expected = torch.stack([of_one(output, target) for output, target in zip(outputs, targets, strict=True)]).mean()
+    torch.testing.assert_close(loss.value(outputs, targets), expected, rtol=1e-14, atol=0)
+
+
+def test_cross_entropy_is_that_of_torch_over_all_positions() -> None:
+    outputs, targets = gaussian(3, 5, 4, seed=0), labels(3, 5)
+    expected = F.cross_entropy(outputs.movedim(-1, 1), targets)
+    torch.testing.assert_close(CrossEntropy().value(outputs, targets), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("target", [0, 1])
+def test_the_gradient_survives_probabilities_that_underflow(dtype: torch.dtype, target: int) -> None:
+    outputs, targets, loss = torch.tensor([[200.0, -200.0, 0.0]], dtype=dtype), torch.tensor([target]), CrossEntropy()
+    product = loss.sqrt_hessian(outputs, targets, loss.residual(outputs, targets))
+    expected = torch.tensor([[1.0, 0.0, 0.0]], dtype=dtype)
+    expected[0, target] -= 1.0
+    torch.testing.assert_close(product, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_the_sum_over_a_large_float32_batch_is_better_than_float32() -> None:
+    """A sum in float32 is 6e-8 off here, near the relative decrease (ftol) that ends the solver."""
+    outputs = torch.rand(2000, 256, generator=torch.Generator().manual_seed(0))
+    value = SquaredError().value(outputs, torch.zeros_like(outputs))
+    assert value.dtype == torch.float64
+    assert value.item() == pytest.approx(0.5 * outputs.double().square().sum().item() / 2000, rel=5e-9)
+
+
+@pytest.mark.parametrize("method", ["value", "residual"])
+@pytest.mark.parametrize("shape", [(3, 5), (3,), (3, 1), (2, 4), (1, 3, 4)], ids=str)
+def test_squared_error_refuses_targets_of_another_shape(method: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\(3, 4\) but targets \(" + ", ".join(map(str, shape))):
+        getattr(SquaredError(), method)(gaussian(3, 4, seed=0), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("method", ["value", "residual"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param(torch.zeros(2, dtype=torch.long), id="too_few_indices"),
+        pytest.param(torch.zeros(3, 1, dtype=torch.long), id="indices_with_a_last_dimension"),
+        pytest.param(torch.zeros(3), id="indices_as_floats"),
+        pytest.param(torch.zeros(3, 5), id="probabilities_of_other_classes"),
+    ],
+)
+def test_cross_entropy_refuses_targets_of_another_shape(method: str, targets: Tensor) -> None:
+    with pytest.raises(ValueError, match="class indices .* or probabilities"):
+        getattr(CrossEntropy(), method)(gaussian(3, 4, seed=0), targets)
+
+
+def test_cross_entropy_refuses_logits_without_a_batch() -> None:
+    with pytest.raises(ValueError, match=r"logits \(n, ..., classes\)"):
+        CrossEntropy().value(gaussian(4, seed=0), torch.tensor(1))
+
+
+@pytest.mark.parametrize("method", ["value", "residual"])
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_class_index_out_of_range_is_named(method: str, index: int) -> None:
+    with pytest.raises(ValueError, match=rf"in \[0, 4\), got .*{index}"):
+        getattr(CrossEntropy(), method)(gaussian(3, 4, seed=0), torch.tensor([0, index, 2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
+def test_class_indices_may_be_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    outputs, targets, loss = gaussian(3, 4, seed=0), labels(3), CrossEntropy()
+    assert loss.value(outputs, targets.to(dtype)) == loss.value(outputs, targets)
+    assert torch.equal(loss.residual(outputs, targets.to(dtype)), loss.residual(outputs, targets))
+
+
+def test_losses_are_found_by_name() -> None:
+    assert isinstance(get_loss("mse"), SquaredError)
+    assert isinstance(get_loss("cross_entropy"), CrossEntropy)
+
+
+def test_an_unknown_loss_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'mse', 'cross_entropy' .* 'hinge'"):
+        get_loss("hinge")
+
+
+def test_an_object_with_the_methods_is_taken_as_it_is() -> None:
+    loss = CrossEntropy()
+    assert get_loss(loss) is loss
+
+
+def test_an_object_that_lacks_methods_is_refused_with_their_names() -> None:
+    class Partial:
+        def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return outputs.sum()
+
+        def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return outputs
+
+    with pytest.raises(TypeError, match="Partial lacks sqrt_hessian, sqrt_hessian_transpose"):
+        get_loss(Partial())  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""Batches drawn at random, each independently of the last, whose size may change between any two of them."""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
+
+from lightning_struct.optim.collective import rank as current_rank
+from lightning_struct.optim.collective import world_size
+
+
+class IndependentDraws(DistributedSampler):
+    """Yields lists of indices: each is ``batch_size`` samples without replacement, drawn independently of all other
+    draws (Emirahmetoglu & Stewart, Algorithm 1). ::
+
+        loader = DrawLoader(dataset, IndependentDraws(dataset, batch_size=250, draws_per_epoch=10))
+
+    Every process draws the same indices and takes its block of them, so that the blocks in the order of ranks are the
+    draw of one process. A draw depends on the seed and on its number alone: draw k of epoch e has the number
+    e * ``draws_per_epoch`` + k. An iterator that is left in the middle of an epoch is continued by the next one; after
+    the last draw of an epoch the next epoch begins.
+
+    It derives from torch's ``DistributedSampler`` so that Lightning leaves it in its place under DDP.
+
+    Args:
+        dataset: the samples are ``range(len(dataset))``.
+        batch_size: samples of a draw, over all processes together; it can be set at any time and holds from the next
+            draw on.
+        draws_per_epoch: draws that are called an epoch: Lightning validates after so many.
+        seed: of the draws, not negative.
+        num_replicas: processes that share a draw; None takes those of torch.distributed when the draw is made.
+        rank: of this process; None likewise.
+
+    Raises:
+        MisconfigurationException: for a batch size that is not in [1, len(dataset)] or smaller than the number of
+            processes, for ``draws_per_epoch`` < 1, a negative seed, or one of ``num_replicas`` and ``rank`` without
+            the other.
+    """
+
+    resizable = True
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        draws_per_epoch: int,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        if draws_per_epoch < 1:
+            raise MisconfigurationException(f"draws_per_epoch must be at least 1, but is {draws_per_epoch}")
+        if seed < 0:
+            raise MisconfigurationException(f"seed must not be negative, but is {seed}")
+        if (num_replicas is None) != (rank is None):
+            raise MisconfigurationException(f"Give num_replicas and rank together, not {num_replicas} and {rank}")
+        self._num_replicas, self._rank = num_replicas, rank
+        super().__init__(dataset, num_replicas=num_replicas or 1, rank=rank or 0, seed=seed)
+        self._num_replicas, self._rank = num_replicas, rank
+        self.draws_per_epoch = draws_per_epoch
+        self.draws_done = 0
+        self.batch_size = batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next draw, over all processes together."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        batch_size = operator.index(batch_size)
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        if not 1 <= batch_size <= samples:
+            raise MisconfigurationException(
+                f"batch_size must be from 1 to the {samples} samples of the data set, of which a draw takes none twice, "
+                f"but is {batch_size}"
+            )
+        if batch_size < self.num_replicas:
+            raise MisconfigurationException(
+                f"batch_size={batch_size} leaves some of the {self.num_replicas} processes without a sample: "
+                "it counts the samples over all of them"
+            )
+        self._batch_size = batch_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Processes that share a draw."""
+        return world_size() if self._num_replicas is None else self._num_replicas
+
+    @num_replicas.setter
+    def num_replicas(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+
+    @property
+    def rank(self) -> int:
+        """The block of a draw that is yielded."""
+        return current_rank() if self._rank is None else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
+
+    def draw(self, number: int) -> torch.Tensor:
+        """The draw of this number over all processes: (batch_size,), int64, in random order."""
+        seed = int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(len(self.dataset), generator=generator)[: self.batch_size]  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.draws_done >= self.draws_per_epoch:
+            self.set_epoch(self.epoch + 1)
+        while self.draws_done < self.draws_per_epoch:
+            self.batch_size = self.batch_size  # processes may have joined since it was set
+            number = self.epoch * self.draws_per_epoch + self.draws_done
+            self.draws_done += 1
+            yield self.draw(number).tensor_split(self.num_replicas)[self.rank].tolist()
+
+    def __len__(self) -> int:
+        return self.draws_per_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the first draw of another epoch; to name the present epoch changes nothing."""
+        if epoch != self.epoch:
+            self.epoch, self.draws_done = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What is needed to go on with the very next draw."""
+        return {"epoch": self.epoch, "draws_done": self.draws_done, "batch_size": self.batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.epoch, self.draws_done = state_dict["epoch"], state_dict["draws_done"]
+        self.batch_size = state_dict["batch_size"]
+
+
+class DrawLoader(DataLoader):
+    """A ``DataLoader`` over :class:`IndependentDraws` that resumes in the middle of an epoch.
+
+    A ``TensorDataset`` is indexed once per batch; the samples of any other map-style data set are fetched (by
+    ``__getitems__`` where there is one) and collated as a ``DataLoader`` does. Lightning saves the state of the draws in
+    its checkpoints, and a run that is resumed from within an epoch goes on with the very next draw. ::
+
+        Trainer().fit(model, DrawLoader(dataset, IndependentDraws(dataset, batch_size=250, draws_per_epoch=10)))
+
+    Args:
+        dataset: map-style.
+        sampler: the draws.
+        collate_fn: makes a batch of what the data set returns for the indices of a draw; None takes torch's default,
+            and the indexed tensors of a ``TensorDataset`` as they are.
+        num_workers: only 0.
+        **options: others of ``DataLoader``, such as ``pin_memory``.
+
+    Raises:
+        MisconfigurationException: for another sampler, one of another data set, and for worker processes: batches
+            that they fetched ahead would have the size of the past, and a resumed run would lose them.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: IndependentDraws,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> None:
+        if not isinstance(sampler, IndependentDraws):
+            raise MisconfigurationException(
+                f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) put "
+                "it there, use an ordinary DataLoader with it"
+            )
+        if len(sampler.dataset) != len(dataset):  # type: ignore[arg-type]
+            raise MisconfigurationException(
+                f"The draws are from {len(sampler.dataset)} samples, but the data set has {len(dataset)}: "  # type: ignore[arg-type]
+                "give both the same data set"
+            )
+        if num_workers != 0:
+            raise MisconfigurationException(
+                f"DrawLoader needs num_workers=0, but got {num_workers}: batches fetched ahead by workers would keep the "
+                "old size after a change, and be lost at a resume"
+            )
+        if collate_fn is not None or not isinstance(dataset, TensorDataset):
+            dataset = _IndexedByLists(dataset, collate_fn or default_collate)
+        super().__init__(dataset, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
+
+    def state_dict(self) -> dict[str, int]:
+        """Of the draws."""
+        return self.sampler.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.sampler.load_state_dict(state_dict)  # type: ignore[attr-defined]
+
+
+class _IndexedByLists(Dataset):
+    """Whole batches of a data set of single samples."""
+
+    def __init__(self, dataset: Dataset, collate_fn: Callable[[Any], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __getitem__(self, indices: Sequence[int]) -> Any:
+        getitems = getattr(self.dataset, "__getitems__", None)
+        return self.collate_fn(getitems(indices) if getitems else [self.dataset[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

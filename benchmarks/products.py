@@ -76,11 +76,11 @@ def our_iterations(backend: str, model: nn.Module, x: Tensor) -> Callable[[int],
 def curvlinops_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:
     from curvlinops import GGNLinearOperator
 
-    parameters = dict(model.named_parameters())
+    parameters = list(model.parameters())
     operator = GGNLinearOperator(
         model, nn.MSELoss(reduction="sum"), parameters, [(x, x)], check_deterministic=False, num_data=len(x)
     )
-    return conjugate_gradient_steps(lambda v: operator @ v, sum(p.numel() for p in parameters.values()))
+    return conjugate_gradient_steps(lambda v: operator @ v, sum(p.numel() for p in parameters))
 
 
 def pytorch_hessian_free_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:

@@ -1,0 +1,16 @@
+"""Callbacks for any Trainer."""
+
+from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
+from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
+from lightning_struct.callbacks.reconstructions import ReconstructionPlot, ReconstructionWriter
+from lightning_struct.callbacks.training_curves import TrainingCurves
+from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
+
+__all__ = [
+    "GrowingBatchSize",
+    "LevenbergMarquardtDamping",
+    "ReconstructionPlot",
+    "ReconstructionWriter",
+    "TrainingCurves",
+    "ValidationMeritStopping",
+]

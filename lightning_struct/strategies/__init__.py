@@ -1,0 +1,6 @@
+"""Manual optimization: mixins that say how a LightningModule is trained."""
+
+from lightning_struct.strategies.shf import SHFOptimization
+from lightning_struct.utilities.gradient_statistics import GradientStatistics
+
+__all__ = ["GradientStatistics", "SHFOptimization"]

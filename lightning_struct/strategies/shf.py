@@ -1,0 +1,173 @@
+"""SHF as the training step of a LightningModule."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
+from lightning_struct.optim.shf import SHF, StepReport
+from lightning_struct.utilities.gradient_statistics import GradientStatistics
+from lightning_struct.utilities.trainer_checks import check_weights_are_whole
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iterations")
+
+
+class SHFOptimization(L.LightningModule):
+    """Trains a LightningModule by :class:`~lightning_struct.optim.SHF`. Put it before the module's own base, and return
+    an SHF::
+
+        class LitNet(SHFOptimization, L.LightningModule):
+            ...
+
+            def configure_optimizers(self):
+                return SHF(self, "mse", damping=10.0)
+
+    Every batch is one iteration of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. Logged in
+    each step are ``train_loss`` (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``,
+    ``step_length``, ``batch_size``, and where they are defined ``gradient_variance`` and ``batch_size_predicted`` (a
+    ``GrowingBatchSize`` logs its own prediction instead). All are of the whole batch, over all processes.
+
+    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. A learning-rate scheduler has
+    nothing to do here; clipping and accumulation of gradients are refused by Lightning.
+
+    A ``training_step`` that the module has for another optimizer can stay: SHF's is the one that runs, and
+    :meth:`on_shf_step` is the place for what should happen in each step.
+
+    Raises:
+        MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights, or
+            anything but one SHF from ``configure_optimizers``.
+        ValueError: in a step, for NaN or infinity in the batch, the outputs or the loss, with the index of the batch;
+            the weights are unchanged.
+    """
+
+    _replaced_training_step: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.training_step is not SHFOptimization.training_step:
+            owner = next(base for base in cls.__mro__ if "training_step" in vars(base))
+            cls._replaced_training_step = f"{owner.__name__}.training_step"
+            cls.training_step = SHFOptimization.training_step  # type: ignore[method-assign]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
+        """How a batch becomes what the network reads and what the loss compares its outputs with.
+
+        Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.
+
+        Returns:
+            The inputs, a tensor (n, ...) or a tuple of them, and the targets, row i belonging to row i of the inputs.
+
+        Raises:
+            MisconfigurationException: the batch is not a sequence of two tensors.
+        """
+        if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+            return batch[0], batch[1]
+        held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
+        raise MisconfigurationException(
+            f"A batch for {type(self).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: define "
+            "inputs_and_targets(self, batch), which returns (inputs, targets)"
+        )
+
+    def on_shf_step(self, report: StepReport) -> None:
+        """Called after each step with what it did; override it to look at more than is logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """One SHF iteration on the batch.
+
+        Returns:
+            The loss before the step: (), detached.
+        """
+        inputs, targets = self.inputs_and_targets(batch)
+        optimizer: Any = self.optimizers()
+        try:
+            report: StepReport = optimizer.step(inputs=inputs, targets=targets)
+        except ValueError as error:
+            raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
+        self._log_step(report)
+        self.on_shf_step(report)
+        return torch.tensor(report.loss_before, device=self.device)
+
+    def gradient_statistics(self) -> GradientStatistics | None:
+        """Of the last step's batch; None before the first step of this fit."""
+        report = self.shf.report
+        if report is None:
+            return None
+        return GradientStatistics(
+            batch_size=report.batch_size,
+            variance=report.gradient_variance,
+            gradient_squared_norm=report.gradient_norm**2,
+            validation_value=report.merit,
+        )
+
+    @property
+    def shf(self) -> SHF:
+        """The optimizer that ``configure_optimizers`` returned to the Trainer.
+
+        Raises:
+            MisconfigurationException: it returned anything but one SHF.
+        """
+        optimizers = self.trainer.optimizers
+        if len(optimizers) == 1 and isinstance(optimizers[0], SHF):
+            return optimizers[0]
+        returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise MisconfigurationException(
+            f"{type(self).__name__} is trained by SHFOptimization, which needs exactly one SHF from configure_optimizers, "
+            f"but got {returned}: return SHF(self, 'mse', damping=10.0), or leave SHFOptimization out"
+        )
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self._check_trainer()
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._check_trainer()
+        _ = self.shf
+        if isinstance(self.trainer.model, DistributedDataParallel):
+            # SHF reduces by itself; the wrapper must not wait for gradients that no backward pass will bring.
+            self.trainer.model.require_backward_grad_sync = False
+        if self._replaced_training_step is not None:
+            rank_zero_info(
+                f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step after it"
+            )
+
+    def _check_trainer(self) -> None:
+        if self.trainer.precision not in PRECISIONS:
+            raise MisconfigurationException(
+                f"SHFOptimization does not work with Trainer(precision={self.trainer.precision!r}): half precision loses its "
+                "steps, and a float16 GradScaler gives an optimizer no batch. Use 'bf16-mixed', '32-true' or '64-true'"
+            )
+        check_weights_are_whole(self.trainer, "SHFOptimization")
+        if self.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__} sets automatic_optimization=True, but SHFOptimization is manual optimization: "
+                "leave the attribute alone"
+            )
+
+    def _log_step(self, report: StepReport) -> None:
+        values: dict[str, float | None] = {
+            "train_loss": report.loss_before,
+            "damping": report.damping,
+            "reduction_ratio": report.reduction_ratio,
+            "solver_iterations": report.solver_iterations,
+            "step_length": report.step_length,
+            "batch_size": report.batch_size,
+            "gradient_variance": report.gradient_variance,
+        }
+        if not any(isinstance(callback, GrowingBatchSize) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            values["batch_size_predicted"] = report.predicted_batch_size
+        for name, value in values.items():
+            if value is not None:
+                self.log(name, float(value), prog_bar=name in SHOWN_IN_PROGRESS_BAR, batch_size=report.batch_size)

@@ -1,0 +1,1 @@
+"""What several of the Lightning plug-ins share."""

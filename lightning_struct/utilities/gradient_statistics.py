@@ -1,0 +1,24 @@
+"""What a training step knows about its batch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """Statistics of the last training step's batch, over all processes, for callbacks that choose the next batch.
+
+    A LightningModule offers them by a method ``gradient_statistics() -> GradientStatistics | None`` (None before the
+    first step); :class:`~lightning_struct.strategies.SHFOptimization` has it.
+
+    Attributes:
+        batch_size: samples in the batch.
+        variance: ‖Var‖₁, the sample variance of the per-sample gradients summed over the weights; None where it is not
+            defined (samples coupled by batch normalisation, or a batch of one).
+        gradient_squared_norm: ‖ḡ‖² of the mean gradient.
+        validation_value: validation loss at the new weights; None without validation data.
+    """
+
+    batch_size: int
+    variance: float | None
+    gradient_squared_norm: float
+    validation_value: float | None

@@ -23,12 +23,14 @@ def linear_squared_norms(inputs: Tensor, cotangents: Tensor, *, weight: bool = T
         bias: count the bias.
 
     Returns:
-        (n,), the dtype of the arguments. With rows of one position, (‖a‖² + 1)‖δ‖²; with T positions ⟨A Aᵀ, Δ Δᵀ⟩ or
+        (n,), in the dtype of the arguments, but at least float32 (under autocast they differ). With rows of one position, (‖a‖² + 1)‖δ‖²; with T positions ⟨A Aᵀ, Δ Δᵀ⟩ or
         the norm of the product Δᵀ A, whichever is smaller.
     """
     n = inputs.shape[0]
-    a, delta = inputs.reshape(n, -1, inputs.shape[-1]), cotangents.reshape(n, -1, cotangents.shape[-1])
-    norms = torch.zeros(n, dtype=delta.dtype, device=delta.device)
+    dtype = torch.promote_types(torch.promote_types(inputs.dtype, cotangents.dtype), torch.float32)
+    a = inputs.reshape(n, -1, inputs.shape[-1]).to(dtype)
+    delta = cotangents.reshape(n, -1, cotangents.shape[-1]).to(dtype)
+    norms = torch.zeros(n, dtype=dtype, device=delta.device)
     positions = a.shape[1]
     if weight and positions == 1:
         norms += _row_norms(a[:, 0]) * _row_norms(delta[:, 0])
@@ -84,7 +86,8 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
 
     Raises:
         ValueError: a trainable parameter belongs to another kind of layer, or to two layers; it is named.
-        RuntimeError: a layer is called twice within one backward pass (the norms would lack their cross terms).
+        RuntimeError: a layer is called twice within one backward pass (the norms would lack their cross terms), or a
+            second backward pass is made (its samples are others: enter the context anew for each).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -96,6 +99,7 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
     gathered = GradientNorms()
     layers = _trainable_linears(module)
     pending: set[nn.Linear] = set()
+    counted: set[nn.Linear] = set()
 
     def forward_hook(layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         if not output.requires_grad:
@@ -109,6 +113,12 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
         inputs = args[0].detach()
 
         def backward_hook(cotangents: Tensor) -> None:
+            if layer in counted:
+                raise RuntimeError(
+                    f"a second backward pass reached {layers[layer]}: its samples are not those of the first; enter "
+                    "per_sample_gradient_norms anew for each backward pass"
+                )
+            counted.add(layer)
             pending.discard(layer)
             bias = layer.bias is not None and layer.bias.requires_grad
             norms = linear_squared_norms(inputs, cotangents, weight=layer.weight.requires_grad, bias=bias)
@@ -162,7 +172,8 @@ def variance_from_sums(sum_of_squared_norms: float, samples: int, mean_gradient_
     """:func:`gradient_variance` from Σ‖gᵢ‖² and n, which add up over processes."""
     if samples < 2:
         raise ValueError(f"the variance of gradients needs at least 2 samples, got {samples}")
-    return max(0.0, (sum_of_squared_norms - samples * mean_gradient_squared_norm) / (samples - 1))
+    variance = (sum_of_squared_norms - samples * mean_gradient_squared_norm) / (samples - 1)
+    return max(variance, 0.0)  # max(0.0, variance) would take NaN for 0
 
 
 def required_batch_size(
@@ -191,7 +202,7 @@ def required_batch_size(
     """
     if not theta > 0:
         raise ValueError(f"theta must be > 0, got {theta}")
-    if not (variance >= 0 and mean_gradient_squared_norm >= 0) or math.isinf(variance):
+    if not (0 <= variance < math.inf and 0 <= mean_gradient_squared_norm < math.inf):
         raise ValueError(
             f"variance and squared norm must be finite and >= 0, got {variance}, {mean_gradient_squared_norm}"
         )

@@ -40,5 +40,5 @@ def check_levenberg_marquardt(drop: float, lower: float, upper: float, min_dampi
         raise ValueError(f"drop must be in (0, 1], got {drop}")
     if not lower <= upper:
         raise ValueError(f"lower must be <= upper, got {lower} and {upper}")
-    if not 0.0 <= min_damping <= max_damping:
-        raise ValueError(f"0 <= min_damping <= max_damping must hold, got {min_damping} and {max_damping}")
+    if not (0.0 <= min_damping <= max_damping and max_damping > 0.0):
+        raise ValueError(f"0 <= min_damping <= max_damping > 0 must hold, got {min_damping} and {max_damping}")

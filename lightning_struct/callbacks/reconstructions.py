@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
@@ -11,13 +11,15 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from matplotlib.figure import Figure
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def plot_reconstructions(
     images: Tensor, reconstructions: Tensor, image_size: tuple[int, int] | None = None
-) -> tuple[Figure, np.ndarray]:
+) -> "tuple[Figure, np.ndarray]":
     """Draw images (upper row) above their reconstructions (lower row).
 
     Args:
@@ -31,6 +33,8 @@ def plot_reconstructions(
     Raises:
         MisconfigurationException: if the pixels do not make an image of ``image_size``.
     """
+    from matplotlib.figure import Figure  # only here: training does not need it
+
     pixels = images.shape[1]
     height, width = image_size or (math.isqrt(pixels), math.isqrt(pixels))
     if height * width != pixels:
@@ -85,7 +89,7 @@ class ReconstructionPlot(L.Callback):
                 "or leave out this callback."
             )
 
-    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
+    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> "tuple[Figure, np.ndarray]":
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
         loader: Any = trainer.val_dataloaders
         batch = next(iter(loader[0] if isinstance(loader, Sequence) else loader))

@@ -4,15 +4,17 @@ import csv
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RECORDED_IN_TRAINING = ("train_loss", "batch_size", "damping", "solver_iterations")
 RECORDED_IN_VALIDATION = ("val_loss",)
@@ -61,13 +63,15 @@ class TrainingCurves(L.Callback):
         running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
         return self._seconds_before + running
 
-    def plot(self) -> tuple[Figure, list[Axes]]:
+    def plot(self) -> "tuple[Figure, list[Axes]]":
         """Draw errors over time (training dotted, validation solid, as in figure 2 of Emirahmetoglu & Stewart) and, if
         it was logged, the batch size over time (figure 3).
 
         Raises:
             MisconfigurationException: if nothing has been recorded.
         """
+        from matplotlib.figure import Figure  # only here: training does not need it
+
         if not self.records:
             raise MisconfigurationException(
                 "TrainingCurves has no records: train first, and log train_loss or val_loss."

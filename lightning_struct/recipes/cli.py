@@ -1,12 +1,12 @@
 """How every recipe's command line is put together, and what it prints."""
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -34,19 +34,21 @@ class RecipeCLI(LightningCLI):
 
     before_test = before_predict = before_validate
 
+    def before_fit(self) -> None:
+        self._fit_began = time.monotonic()
+
     def after_fit(self) -> None:
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        seconds = time.monotonic() - self._fit_began
         log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
-        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        (timer,) = (callback for callback in callbacks if isinstance(callback, Timer))
         errors = self._final_errors(best)
         if self.trainer.is_global_zero:
             weights = "the best checkpoint" if best else "the last weights"
             console = Console(soft_wrap=True, highlight=False)
             console.print(_error_table(f"Errors of {weights}: averages over samples", errors))
-            console.print(f"training time    {timer.time_elapsed('train'):.1f} s, {self.trainer.global_step} steps")
+            console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
             console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
             for picture in sorted(log_dir.glob("*.png")):
                 console.print(f"picture          {picture}", markup=False)
@@ -84,6 +86,7 @@ def run_recipe(
     given = sys.argv[1:] if args is None else list(args)
     has_config = any(argument in ("-c", "--config") or argument.startswith("--config=") for argument in given)
     defaults = [] if has_config else [str(config_directory(name) / "shf.yaml")]
+    program = f"python -m lightning_struct.recipes.{name}"
     return RecipeCLI(
         model_class,
         data_class,
@@ -92,14 +95,23 @@ def run_recipe(
         auto_configure_optimizers=False,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={subcommand: {"default_config_files": defaults} for subcommand in SUBCOMMANDS},
+        parser_kwargs={
+            "prog": program,
+            **{
+                subcommand: {
+                    "default_config_files": defaults,
+                    "usage": f"{program} {subcommand} [--config FILE] [--KEY=VALUE ...]",
+                }
+                for subcommand in SUBCOMMANDS
+            },
+        },
         trainer_defaults={
             "logger": {
                 "class_path": "lightning.pytorch.loggers.CSVLogger",
                 "init_args": {"save_dir": "results", "name": name},
             },
             "log_every_n_steps": 1,
-            "callbacks": [Timer(), ReconstructionWriter()],
+            "callbacks": [ReconstructionWriter()],
         },
     )
 

@@ -148,8 +148,7 @@ def test_shf_logs_the_loss_in_the_unit_of_the_model(tmp_path, images):
     run = trainer(tmp_path, num_sanity_val_steps=0, limit_val_batches=0, max_steps=1)
     expected = 0.5 * (model(images) - images).square().sum(dim=1).mean()
     run.fit(model, DataLoader(images, batch_size=24))
-    after = 0.5 * (model(images) - images).square().sum(dim=1).mean()
-    assert after - 1e-4 <= run.callback_metrics["train_loss"] <= expected + 1e-4
+    assert run.callback_metrics["train_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_shf_starts_with_the_usual_damping_of_the_paper():

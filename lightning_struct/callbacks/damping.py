@@ -1,7 +1,5 @@
 """The Levenberg-Marquardt rule as a callback."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -16,17 +14,20 @@ class LevenbergMarquardtDamping(L.Callback):
 
         Trainer(callbacks=[LevenbergMarquardtDamping(drop=0.98)])
 
-    After each training step it reads ``report.reduction_ratio`` of the optimizer and sets ``damping``, on every optimizer
-    that has both. It takes over from a rule of the optimizer's own (SHF's ``drop`` becomes None). It has no state: the
-    damping is part of the optimizer's.
+    After each training step it sets ``damping`` of every optimizer that has it and a ``report`` with ``reduction_ratio``,
+    by :meth:`decide`, in the first process for all. It takes over from a rule of the optimizer's own: SHF's ``drop``
+    becomes None, and is put back at the end of ``fit``. The damping is part of the optimizer's state, so the callback
+    has none.
 
     Args:
-        drop: λ is multiplied by it where ρ > ``upper``, and divided where ρ < ``lower``; in (0, 1].
-        lower, upper: bounds for ρ.
-        min_damping, max_damping: bounds for λ.
+        drop: λ is multiplied by it where ρ > ``upper``, and divided by it where ρ < ``lower``; in (0, 1].
+        lower: bound for ρ below which the damping rises.
+        upper: bound for ρ above which the damping falls.
+        min_damping: λ is never set below it.
+        max_damping: λ is never set above it.
 
     Raises:
-        MisconfigurationException: an argument out of range; at the start of fit, no optimizer with a damping.
+        MisconfigurationException: an argument out of range; at the start of training no optimizer with a damping.
     """
 
     def __init__(
@@ -43,19 +44,34 @@ class LevenbergMarquardtDamping(L.Callback):
             raise MisconfigurationException(f"LevenbergMarquardtDamping: {error}") from error
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
-        self._last_step = -1
+        self._last_step = 0
+        self._drops: list[tuple[Any, float]] = []
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        optimizers = _damped(trainer)
-        if not optimizers:
+    def decide(self, damping: float, reduction_ratio: float) -> float:
+        """The damping of the next step; override it for another rule."""
+        return levenberg_marquardt(
+            damping,
+            reduction_ratio,
+            drop=self.drop,
+            lower=self.lower,
+            upper=self.upper,
+            min_damping=self.min_damping,
+            max_damping=self.max_damping,
+        )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not _damped(trainer):
             given = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
             raise MisconfigurationException(
-                f"LevenbergMarquardtDamping needs an optimizer with `damping` and `report.reduction_ratio`, such as SHF, "
-                f"but got {given}: use SHF, or leave the callback out"
+                "LevenbergMarquardtDamping needs an optimizer with `damping` and `report.reduction_ratio`, as SHF has them, "
+                f"but got {given}: return SHF from configure_optimizers, or leave the callback out"
             )
-        for optimizer in optimizers:
-            if getattr(optimizer, "drop", None) is not None:
-                optimizer.drop = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # not earlier: a checkpoint brings the optimizer's drop with it
+        self._drops = [(o, o.drop) for o in _damped(trainer) if getattr(o, "drop", None) is not None]
+        for optimizer, _ in self._drops:
+            optimizer.drop = None
         self._last_step = trainer.global_step
 
     def on_train_batch_end(
@@ -66,16 +82,16 @@ class LevenbergMarquardtDamping(L.Callback):
         self._last_step = trainer.global_step
         for optimizer in _damped(trainer):
             if optimizer.report is not None:
-                optimizer.damping = levenberg_marquardt(
-                    optimizer.damping,
-                    optimizer.report.reduction_ratio,
-                    drop=self.drop,
-                    lower=self.lower,
-                    upper=self.upper,
-                    min_damping=self.min_damping,
-                    max_damping=self.max_damping,
-                )
+                damping = self.decide(optimizer.damping, optimizer.report.reduction_ratio)
+                optimizer.damping = trainer.strategy.broadcast(damping)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for optimizer, drop in self._drops:
+            optimizer.drop = drop
+        self._drops = []
 
 
 def _damped(trainer: L.Trainer) -> list[Any]:
-    return [o for o in trainer.optimizers if hasattr(o, "damping") and hasattr(o, "report")]
+    return [
+        optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "damping") and hasattr(optimizer, "report")
+    ]

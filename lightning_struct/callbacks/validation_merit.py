@@ -1,20 +1,17 @@
 """Stopping on the validation merit, with the best weights put back."""
 
-from __future__ import annotations
-
-import math
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
 from lightning_struct.optim.shf import SHF
+from lightning_struct.utilities.monitor import monitored_value
 from lightning_struct.utilities.strategies import refuse_sharded_weights
+from lightning_struct.utilities.validation_data import validation_batches
 
 
 class ValidationMeritStopping(L.Callback):
@@ -22,24 +19,34 @@ class ValidationMeritStopping(L.Callback):
 
         Trainer(callbacks=[ValidationMeritStopping(monitor="val_loss", patience=20)])
 
-    At the end of each validation it compares ``monitor`` with the best value so far and keeps a copy of the best weights
-    and buffers on the CPU. When ``fit`` ends, for whatever reason but an exception, the module has the best weights. That
-    is after the last checkpoint is written, which holds the last weights, so that training can be resumed from it.
+    At the end of each validation it compares ``monitor`` (in the first process) with the best value so far and keeps a
+    copy of the best weights and buffers on the CPU. When training ends, by patience or for any other reason but an
+    exception, the module gets the best ones back. Checkpoints written before hold the weights of their own step, so that
+    a run resumed from them goes on as if it had not been stopped; a ``ModelCheckpoint(save_last=True)`` that has not
+    saved anything until then writes the best weights, as does ``Trainer.save_checkpoint`` after ``fit``. The copy is part
+    of the callback's state: a resumed run knows the best weights of before.
 
-    With an SHF optimizer it also supplies the merit that ends LSMR (equation 20): the loss on the validation data, of
-    which each process evaluates a share of its own. The data is kept on the device.
+    With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
+    loss on the validation data: it is read once when training starts, by the module's ``inputs_and_targets(batch)``, and
+    kept on the device until the end of ``fit``, each process its own share, no sample twice.
 
     Args:
         monitor: name of a metric that the module logs in validation.
-        patience: validations without improvement after which training ends.
-        restore_best: put the best weights back at the end.
+        patience: validations without improvement after which training ends, at least 1.
+        restore_best: put the best weights back at the end of training.
         mode: ``"min"`` or ``"max"``: what is better.
-        min_delta: improvements up to this count as none.
+        min_delta: an improvement must be larger than this.
         merit_samples: validation samples that the merit is evaluated on, a fixed random choice; all if None.
 
+    Attributes:
+        best_value: of the monitored metric; None before the first validation.
+        best_step: ``global_step`` at which it was found.
+        wait: validations since.
+
     Raises:
-        MisconfigurationException: an argument out of range; a strategy that shards the weights; a monitor that was not
-            logged, or is NaN; with SHF, no validation data.
+        MisconfigurationException: an argument out of range; at the start of fit no validation, or a strategy that shards
+            the weights; with SHF an empty validation set, or a module without ``inputs_and_targets``; after a validation
+            a monitor that is not logged, or is not finite.
     """
 
     def __init__(
@@ -47,17 +54,18 @@ class ValidationMeritStopping(L.Callback):
         monitor: str = "val_loss",
         patience: int = 20,
         restore_best: bool = True,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
         merit_samples: int | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise MisconfigurationException(f"mode must be 'min' or 'max', but is {mode!r}")
-        if patience < 1 or min_delta < 0 or (merit_samples is not None and merit_samples < 1):
+        if not (patience >= 1 and min_delta >= 0):
             raise MisconfigurationException(
-                f"patience and merit_samples must be at least 1 and min_delta at least 0, but are {patience}, "
-                f"{merit_samples} and {min_delta}"
+                f"patience must be at least 1 and min_delta at least 0, but are {patience} and {min_delta}"
             )
+        if merit_samples is not None and merit_samples < 1:
+            raise MisconfigurationException(f"merit_samples must be at least 1, but is {merit_samples}")
         self.monitor, self.patience, self.restore_best = monitor, patience, restore_best
         self.mode, self.min_delta, self.merit_samples = mode, min_delta, merit_samples
         self.best_value: float | None = None
@@ -70,38 +78,62 @@ class ValidationMeritStopping(L.Callback):
         """One state for each monitor and mode."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.restore_best:
-            refuse_sharded_weights(trainer, "ValidationMeritStopping(restore_best=True)")
+    def improves(self, value: float) -> bool:
+        """Whether a value is better than the best so far; override it for another rule."""
+        if self.best_value is None:
+            return True
+        gain = self.best_value - value if self.mode == "min" else value - self.best_value
+        return gain > self.min_delta
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        refuse_sharded_weights(trainer, "ValidationMeritStopping")
+        if not trainer.enable_validation:
+            raise MisconfigurationException(
+                f"ValidationMeritStopping compares {self.monitor!r} after each validation, but there is none: give a "
+                "validation loader, define validation_step, and leave limit_val_batches above 0; or leave the callback out"
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         optimizers = _shf_optimizers(trainer)
-        if optimizers:
-            batches = self._merit_batches(trainer, pl_module)
-            for optimizer in optimizers:
+        if not optimizers:
+            return
+        read = getattr(pl_module, "inputs_and_targets", None)
+        if read is None:
+            raise MisconfigurationException(
+                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say how a "
+                "batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization has it"
+            )
+        batches = [read(batch) for batch in validation_batches(trainer, self.merit_samples)]
+        for optimizer in optimizers:
+            try:
                 optimizer.set_validation(batches)
+            except ValueError as error:
+                raise MisconfigurationException(f"ValidationMeritStopping: {error}") from error
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        value = self._monitored(trainer)
-        sign = 1.0 if self.mode == "min" else -1.0
-        if self.best_value is None or sign * value < sign * self.best_value - self.min_delta:
+        value = monitored_value(trainer, self.monitor, "ValidationMeritStopping")
+        if self.improves(value):
             self.best_value, self.best_step, self.wait = value, trainer.global_step, 0
             if self.restore_best:
-                self._best_weights = {k: v.detach().cpu().clone() for k, v in pl_module.state_dict().items()}
+                self._best_weights = {
+                    name: tensor.detach().to("cpu", copy=True) for name, tensor in pl_module.state_dict().items()
+                }
             return
         self.wait += 1
-        if trainer.strategy.reduce_boolean_decision(self.wait >= self.patience, all=False):
+        if self.wait >= self.patience:
             trainer.should_stop = True
             rank_zero_info(
-                f"{self.monitor} has not improved on {self.best_value:.6g} (step {self.best_step}) for {self.wait} "
-                "validations: training ends."
+                f"{self.monitor} has not improved on {self.best_value:.6g} (step {self.best_step}) in {self.wait} "
+                "validations: training ends"
             )
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._put_back(pl_module)
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._best_weights is not None:
-            pl_module.load_state_dict(self._best_weights)
+        self._put_back(pl_module)  # a resumed run that has nothing left to train has no on_train_end
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for optimizer in _shf_optimizers(trainer):
@@ -121,47 +153,9 @@ class ValidationMeritStopping(L.Callback):
         self.wait = state_dict["wait"]
         self._best_weights = state_dict["best_weights"]
 
-    def _monitored(self, trainer: L.Trainer) -> float:
-        if self.monitor not in trainer.callback_metrics:
-            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            raise MisconfigurationException(
-                f"ValidationMeritStopping monitors {self.monitor!r}, which was not logged; logged are: {logged}. "
-                f"Log it in validation_step, or set monitor"
-            )
-        value = float(trainer.callback_metrics[self.monitor])
-        if math.isnan(value):
-            raise MisconfigurationException(
-                f"{self.monitor} is NaN after step {trainer.global_step}: training has diverged"
-            )
-        return value
-
-    def _merit_batches(self, trainer: L.Trainer, pl_module: L.LightningModule) -> list[tuple[Any, Tensor]]:
-        loaders = trainer.val_dataloaders
-        loaders = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
-        batches = []
-        for loader in loaders:
-            if not isinstance(loader, DataLoader):
-                raise MisconfigurationException(
-                    "ValidationMeritStopping with SHF evaluates the loss on the validation data, but there is "
-                    f"{'no validation loader' if loader is None else f'a {type(loader).__name__}'}: define "
-                    "val_dataloader with a DataLoader (and leave limit_val_batches above 0), or take the callback away"
-                )
-            for batch in self._share(trainer, loader):
-                batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-                batches.append(pl_module.inputs_and_targets(batch))  # type: ignore[operator]
-        return batches
-
-    def _share(self, trainer: L.Trainer, loader: DataLoader) -> DataLoader:
-        """This process's part of the data set, without the doubles by which Lightning's sampler evens out the parts."""
-        if loader.batch_size is None:
-            return loader
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-        chosen = torch.arange(samples)
-        if self.merit_samples is not None:
-            generator = torch.Generator().manual_seed(0)
-            chosen = torch.randperm(samples, generator=generator)[: self.merit_samples].sort().values
-        mine = chosen.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
-        return DataLoader(Subset(loader.dataset, mine), batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+    def _put_back(self, pl_module: L.LightningModule) -> None:
+        if self.restore_best and self._best_weights is not None:
+            pl_module.load_state_dict(self._best_weights)
 
 
 def _shf_optimizers(trainer: L.Trainer) -> list[SHF]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
 from lightning_struct.optim.shf import SHF, StepReport
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
-from lightning_struct.utilities.trainer_checks import check_weights_are_whole
+from lightning_struct.utilities.strategies import refuse_sharded_weights
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iterations")
@@ -71,6 +71,9 @@ class SHFOptimization(L.LightningModule):
         Raises:
             MisconfigurationException: the batch is not a sequence of two tensors.
         """
+        inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
+        if inherited is not None:
+            return inherited(batch)
         if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
             return batch[0], batch[1]
         held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
@@ -149,7 +152,7 @@ class SHFOptimization(L.LightningModule):
                 f"SHFOptimization does not work with Trainer(precision={self.trainer.precision!r}): half precision loses its "
                 "steps, and a float16 GradScaler gives an optimizer no batch. Use 'bf16-mixed', '32-true' or '64-true'"
             )
-        check_weights_are_whole(self.trainer, "SHFOptimization")
+        refuse_sharded_weights(self.trainer, "SHFOptimization")
         if self.automatic_optimization:
             raise MisconfigurationException(
                 f"{type(self).__name__} sets automatic_optimization=True, but SHFOptimization is manual optimization: "

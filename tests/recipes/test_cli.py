@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_struct.callbacks import TrainingCurves
 from lightning_struct.models import Autoencoder
 from lightning_struct.recipes import usps_autoencoder
 from lightning_struct.recipes.cli import config_directory, run_command
@@ -133,3 +134,28 @@ def test_other_errors_of_a_command_keep_their_traceback():
 
 def test_configs_are_found():
     assert (config_directory("curves_autoencoder") / "shf.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_resumed_shf_run_ends_where_the_uninterrupted_one_ends(conf):
+    whole = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=4"])
+    main(["fit", "--config", conf("shf"), "--trainer.max_epochs=2"])
+    last = "results/curves_autoencoder/version_1/checkpoints/last.ckpt"
+    resumed = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=4", "--ckpt_path", last])
+    assert resumed.trainer.global_step == 16 and torch.equal(weights(resumed), weights(whole))
+
+
+def test_shf_grows_its_batch_and_lowers_its_damping(conf):
+    cli = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=3"])
+    (curves,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, TrainingCurves))
+    sizes, dampings = zip(*((r["batch_size"], r["damping"]) for r in curves.records if "damping" in r), strict=True)
+    assert sizes[0] == 12 < sizes[-1] <= 40 and dampings[0] == 1.0 > dampings[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["shf", "adam"])
+def test_checkpoint_says_itself_which_network_it_is_of(conf, way):
+    main(["fit", "--config", conf(way), "--trainer.max_epochs=1"])
+    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+    cli = main(["test", "--ckpt_path", checkpoint, "--trainer.accelerator=cpu", "--data.test_size=5"])
+    assert list(cli.model.hparams["layer_sizes"]) == [784, 8, 3]

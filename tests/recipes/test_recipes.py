@@ -1,5 +1,7 @@
 """Every recipe in every shipped way of training it, on little data."""
 
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -65,3 +67,48 @@ def test_networks_are_those_of_table_1(name):
 
 def sizes():
     return ["--data.train_size=20", "--data.val_size=4", "--data.test_size=4", "--data.batch_size=4"]
+
+
+def command(name, *arguments):
+    module = f"lightning_struct.recipes.{name}"
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], check=False, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_missing_data_is_one_message_and_no_traceback(tmp_path):
+    outcome = command("mnist_autoencoder", "fit", "--data.download=false", f"--data.data_dir={tmp_path}/nowhere")
+    assert outcome.returncode == 1 and "Traceback" not in outcome.stderr
+    assert f"error: MNIST is not in {tmp_path}/nowhere" in outcome.stderr
+
+
+@pytest.mark.slow
+def test_wrong_option_is_a_short_message():
+    outcome = command("usps_autoencoder", "fit", "--data.download=perhaps")
+    assert outcome.returncode == 2 and 'Parser key "data.download"' in outcome.stderr
+    assert len(outcome.stderr.splitlines()) < 10
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_process_ends(tmp_path):
+    arguments = [*little("usps_autoencoder"), "--trainer.precision=64-true", "--trainer.max_epochs=1"]
+    arguments += ["--data.draws_per_epoch=3", "--trainer.callbacks=null", "--trainer.logger=false"]
+    weights = []
+    for devices, strategy in ((1, "auto"), (2, "ddp")):
+        directory = tmp_path / strategy
+        where = [f"--trainer.devices={devices}", f"--trainer.strategy={strategy}"]
+        outcome = command("usps_autoencoder", "fit", *arguments, *where, f"--trainer.default_root_dir={directory}")
+        assert outcome.returncode == 0, outcome.stderr
+        weights.append(torch.load(next(directory.rglob("*.ckpt")))["state_dict"])
+    assert all(torch.allclose(weights[0][key], weights[1][key], rtol=0, atol=1e-9) for key in weights[0])
+
+
+@pytest.mark.slow
+def test_each_process_writes_its_own_predictions(tmp_path):
+    arguments = [*little("usps_autoencoder"), "--trainer.devices=2", "--trainer.strategy=ddp"]
+    outcome = command("usps_autoencoder", "predict", *arguments)
+    assert outcome.returncode == 0, outcome.stderr
+    directory = next((tmp_path / "results" / "usps_autoencoder").glob("version_*"))
+    indices = [torch.load(directory / f"reconstructions_{rank}.pt")["indices"].tolist() for rank in (0, 1)]
+    assert sorted(indices[0] + indices[1]) == list(range(20))

@@ -20,9 +20,9 @@ class IndependentDraws(DistributedSampler):
         loader = DrawLoader(dataset, IndependentDraws(dataset, batch_size=250, draws_per_epoch=10))
 
     Every process draws the same indices and takes its block of them, so that the blocks in the order of ranks are the
-    draw of one process. A draw depends on the seed and on its number alone: draw k of epoch e has the number
-    e * ``draws_per_epoch`` + k. An iterator that is left in the middle of an epoch is continued by the next one; after
-    the last draw of an epoch the next epoch begins.
+    draw of one process. A draw depends on the seed and on its number alone, and numbers go on from epoch to epoch. An
+    iterator that is left in the middle of an epoch is continued by the next one, unless another epoch was named by
+    ``set_epoch``: then the rest of the epoch is passed over.
 
     It derives from torch's ``DistributedSampler`` so that Lightning leaves it in its place under DDP.
 
@@ -62,7 +62,7 @@ class IndependentDraws(DistributedSampler):
         super().__init__(dataset, num_replicas=num_replicas or 1, rank=rank or 0, seed=seed)
         self._num_replicas, self._rank = num_replicas, rank
         self.draws_per_epoch = draws_per_epoch
-        self.draws_done = 0
+        self._first_draw, self._draws_done, self._begun = 0, 0, False
         self.batch_size = batch_size
 
     @property
@@ -111,29 +111,47 @@ class IndependentDraws(DistributedSampler):
         return torch.randperm(len(self.dataset), generator=generator)[: self.batch_size]  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.draws_done >= self.draws_per_epoch:
-            self.set_epoch(self.epoch + 1)
-        while self.draws_done < self.draws_per_epoch:
+        if self._draws_done >= self.draws_per_epoch:
+            self._begin_next_epoch()
+        while self._draws_done < self.draws_per_epoch:
             self.batch_size = self.batch_size  # processes may have joined since it was set
-            number = self.epoch * self.draws_per_epoch + self.draws_done
-            self.draws_done += 1
+            number = self._first_draw + self._draws_done
+            self._draws_done, self._begun = self._draws_done + 1, True
             yield self.draw(number).tensor_split(self.num_replicas)[self.rank].tolist()
 
     def __len__(self) -> int:
         return self.draws_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the first draw of another epoch; to name the present epoch changes nothing."""
-        if epoch != self.epoch:
-            self.epoch, self.draws_done = epoch, 0
+        """Begin another epoch, if it is another than the last one named here.
+
+        Before the first draw it is the epoch of that number, with which Lightning resumes after a whole epoch without
+        loading the state. Later it is the next one, whatever its number: Lightning can name two epochs at a resume.
+        """
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        if not self._begun:
+            self._first_draw = epoch * self.draws_per_epoch
+        elif self._draws_done:
+            self._begin_next_epoch()
 
     def state_dict(self) -> dict[str, int]:
         """What is needed to go on with the very next draw."""
-        return {"epoch": self.epoch, "draws_done": self.draws_done, "batch_size": self.batch_size}
+        return {
+            "epoch": self.epoch,
+            "first_draw": self._first_draw,
+            "draws_done": self._draws_done,
+            "batch_size": self.batch_size,
+        }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.epoch, self.draws_done = state_dict["epoch"], state_dict["draws_done"]
+        self.epoch, self._begun = state_dict["epoch"], True
+        self._first_draw, self._draws_done = state_dict["first_draw"], state_dict["draws_done"]
         self.batch_size = state_dict["batch_size"]
+
+    def _begin_next_epoch(self) -> None:
+        self._first_draw, self._draws_done = self._first_draw + self.draws_per_epoch, 0
 
 
 class DrawLoader(DataLoader):

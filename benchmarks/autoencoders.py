@@ -1,12 +1,14 @@
-"""SHF against Adam on the USPS autoencoder (the paper's case (c)), both by the recipe that users run.
+"""SHF against Adam on the paper's autoencoders, both by the recipes that users run.
 
-    OMP_NUM_THREADS=1 python benchmarks/usps.py --data-dir DIRECTORY [--seeds 0 1] [--jobs 2] [--output results/usps]
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY [--seeds 0 1] [--jobs 2]
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py mnist --data-dir DIRECTORY --seeds 0 --minutes 10
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py curves --seeds 0 --minutes 10
 
-Runs SHF as in the paper (``recipes/usps_autoencoder/shf.yaml``), SHF damped around the origin instead of the start, and
-Adam over three rates, all from the same sparse start for a seed. Each run is a process of its own with one thread, and is
-skipped where its file is in ``--output`` already; the tables and the picture are made of all files that are there. Time is
-CPU time of the process, which another job on the machine changes little. Errors are in full units, ‖x̂ - x‖² averaged over
-samples, twice the paper's: 6,800 training, 1,000 validation and 1,498 test images.
+Runs SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), SHF damped around the origin instead of the start (USPS
+only), and Adam over the rates, all from the same sparse start for a seed. Each run is a process of its own with one
+thread, and is skipped where its file is in ``--output`` already; the tables and the picture are made of all files that are
+there. Time is CPU time of the process, which another job on the machine changes little. Errors are in full units,
+‖x̂ - x‖² averaged over samples, twice those of the paper.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from matplotlib.figure import Figure
 
-CHECKPOINTS = (50, 100, 150, 200, 250, 300, 350, 390)
-CPU_SECONDS = (15, 30, 60, 120, 240)
+ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
+CPU_SECONDS = (15, 30, 60, 120, 240, 480)
 
 
 class ProcessClock(L.Callback):
@@ -53,13 +56,12 @@ class ProcessClock(L.Callback):
             self.validations.append({"step": trainer.global_step, "cpu": cpu, "error": error})
 
 
-def run_job(name: str, seed: int, arguments: list[str], data_dir: str, output: Path) -> None:
-    from lightning_struct.recipes.usps_autoencoder import main as recipe
-
-    fit = ["fit", *arguments, f"--seed_everything={seed}", f"--data.data_dir={data_dir}", f"--data.seed={seed}"]
+def run_job(task: str, name: str, seed: int, arguments: list[str], output: Path) -> None:
+    recipe = import_module(f"lightning_struct.recipes.{task}_autoencoder").main
+    fit = ["fit", *arguments, f"--seed_everything={seed}", f"--data.seed={seed}"]
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        cli = recipe([*fit, "--trainer.enable_progress_bar=false", "--trainer.callbacks+=usps.ProcessClock"])
+        cli = recipe([*fit, "--trainer.enable_progress_bar=false", "--trainer.callbacks+=autoencoders.ProcessClock"])
         (clock,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ProcessClock")
         (tested,) = cli.trainer.test(cli.model, cli.datamodule, ckpt_path="best", verbose=False)
     result = {
@@ -73,18 +75,21 @@ def run_job(name: str, seed: int, arguments: list[str], data_dir: str, output: P
     output.write_text(json.dumps(result))
 
 
-def jobs(configs: Path, seeds: list[int], iterations: int, adam_epochs: int, rates: list[str]) -> list[Any]:
+def jobs(task: str, options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
+    configs = Path(__file__).resolve().parents[1] / "recipes" / f"{task}_autoencoder"
     shf, adam = (f"--config={configs / name}" for name in ("shf.yaml", "adam.yaml"))
-    listed = []
-    for seed in seeds:
-        listed.append(("shf", seed, [shf, f"--trainer.max_steps={iterations}"]))
-    for seed in seeds:
-        for rate in rates:
-            bound = f"--trainer.max_epochs={adam_epochs}"
-            listed.append((f"adam {rate}", seed, [adam, bound, f"--model.init_args.optimizer.init_args.lr={rate}"]))
-    for seed in seeds:
-        origin = "--model.init_args.optimizer.init_args.damping_center=origin"
-        listed.append(("shf origin", seed, [shf, "--trainer.max_steps=200", origin]))
+    data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if options.data_dir else []
+    until = [f"--trainer.max_time=00:00:{options.minutes}:00"] if options.minutes else []
+    listed = [
+        ("shf", seed, [shf, *data, *until, f"--trainer.max_steps={options.iterations}"]) for seed in options.seeds
+    ]
+    for seed in options.seeds:
+        for rate in options.rates:
+            change = [f"--model.init_args.optimizer.init_args.lr={rate}", f"--trainer.max_epochs={options.adam_epochs}"]
+            listed.append((f"adam {rate}", seed, [adam, *data, *until, *change]))
+    if task == "usps":
+        change = ["--model.init_args.optimizer.init_args.damping_center=origin", "--trainer.max_steps=200"]
+        listed += [("shf origin", seed, [shf, *data, *change]) for seed in options.seeds]
     return listed
 
 
@@ -103,14 +108,14 @@ def report(results: list[dict[str, Any]], output: Path) -> None:
                 f"| {run['test_at_best']:.2f} |"
             )
 
-    print("\n| SHF at iteration | " + " | ".join(map(str, CHECKPOINTS)) + " |")
-    print("|---" * (len(CHECKPOINTS) + 1) + "|")
+    print("\n| SHF at iteration | " + " | ".join(map(str, ITERATIONS)) + " |")
+    print("|---" * (len(ITERATIONS) + 1) + "|")
     for name in (n for n in by_name if n.startswith("shf")):
         for run in by_name[name]:
             at = {int(v["step"]): v for v in run["validations"]}
             step = {int(s["step"]): s for s in run["steps"]}
             cells = []
-            for k in CHECKPOINTS:
+            for k in ITERATIONS:
                 if k in at:
                     s = step[k]
                     cells.append(
@@ -132,7 +137,7 @@ def report(results: list[dict[str, Any]], output: Path) -> None:
             cell = " / ".join(f"{value:.2f}" for value in known)
             cells.append(f"({cell})" if finished else cell)
         print(f"| {name} | " + " | ".join(cells) + " |")
-    draw(by_name).savefig(output / "usps.png", dpi=150)
+    draw(by_name).savefig(output / "errors.png", dpi=150)
 
 
 def draw(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
@@ -168,40 +173,37 @@ def draw(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True, help="where usps.bz2 and usps.t.bz2 are")
-    parser.add_argument("--output", type=Path, default=Path("results/usps"))
+    parser.add_argument("task", choices=("usps", "mnist", "curves"))
+    parser.add_argument("--data-dir", help="where the files of the data set are; curves needs none")
+    parser.add_argument("--output", type=Path, help="default: results/benchmarks/TASK")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--iterations", type=int, default=390)
-    parser.add_argument("--adam-epochs", type=int, default=800)
-    parser.add_argument("--rates", nargs="+", default=["5e-4", "1e-3", "2e-3"])
+    parser.add_argument("--iterations", type=int, default=390, help="bound for SHF")
+    parser.add_argument("--adam-epochs", type=int, default=800, help="bound for Adam")
+    parser.add_argument("--minutes", type=int, help="bound for each run, wall time")
+    parser.add_argument("--rates", nargs="+", default=["5e-4", "1e-3", "2e-3"], help="of Adam")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
     if options.job:
         name, seed, arguments, file = json.loads(options.job)
-        run_job(name, seed, arguments, options.data_dir, Path(file))
+        run_job(options.task, name, seed, arguments, Path(file))
         return
+    output = (options.output or Path("results/benchmarks") / options.task).resolve()
+    output.mkdir(parents=True, exist_ok=True)
 
-    configs = Path(__file__).resolve().parents[1] / "recipes" / "usps_autoencoder"
-    files = []
-
-    def start(job: tuple[str, int, list[str]]) -> None:
+    def start(job: tuple[str, int, list[str]]) -> Path:
         name, seed, arguments = job
-        file = (options.output / f"{name.replace(' ', '_')}_{seed}.json").resolve()
-        files.append(file)
-        if file.exists():
-            return
-        call = json.dumps([name, seed, arguments, str(file)])
-        data_dir = str(Path(options.data_dir).resolve())
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--data-dir", data_dir, "--job", call]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(f"{name}, seed {seed}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
+        file = output / f"{name.replace(' ', '_')}_{seed}.json"
+        if not file.exists():
+            call = json.dumps([name, seed, arguments, str(file)])
+            command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), options.task, "--job", call]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            print(f"{name}, seed {seed}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
+        return file
 
-    todo = jobs(configs, options.seeds, options.iterations, options.adam_epochs, options.rates)
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(start, todo))
-    report([json.loads(file.read_text()) for file in files if file.exists()], options.output)
+        files = list(pool.map(start, jobs(options.task, options)))
+    report([json.loads(file.read_text()) for file in files if file.exists()], output)
 
 
 if __name__ == "__main__":

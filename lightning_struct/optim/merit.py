@@ -53,11 +53,11 @@ class MeritStopping:
         x = solution()
         value = self._merit(x)
         self.values.append((iteration, value))
-        lowest = value < self._lowest
-        if lowest:
+        if value < self._lowest:
             self._lowest, self._lowest_at = value, iteration
             if self._keep_best:
                 self.best = x
+        lowest = value == self._lowest
         # Algorithm 6 divides by an undefined f_val here; the text of section 5 has f_k, the value of this iteration.
         stagnates = lowest and self._previous_value - value < (iteration - self._previous) * self._ftol * value
         rises = not lowest and iteration > self._lowest_at + self._recover

@@ -1,5 +1,6 @@
 """The mathematics: pure functions on tensors, on torch alone."""
 
+from lightning_struct.functional.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
 from lightning_struct.functional.damping import levenberg_marquardt
 from lightning_struct.functional.gauss_newton import Linearization, linearize
 from lightning_struct.functional.gradient_norms import (
@@ -8,21 +9,37 @@ from lightning_struct.functional.gradient_norms import (
     per_sample_gradient_norms,
     required_batch_size,
 )
-from lightning_struct.functional.least_squares import LeastSquaresResult, lsmr, lsqr
+from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
+from lightning_struct.functional.line_search import LineSearchResult, armijo
 from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError
+from lightning_struct.functional.preconditioner import (
+    empirical_fisher_diagonal,
+    fisher_scaling,
+    jacobi_scaling,
+    randomized_gauss_newton_diagonal,
+)
 
 __all__ = [
+    "ConjugateGradientResult",
     "CrossEntropy",
     "GaussNewtonLoss",
     "LeastSquaresResult",
+    "LineSearchResult",
     "Linearization",
+    "RightPreconditioner",
     "SquaredError",
+    "armijo",
+    "conjugate_gradient",
+    "empirical_fisher_diagonal",
+    "fisher_scaling",
     "gradient_variance",
+    "jacobi_scaling",
     "levenberg_marquardt",
     "linearize",
     "lsmr",
     "lsqr",
     "norm_test_batch_size",
     "per_sample_gradient_norms",
+    "randomized_gauss_newton_diagonal",
     "required_batch_size",
 ]

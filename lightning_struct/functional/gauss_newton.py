@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.layer_rules import LayerChain, record_layer_chain
-from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
 from lightning_struct.functional.vectors import inner
 
 Parameters = Mapping[str, Tensor]
@@ -98,7 +98,7 @@ def linearize(
     if chunk_size is not None:
         return _Chunked(function, params, args, backend, chunk_size)
     if backend in (None, "layer_rules"):
-        chain = record_layer_chain(function, params, args) if isinstance(function, nn.Module) else None
+        chain = _layer_chain(function, params, args)
         if chain is not None:
             return _LayerRules(chain)
         if backend == "layer_rules":
@@ -108,12 +108,24 @@ def linearize(
             )
     if backend == "double_backward":
         return _DoubleBackward(function, params, args)
+    before = random_state(*args)
     try:
         return _Linearize(function, params, args)
     except Exception as error:
         if backend == "linearize":
             raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
+        set_random_state(before)
         return _DoubleBackward(function, params, args)
+
+
+def _layer_chain(
+    function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]
+) -> LayerChain | None:
+    """The chain, if it is one. A chain draws no random numbers; what a run in vain has drawn is put back."""
+    if not isinstance(function, nn.Module):
+        return None
+    with restored_random_state(random_state(*args)):
+        return record_layer_chain(function, params, args)
 
 
 class _LayerRules(Linearization):
@@ -306,7 +318,7 @@ class _Chunked(Linearization):
         self._random_state = random_state(*args)
         self._backend = backend
         outputs = []
-        for _, chunk in self._chunks():
+        for _, chunk in self._draw():
             outputs.append(chunk.outputs)
             self.backend = chunk.backend
             self._backend = chunk.backend
@@ -314,15 +326,17 @@ class _Chunked(Linearization):
 
     def _chunks(self) -> Iterator[tuple[slice, Linearization]]:
         with restored_random_state(self._random_state):
-            for rows in self._rows:
-                args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self._args)
-                if self._backend is None:
-                    chain = isinstance(self._function, nn.Module) and record_layer_chain(
-                        self._function, self._params, args
-                    )
-                    yield rows, _LayerRules(chain) if chain else _DoubleBackward(self._function, self._params, args)
-                else:
-                    yield rows, linearize(self._function, self._params, *args, backend=self._backend)
+            yield from self._draw()
+
+    def _draw(self) -> Iterator[tuple[slice, Linearization]]:
+        """The chunks with the random numbers that come next."""
+        for rows in self._rows:
+            args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self._args)
+            if self._backend is None:
+                chain = _layer_chain(self._function, self._params, args)
+                yield rows, _LayerRules(chain) if chain else _DoubleBackward(self._function, self._params, args)
+            else:
+                yield rows, linearize(self._function, self._params, *args, backend=self._backend)
 
     def jvp(self, v: Parameters) -> Tensor:
         return torch.cat([chunk.jvp(v) for _, chunk in self._chunks()])

@@ -18,11 +18,17 @@ def random_state(*args: Any) -> RandomState:
     return torch.get_rng_state(), get_device_states(*args)
 
 
+def set_random_state(state: RandomState) -> None:
+    """Let random numbers come as they came after ``state`` was taken."""
+    cpu, (devices, states) = state
+    torch.set_rng_state(cpu)
+    set_device_states(devices, states)
+
+
 @contextmanager
 def restored_random_state(state: RandomState) -> Iterator[None]:
     """Random numbers as they came after ``state`` was taken; afterwards the generators go on where they were."""
-    cpu, (devices, states) = state
+    _, (devices, _) = state
     with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(cpu)
-        set_device_states(devices, states)
+        set_random_state(state)
         yield

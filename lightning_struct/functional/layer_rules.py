@@ -99,26 +99,28 @@ class LayerChain:
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         squares: dict[str, Tensor] = {}
-        for name, uses in self._uses(u).items():
-            (inputs, cotangent), *others = uses
-            if others or cotangent.ndim > 2:
-                squares[name] = sum(g.square().sum(0) for g in _per_sample(uses))  # type: ignore[assignment]
-            elif inputs is None:
-                squares[name] = cotangent.square().sum(0)
-            else:
-                squares[name] = cotangent.square().t() @ inputs.square()
+        with torch.autocast(u.device.type, enabled=False):
+            for name, uses in self._uses(u).items():
+                (inputs, cotangent), *others = uses
+                if others or cotangent.ndim > 2:
+                    squares[name] = sum(g.square().sum(0) for g in _per_sample(uses))  # type: ignore[assignment]
+                elif inputs is None:
+                    squares[name] = cotangent.square().sum(0)
+                else:
+                    squares[name] = cotangent.square().t() @ inputs.square()
         return self._complete(squares)
 
     def squared_norms(self, u: Tensor) -> Tensor:
         norms = torch.zeros(u.shape[0], dtype=u.dtype, device=u.device)
-        for uses in self._uses(u).values():
-            (inputs, cotangent), *others = uses
-            if others:
-                norms += torch.cat([g.flatten(1).square().sum(1) for g in _per_sample(uses)])
-            elif inputs is None:
-                norms += linear_squared_norms(cotangent, cotangent, weight=False)
-            else:
-                norms += linear_squared_norms(inputs, cotangent, bias=False)
+        with torch.autocast(u.device.type, enabled=False):
+            for uses in self._uses(u).values():
+                (inputs, cotangent), *others = uses
+                if others:
+                    norms += torch.cat([g.flatten(1).square().sum(1) for g in _per_sample(uses)])
+                elif inputs is None:
+                    norms += linear_squared_norms(cotangent, cotangent, weight=False)
+                else:
+                    norms += linear_squared_norms(inputs, cotangent, bias=False)
         return norms
 
     def _backward(self, u: Tensor) -> Iterator[tuple[_Linear, Tensor]]:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional import linearize
+from lightning_struct.functional.vectors import inner
 from tests.cases import CASES, Case, dense_jacobian, flat, mlp, random_like, trainable
 
 COVERED = [pytest.param(case, backend, id=f"{case}-{backend}") for case in CASES for backend in case.backends]
@@ -164,6 +165,13 @@ def test_bfloat16_autocast_products_are_near_the_float32_ones() -> None:
     assert rounded.backend == "layer_rules"
     torch.testing.assert_close(tangent.float(), exact.jvp(v), rtol=0.05, atol=0.05)
     torch.testing.assert_close(flat(gradients), flat(exact.vjp(u)), rtol=0.05, atol=0.05)
+
+
+def test_norms_of_vectors_are_as_exact_under_autocast() -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = inner(x, x)
+    torch.testing.assert_close(value, x.double().square().sum(), rtol=1e-6, atol=0)
 
 
 def test_an_unknown_backend_is_named() -> None:

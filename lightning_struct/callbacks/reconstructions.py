@@ -115,7 +115,8 @@ class ReconstructionWriter(BasePredictionWriter):
     """Writes what ``predict`` returns to ``reconstructions.pt`` in the log directory.
 
     The file has a dict: ``reconstructions`` (n, pixels) and ``indices`` (n,), int64, the places of the samples in the
-    data set. With several processes each writes its own samples, to ``reconstructions_0.pt`` and so on. ::
+    data set. With several processes each writes its own samples, to ``reconstructions_0.pt`` and so on. Under
+    ``fast_dev_run`` nothing is written. ::
 
         Trainer(callbacks=[ReconstructionWriter()]).predict(model, datamodule=datamodule)
     """
@@ -126,6 +127,8 @@ class ReconstructionWriter(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         directory.mkdir(parents=True, exist_ok=True)
         name = "reconstructions.pt" if trainer.world_size == 1 else f"reconstructions_{trainer.global_rank}.pt"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_struct.callbacks.reconstructions import ReconstructionWriter
+from lightning_struct.data.in_memory import InMemoryDataModule
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 ERROR_UNITS = {"test_loss": "½‖x̂ - x‖²", "test_squared_error": "‖x̂ - x‖²"}
@@ -68,7 +69,7 @@ class RecipeCLI(LightningCLI):
 def run_recipe(
     name: str,
     model_class: type[L.LightningModule],
-    data_class: type[L.LightningDataModule],
+    data_class: type[InMemoryDataModule],
     args: Sequence[str] | None = None,
 ) -> RecipeCLI:
     """Parse arguments and run the subcommand they name.

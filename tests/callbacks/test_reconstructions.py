@@ -123,6 +123,11 @@ def test_predictions_are_written_with_their_places(tmp_path):
     assert torch.equal(written["reconstructions"], IMAGES / 2) and written["indices"].tolist() == list(range(12))
 
 
+def test_fast_dev_run_writes_no_predictions(tmp_path):
+    trainer(tmp_path, ReconstructionWriter(), fast_dev_run=True).predict(Darken())
+    assert not list(tmp_path.iterdir())
+
+
 def test_path_of_the_predictions_is_said(tmp_path, caplog):
     with caplog.at_level("INFO"):
         trainer(tmp_path, ReconstructionWriter()).predict(Darken())

@@ -1,4 +1,5 @@
 import csv
+import time
 
 import lightning as L
 import pytest
@@ -81,7 +82,9 @@ def test_seconds_do_not_run_backwards(tmp_path):
 def test_clock_stands_still_outside_of_training(tmp_path):
     curves = TrainingCurves()
     fit(tmp_path, curves)
-    assert curves.seconds == curves.seconds
+    stopped = curves.seconds
+    time.sleep(0.01)
+    assert curves.seconds == stopped
 
 
 def test_validation_outside_of_fit_is_not_recorded(tmp_path):
@@ -100,6 +103,13 @@ def test_resumed_run_goes_on_with_records_and_clock(tmp_path):
     assert [step for step, _ in column(resumed, "train_loss")] == list(range(1, 10))
     assert resumed.records[: len(first.records)] == first.records
     assert resumed.records[len(first.records)]["seconds"] >= first.records[-1]["seconds"]
+
+
+def test_second_fit_adds_its_records(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, max_epochs=1)
+    fit(tmp_path, curves, max_epochs=1)
+    assert [step for step, _ in column(curves, "train_loss")] == [1, 2, 3, 1, 2, 3]
 
 
 def test_records_are_written_as_csv(tmp_path):

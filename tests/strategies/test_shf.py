@@ -27,7 +27,6 @@ from tests.strategies.helpers import (
     weights,
 )
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 

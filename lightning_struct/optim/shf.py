@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -390,7 +391,9 @@ class SHF(torch.optim.Optimizer):
         if choice is None:
             return None
         if isinstance(choice, str):
-            return model.scaling(choice, damping, seed=(self._seed << 32) + self._memory["steps"])
+            # A generator of the CPU reads the low 32 bits of its seed only, so both numbers are mixed into these.
+            seed = random.Random((self._seed << 32) + self._memory["steps"]).getrandbits(32)
+            return model.scaling(choice, damping, seed=seed)
         if hasattr(choice, "update"):
             choice.update(model.linearization, self.loss, model.targets, damping)
         return _FlatOperator(choice, model)

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
-from tests.cases import flat, mlp, trainable
+from tests.cases import First, convolution, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 
 
@@ -116,3 +123,570 @@ def test_the_variance_under_dropout_is_that_of_the_gradients_with_the_masks_of_t
     rows = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in gradients])
     torch.set_rng_state(state)
     assert take(optimizer, data).gradient_variance == pytest.approx(rows.var(0).sum().item(), rel=1e-9)
+
+
+def batch_normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def test_batch_norm_statistics_are_updated_once_per_step() -> None:
+    module, data = batch_normalised(), batch()
+    once = copy.deepcopy(module)
+    once(data[0])
+    take(SHF(module, "mse", damping=1.0, preconditioner=None), data)
+    assert module[1].num_batches_tracked == 1
+    torch.testing.assert_close(module[1].running_mean, once[1].running_mean, rtol=0, atol=1e-15)
+    torch.testing.assert_close(module[1].running_var, once[1].running_var, rtol=0, atol=1e-15)
+
+
+def test_a_step_with_batch_norm_is_that_of_the_batch_statistics() -> None:
+    module, data = batch_normalised(), batch()
+    before = mean_loss(copy.deepcopy(module), data)
+    report = take(SHF(module, "mse", damping=300.0, preconditioner=None), data)
+    assert report.loss_before == pytest.approx(before, rel=1e-12)
+    assert report.loss_after == pytest.approx(mean_loss(copy.deepcopy(module), data), rel=1e-12)
+    assert report.reduction_ratio == pytest.approx(1.0, abs=1e-3)
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    module = network()
+    module[0].weight.requires_grad_(False)
+    module[2].requires_grad_(False)
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    take(SHF(module, "mse", damping=1.0), batch())
+    changed = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"0.bias", "4.weight", "4.bias"}
+
+
+def test_tied_weights_stay_tied_and_move_by_the_sum_of_their_uses() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    module[2].weight = module[0].weight
+    report = take(SHF(module, "mse", damping=3.0), batch())
+    assert module[2].weight is module[0].weight
+    assert report.reduction_ratio == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_module_of_several_inputs_takes_a_tuple() -> None:
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.net(x - y)
+
+    torch.manual_seed(0)
+    pair = Difference().double()
+    single = copy.deepcopy(pair.net)
+    x, targets = batch()
+    shift = gaussian(12, 4, seed=5)
+    take(SHF(pair, "mse", damping=1.0, backend="double_backward"), ((x + shift, shift), targets))
+    take(SHF(single, "mse", damping=1.0, backend="double_backward"), (x, targets))
+    torch.testing.assert_close(weights(pair), weights(single), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(mlp, id="mlp"),
+        pytest.param(
+            lambda: nn.Sequential(
+                nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4, 2)
+            ),
+            id="conv",
+        ),
+    ],
+)
+@pytest.mark.parametrize("preconditioner", ["diagonal", "fisher"])
+def test_chunks_give_the_same_steps(build: Callable[[], nn.Module], preconditioner: str) -> None:
+    torch.manual_seed(0)
+    whole = build().double()
+    chunked = copy.deepcopy(whole)
+    optimizers = [
+        SHF(module, "mse", damping=1.0, preconditioner=preconditioner, chunk_size=size, maxiter=5)
+        for module, size in ((whole, None), (chunked, 5))
+    ]
+    for seed in (1, 2):
+        reports = [take(optimizer, batch(seed=seed)) for optimizer in optimizers]
+        assert reports[0].gradient_variance == pytest.approx(reports[1].gradient_variance, rel=1e-12)
+        torch.testing.assert_close(weights(chunked), weights(whole), rtol=0, atol=1e-12)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+def test_a_regression_is_solved(solver: str) -> None:
+    module = network()
+    inputs = gaussian(40, 4, seed=1)
+    targets = mlp().double()(inputs).detach()
+    optimizer = SHF(module, "mse", damping=1.0, drop=0.5, solver=solver)
+    reports = [take(optimizer, (inputs, targets)) for _ in range(40)]
+    assert reports[-1].loss_after < 1e-5 * reports[0].loss_before
+
+
+def test_a_classifier_separates_two_classes() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs = torch.randn(200, 2)
+    labels = (inputs.norm(dim=1) > 1.2).long()
+    optimizer = SHF(module, "cross_entropy", damping=1.0, drop=0.7)
+    for _ in range(25):
+        take(optimizer, (inputs, labels))
+    assert (module(inputs).argmax(1) == labels).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        pytest.param(convolution(padding=1), lambda: torch.randn(8, 2, 5, 5), id="conv"),
+        pytest.param(
+            lambda: nn.Sequential(First(nn.LSTM(4, 3, batch_first=True)), nn.Flatten(), nn.Linear(9, 2)),
+            lambda: torch.randn(8, 3, 4),
+            id="lstm",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_layers_train_in_float32(build: Callable[[], nn.Module], inputs: Callable[[], Tensor]) -> None:
+    torch.manual_seed(0)
+    module, x = build(), inputs()
+    targets = 0.3 * torch.randn(module(x).shape)
+    optimizer = SHF(module, "mse", damping=0.3, drop=0.7)
+    reports = [take(optimizer, (x, targets)) for _ in range(3)]
+    assert reports[-1].loss_after < 0.7 * reports[0].loss_before
+
+
+def test_the_maximum_of_iterations_grows_in_the_ratio_of_the_batch_and_never_shrinks() -> None:
+    optimizer = SHF(network(), "mse", damping=1e-3, preconditioner=None, maxiter=6, atol=0.0, drop=None)
+    iterations = [take(optimizer, batch(n, seed=n)).solver_iterations for n in (10, 15, 5, 15, 30)]
+    assert iterations == [6, 9, 9, 9, 18]
+
+
+def test_the_warm_start_grows_to_its_maximum() -> None:
+    optimizer = SHF(network(), "mse", damping=1.0, warm_start=0.9, warm_start_growth=1.03)
+    decays = []
+    for seed in range(3):
+        take(optimizer, batch(seed=seed))
+        decays.append(optimizer.param_groups[0]["warm_start"])
+    assert decays == pytest.approx([0.927, 0.95, 0.95])
+
+
+def test_a_zero_warm_start_forgets_the_last_direction() -> None:
+    module = network()
+    optimizer = SHF(module, "mse", damping=1.0, drop=None, warm_start=0.0, preconditioner=None)
+    take(optimizer, batch(seed=1))
+    fresh = copy.deepcopy(module)
+    take(optimizer, batch(seed=2))
+    take(SHF(fresh, "mse", damping=1.0, drop=None, preconditioner=None), batch(seed=2))
+    assert torch.equal(weights(module), weights(fresh))
+
+
+def test_without_a_drop_the_damping_is_left_alone() -> None:
+    optimizer = SHF(network(), "mse", damping=2.0, drop=None)
+    assert [take(optimizer, batch(seed=seed)).damping for seed in range(3)] == [2.0, 2.0, 2.0]
+
+
+def test_damping_and_drop_can_be_set_between_steps() -> None:
+    optimizer = SHF(network(), "mse", damping=2.0)
+    optimizer.damping, optimizer.drop = 8.0, 0.5
+    assert take(optimizer, batch()).damping == 8.0
+    assert optimizer.damping == 4.0
+
+
+def test_the_seed_decides_the_signs_of_the_preconditioner() -> None:
+    def after_two_steps(seed: int) -> Tensor:
+        module = network()
+        optimizer = SHF(module, "mse", damping=1.0, maxiter=2, seed=seed)
+        take(optimizer, batch(seed=1))
+        take(optimizer, batch(seed=2))
+        return weights(module)
+
+    torch.manual_seed(1)
+    first = after_two_steps(0)
+    torch.manual_seed(2)
+    assert torch.equal(first, after_two_steps(0))
+    assert not torch.equal(first, after_two_steps(1))
+
+
+def test_steps_leave_the_generator_of_torch_as_it_was() -> None:
+    module = network()
+    state = torch.get_rng_state()
+    take(SHF(module, "mse", damping=1.0), batch())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_closure_is_called_once_before_the_step() -> None:
+    module, calls = network(), []
+
+    def closure() -> None:
+        calls.append((weights(module), torch.is_grad_enabled()))
+
+    before = weights(module)
+    SHF(module, "mse", damping=1.0).step(closure, inputs=batch()[0], targets=batch()[1])
+    ((seen, grad_enabled),) = calls
+    assert torch.equal(seen, before) and grad_enabled
+
+
+def test_the_report_of_the_last_step_is_kept() -> None:
+    optimizer = SHF(network(), "mse", damping=1.0)
+    assert optimizer.report is None
+    assert take(optimizer, batch()) is optimizer.report
+
+
+def test_the_seconds_of_a_report_name_the_phases() -> None:
+    report = take(SHF(network(), "mse", damping=1.0), batch())
+    assert set(report.seconds) == {"linearize", "precondition", "solve", "line_search", "merit"}
+    assert all(seconds >= 0 for seconds in report.seconds.values())
+
+
+def test_the_predicted_batch_size_is_bounded_by_the_dataset() -> None:
+    reports = [take(SHF(network(), "mse", damping=1.0, theta=0.05, dataset_size=size), batch()) for size in (None, 40)]
+    stream, finite = (report.predicted_batch_size for report in reports)
+    variance, squared = reports[1].gradient_variance, reports[1].gradient_norm ** 2
+    assert stream > 40
+    assert finite == math.ceil(40 * variance / (variance + 39 * 0.05**2 * squared))
+
+
+def test_a_batch_of_one_has_no_variance() -> None:
+    report = take(SHF(network(), "mse", damping=1.0), batch(1))
+    assert (report.gradient_variance, report.predicted_batch_size, report.batch_size) == (None, None, 1)
+    assert report.loss_after < report.loss_before
+
+
+class ScaledSquaredError(SquaredError):
+    """A loss of the user's own: s times the squared error, with S = √s."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return math.sqrt(self.scale) * super().residual(outputs, targets)
+
+    def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return math.sqrt(self.scale) * vector
+
+    sqrt_hessian_transpose = sqrt_hessian
+
+
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+def test_a_scaled_loss_with_scaled_damping_takes_the_same_step(solver: str) -> None:
+    scaled, plain = network(), network()
+    options: dict[str, Any] = {"solver": solver, "preconditioner": None, "maxiter": 5}
+    scaled_report = take(SHF(scaled, ScaledSquaredError(9.0), damping=3.0, **options), batch())
+    report = take(SHF(plain, "mse", damping=1.0, **options), batch())
+    torch.testing.assert_close(weights(scaled), weights(plain), rtol=0, atol=1e-12)
+    assert scaled_report.loss_after == pytest.approx(9.0 * report.loss_after, rel=1e-12)
+
+
+def test_a_preconditioner_object_is_updated_in_each_step_with_what_it_needs() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Identity:
+        def update(self, linearization: Any, loss: Any, targets: Tensor, damping: float) -> None:
+            seen.append((linearization.outputs.shape, loss, targets, damping))
+
+        def solve(self, y: dict[str, Tensor]) -> dict[str, Tensor]:
+            return y
+
+        solve_transpose = solve
+
+    module, loss = network(), CrossEntropy()
+    inputs, labels = gaussian(6, 4, seed=0), torch.tensor([0, 1, 1, 0, 1, 0])
+    plain = copy.deepcopy(module)
+    take(SHF(module, loss, damping=2.0, preconditioner=Identity()), (inputs, labels))
+    take(SHF(plain, loss, damping=2.0, preconditioner=None), (inputs, labels))
+    assert seen == [(torch.Size([6, 2]), loss, labels, 2.0)]
+    torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-12)
+
+
+# --- validation data -------------------------------------------------------------------------------------------------
+
+
+def with_dropout() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 2)).double()
+
+
+def validation_loss(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
+    copied = copy.deepcopy(module).eval()
+    return sum(mean_loss(copied, data) * len(data[1]) for data in batches) / sum(len(data[1]) for data in batches)
+
+
+def test_the_merit_is_the_validation_loss_at_the_new_weights_in_eval_mode() -> None:
+    module, validation = with_dropout(), [batch(7, seed=50), batch(3, seed=60)]
+    optimizer = SHF(module, "mse", damping=1.0, l2=0.1, maxiter=8)
+    optimizer.set_validation(validation)
+    report = take(optimizer, batch())
+    assert report.merit == pytest.approx(validation_loss(module, validation), rel=1e-12)
+
+
+def test_merits_begin_at_the_start_of_the_solver_and_come_at_growing_intervals() -> None:
+    module, validation = with_dropout(), [batch(7, seed=50)]
+    optimizer = SHF(module, "mse", damping=0.01, drop=None, maxiter=20, atol=0.0)
+    optimizer.set_validation(validation)
+    before = validation_loss(module, validation)
+    first = take(optimizer, batch(seed=1))
+    assert [iteration for iteration, _ in first.merits] == [0, 5, 7, 9, 12, 15, 19, 20]
+    assert first.merits[0][1] == pytest.approx(before, rel=1e-12)
+
+
+def test_the_second_solve_starts_at_the_last_direction_times_the_warm_start() -> None:
+    module, validation = network(), [batch(7, seed=50)]
+    optimizer = SHF(module, "mse", damping=3.0, warm_start=0.5, warm_start_growth=1.1)
+    optimizer.set_validation(validation)
+    before = weights(module)
+    report = take(optimizer, batch(seed=1))
+    direction = (weights(module) - before) / report.step_length
+    second = take(optimizer, batch(seed=2))
+    moved = network()
+    nn.utils.vector_to_parameters(before + report.step_length * direction + 0.55 * direction, moved.parameters())
+    assert second.merits[0][1] == pytest.approx(validation_loss(moved, validation), rel=1e-12)
+
+
+def test_the_module_is_back_in_the_modes_it_was_in() -> None:
+    module = with_dropout().train()
+    module[0].eval()
+    optimizer = SHF(module, "mse", damping=1.0)
+    optimizer.set_validation([batch(7, seed=50)])
+    take(optimizer, batch())
+    assert [layer.training for layer in module.modules()] == [True, False, True, True, True]
+
+
+def test_a_validation_loss_that_hardly_falls_ends_the_solver() -> None:
+    options: dict[str, Any] = {"maxiter": 60, "miniter": 10, "ftol": 1e-3, "atol": 0.0, "preconditioner": None}
+    optimizer = SHF(network(), "mse", damping=0.1, **options)
+    optimizer.set_validation([batch(60)])
+    report = take(optimizer, batch(60))
+    assert report.stop_reason == "callback"
+    assert report.solver_iterations == report.merits[-1][0] < 60
+
+
+@pytest.mark.parametrize("return_best", [False, True])
+def test_the_best_iterate_is_taken_if_asked_for_and_the_last_one_otherwise(return_best: bool) -> None:
+    """Little damping and few samples: the direction overfits them, and the merit rises towards the end of the solve."""
+    module, validation = network(), [batch(60, seed=50)]
+    optimizer = SHF(module, "mse", damping=0.1, maxiter=40, atol=0.0, return_best=return_best)
+    optimizer.set_validation(validation)
+    report = take(optimizer, batch(6))
+    assert report.step_length == 1.0
+    best, last = min(merit for _, merit in report.merits[1:]), report.merits[-1][1]
+    assert best < (1 - 1e-6) * last
+    assert report.merit == pytest.approx(best if return_best else last, rel=1e-9)
+
+
+def test_validation_data_can_be_taken_away() -> None:
+    optimizer = SHF(network(), "mse", damping=1.0)
+    optimizer.set_validation([batch(7, seed=50)])
+    optimizer.set_validation(None)
+    report = take(optimizer, batch())
+    assert (report.merit, report.merits) == (None, ())
+
+
+@pytest.mark.parametrize("batches", [[], [(torch.zeros(0, 4), torch.zeros(0, 2))]], ids=["none", "empty"])
+def test_validation_data_without_samples_is_an_error_and_not_kept(batches: list[tuple[Tensor, Tensor]]) -> None:
+    optimizer = SHF(network(), "mse", damping=1.0)
+    with pytest.raises(ValueError, match="no samples"):
+        optimizer.set_validation(batches)
+    assert take(optimizer, batch()).merit is None
+
+
+# --- saving, loading, copying ----------------------------------------------------------------------------------------
+
+SIZES = (6, 9, 9, 14, 10, 16)
+
+
+def run_of(
+    module: nn.Module, optimizer: SHF, sizes: tuple[int, ...], first: int, dtype: torch.dtype
+) -> list[StepReport]:
+    return [without_seconds(take(optimizer, batch(n, seed=100 + first + i, dtype=dtype))) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", ["lsmr", "cg"])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, solver: str) -> None:
+    options: dict[str, Any] = {"solver": solver, "maxiter": 7}
+    module = network(dtype)
+    optimizer = SHF(module, "mse", damping=0.5, drop=0.9, **options)
+    run_of(module, optimizer, SIZES[:3], 0, dtype)
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    expected = run_of(module, optimizer, SIZES[3:], 3, dtype)
+
+    torch.manual_seed(1)
+    resumed = mlp().to(dtype)
+    resumed_optimizer = SHF(resumed, "mse", damping=7.0, drop=0.5, warm_start=0.1, **options)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(checkpoint["model"])
+    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
+    assert run_of(resumed, resumed_optimizer, SIZES[3:], 3, dtype) == expected
+    assert torch.equal(weights(resumed), weights(module))
+
+
+def test_a_state_of_float32_continues_in_a_float64_module() -> None:
+    optimizer = SHF(network(torch.float32), "mse", damping=0.5)
+    take(optimizer, batch(dtype=torch.float32))
+    module = network()
+    double = SHF(module, "mse", damping=0.5)
+    double.load_state_dict(optimizer.state_dict())
+    report = take(double, batch(seed=2))
+    assert report.loss_after < report.loss_before and weights(module).dtype == torch.float64
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+class NanInProducts(SquaredError):
+    def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return vector * math.nan
+
+
+def broken(data: tuple[Tensor, Tensor], what: str, value: float) -> tuple[Tensor, Tensor]:
+    inputs, targets = data[0].clone(), data[1].clone()
+    (inputs if what == "inputs" else targets)[3, 1] = value
+    return inputs, targets
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_or_infinity_in_the_batch_is_an_error_that_changes_nothing(what: str, value: float) -> None:
+    module, untouched = network(), network()
+    optimizer, other = SHF(module, "mse", damping=0.5), SHF(untouched, "mse", damping=0.5)
+    for o in (optimizer, other):
+        take(o, batch(6, seed=1))
+    before = weights(module)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        take(optimizer, broken(batch(9), what, value))
+    assert torch.equal(weights(module), before)
+    assert without_seconds(take(optimizer, batch(8, seed=2))) == without_seconds(take(other, batch(8, seed=2)))
+
+
+def test_a_loss_that_overflows_is_an_error_that_changes_nothing() -> None:
+    module = network()
+    before = weights(module)
+    inputs, targets = batch()
+    with pytest.raises(ValueError, match="loss at the current weights is inf"):
+        take(SHF(module, "mse", damping=1.0), (inputs, targets * 1e200))
+    assert torch.equal(weights(module), before)
+
+
+def test_nan_in_the_outputs_is_an_error() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.net(x) - 10.0).sqrt()
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="loss at the current weights is nan"):
+        take(SHF(Root().double(), "mse", damping=1.0), batch())
+
+
+def test_a_zero_gradient_is_a_warning_and_no_step() -> None:
+    module = network()
+    inputs, _ = batch()
+    before, optimizer = weights(module), SHF(module, "mse", damping=1.0)
+    optimizer.set_validation([batch(5, seed=9)])
+    with pytest.warns(UserWarning, match="gradient of this batch is zero"):
+        report = take(optimizer, (inputs, module(inputs).detach()))
+    assert (report.stop_reason, report.step_length, report.predicted_batch_size) == ("zero_gradient", 0.0, None)
+    assert report.merit == pytest.approx(validation_loss(module, [batch(5, seed=9)]))
+    assert torch.equal(weights(module), before)
+
+
+class Lying(SquaredError):
+    """Its value has the opposite sign: along a direction of descent it rises."""
+
+    lies = True
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -super().value(outputs, targets) if self.lies else super().value(outputs, targets)
+
+
+@pytest.mark.parametrize("drop", [0.99, None])
+@pytest.mark.parametrize("solver", ["lsmr", "cg"])
+def test_without_a_step_that_lowers_the_loss_the_weights_stay_and_the_damping_rises(
+    solver: str, drop: float | None
+) -> None:
+    module, loss = network(), Lying()
+    optimizer = SHF(module, loss, damping=1.0, drop=drop, solver=solver)
+    before = weights(module)
+    with pytest.warns(UserWarning, match="no step .* lowers the loss"):
+        report = take(optimizer, batch())
+    assert (report.stop_reason, report.step_length) == ("line_search", 0.0)
+    assert report.loss_after == report.loss_before
+    assert torch.equal(weights(module), before)
+    assert optimizer.damping > 1.0
+    loss.lies = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = take(optimizer, batch())
+    assert report.loss_after < report.loss_before == pytest.approx(mean_loss(network(), batch()))
+
+
+def test_a_start_that_leads_uphill_is_given_up_for_zero_with_more_damping() -> None:
+    """One iteration with much damping hardly changes the direction, which the targets of the other sign turn uphill."""
+    module = network()
+    optimizer = SHF(module, "mse", damping=0.5, drop=None, warm_start=0.9, preconditioner=None, maxiter=1)
+    inputs, targets = batch()
+    take(optimizer, (inputs, 5 * targets))
+    optimizer.damping = 100.0
+    fresh = copy.deepcopy(module)
+    report = take(optimizer, (inputs, -5 * targets))
+    take(SHF(fresh, "mse", damping=400.0, maxiter=1, preconditioner=None), (inputs, -5 * targets))
+    assert (report.damping, report.solver_iterations, optimizer.damping) == (400.0, 2, 400.0)
+    assert report.loss_after < report.loss_before
+    assert torch.equal(weights(module), weights(fresh))
+
+
+def test_an_empty_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="batch is empty"):
+        take(SHF(network(), "mse", damping=1.0), batch(0))
+
+
+def test_inputs_and_targets_of_different_length_are_an_error() -> None:
+    with pytest.raises(ValueError, match="differ in their number of samples"):
+        take(SHF(network(), "mse", damping=1.0), (batch(6)[0], batch(5)[1]))
+
+
+def test_targets_of_another_shape_are_an_error() -> None:
+    inputs, targets = batch()
+    with pytest.raises(ValueError, match=r"\(12, 2\) but targets \(12, 1\)"):
+        take(SHF(network(), "mse", damping=1.0), (inputs, targets[:, :1]))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"inputs": batch()[0]}, {"targets": batch()[1]}], ids=["both", "targets", "inputs"]
+)
+def test_a_step_without_its_batch_names_what_to_pass(arguments: dict[str, Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"step\(inputs=..., targets=...\)"):
+        SHF(network(), "mse", damping=1.0).step(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"got {dtype}.*bf16-mixed"):
+        SHF(network(dtype), "mse", damping=1.0)
+
+
+def test_weights_of_mixed_dtypes_are_refused() -> None:
+    module = network(torch.float32)
+    module[0].double()
+    with pytest.raises(ValueError, match="torch.float32, torch.float64"):
+        SHF(module, "mse", damping=1.0)
+
+
+def test_a_module_with_everything_frozen_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        SHF(network().requires_grad_(False), "mse", damping=1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_damping_set_out_of_range_is_named(value: float) -> None:
+    optimizer = SHF(network(), "mse", damping=1.0)
+    with pytest.raises(ValueError, match=f"damping must be finite and > 0, got {value}"):
+        optimizer.damping = value
+    assert optimizer.damping == 1.0

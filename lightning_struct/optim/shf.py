@@ -223,6 +223,14 @@ class SHF(torch.optim.Optimizer):
         if len(self.param_groups) != 1:
             raise ValueError("SHF trains all parameters of the module in one group; freeze what it must leave alone")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but hooks. Torch's own leaves out what a subclass adds, and a copy could not step."""
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "step" and not name.startswith("_optimizer_")  # a scheduler puts its own step there
+        }
+
     @property
     def damping(self) -> float:
         """λ of the next step."""

@@ -534,6 +534,21 @@ def test_a_state_of_float32_continues_in_a_float64_module() -> None:
     assert report.loss_after < report.loss_before and weights(module).dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_module_and_optimizer_goes_on_by_itself(duplicate: Callable[[Any], Any]) -> None:
+    module = network()
+    optimizer = SHF(module, "mse", damping=0.5)
+    take(optimizer, batch(6, seed=1))
+    copied, copied_optimizer = duplicate((module, optimizer))
+    before = weights(module)
+    report = without_seconds(take(copied_optimizer, batch(9, seed=2)))
+    assert torch.equal(weights(module), before) and not torch.equal(weights(copied), before)
+    assert without_seconds(take(optimizer, batch(9, seed=2))) == report
+    assert torch.equal(weights(copied), weights(module))
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 

@@ -321,9 +321,12 @@ class SHF(torch.optim.Optimizer):
             for name, change in model.unflat(taken.solution.direction * taken.length).items():
                 weights[name].add_(change)
 
-        memory["largest_batch"] = max(model.n, largest)
-        memory["direction"] = None if taken.solution is None else taken.solution.last
-        memory["steps"] += 1
+        # A new dict, since a state_dict() taken before, and an optimizer loaded from one, hold the old one.
+        self.state["shf"] = {  # type: ignore[index]
+            "steps": memory["steps"] + 1,
+            "largest_batch": max(model.n, largest),
+            "direction": None if taken.solution is None else taken.solution.last,
+        }
         group["warm_start"] = min(group["warm_start"] * self._warm_start_growth, self._max_warm_start)
         self.damping = taken.damping
         if self.drop is not None:

@@ -524,6 +524,28 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, dtyp
     assert torch.equal(weights(resumed), weights(module))
 
 
+def test_a_state_dict_is_a_snapshot() -> None:
+    module = network()
+    optimizer = SHF(module, "mse", damping=0.5)
+    take(optimizer, batch(6, seed=1))
+    state, model = optimizer.state_dict(), copy.deepcopy(module.state_dict())
+    expected = without_seconds(take(optimizer, batch(9, seed=2)))
+    take(optimizer, batch(12, seed=3))
+    module.load_state_dict(model)
+    optimizer.load_state_dict(state)
+    assert without_seconds(take(optimizer, batch(9, seed=2))) == expected
+
+
+def test_two_optimizers_loaded_from_one_state_go_their_own_ways() -> None:
+    first, second = network(), network()
+    optimizer, other = SHF(first, "mse", damping=0.5), SHF(second, "mse", damping=0.5)
+    take(optimizer, batch(6, seed=1))
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    expected = without_seconds(take(optimizer, batch(9, seed=2)))
+    assert without_seconds(take(other, batch(9, seed=2))) == expected
+
+
 def test_a_state_of_float32_continues_in_a_float64_module() -> None:
     optimizer = SHF(network(torch.float32), "mse", damping=0.5)
     take(optimizer, batch(dtype=torch.float32))

@@ -312,11 +312,11 @@ class SHF(torch.optim.Optimizer):
                 backend=self._backend,
                 chunk_size=self._chunk_size,
             )
-        largest = memory["largest_batch"]
+        largest, maxiter = memory["largest_batch"], group["maxiter"]
         if largest and model.n > largest:
-            group["maxiter"] = math.ceil(model.n / largest * group["maxiter"])
+            maxiter = math.ceil(model.n / largest * maxiter)
 
-        taken = self._search(model, seconds)
+        taken = self._search(model, maxiter, seconds)
         if taken.solution is not None:
             for name, change in model.unflat(taken.solution.direction * taken.length).items():
                 weights[name].add_(change)
@@ -327,6 +327,7 @@ class SHF(torch.optim.Optimizer):
             "largest_batch": max(model.n, largest),
             "direction": None if taken.solution is None else taken.solution.last,
         }
+        group["maxiter"] = maxiter
         group["warm_start"] = min(group["warm_start"] * self._warm_start_growth, self._max_warm_start)
         self.damping = taken.damping
         if self.drop is not None:
@@ -359,7 +360,7 @@ class SHF(torch.optim.Optimizer):
         )
         return self.report
 
-    def _search(self, model: BatchModel, seconds: dict[str, float]) -> _Step:
+    def _search(self, model: BatchModel, maxiter: int, seconds: dict[str, float]) -> _Step:
         """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
         if model.gradient_squared == 0.0:
             warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=3)
@@ -371,7 +372,7 @@ class SHF(torch.optim.Optimizer):
             with _timed(seconds, "precondition"):
                 preconditioner = self._make_preconditioner(model, damping)
             with _timed(seconds, "solve"):
-                solution = self._solve(model, damping, start, preconditioner)
+                solution = self._solve(model, damping, start, preconditioner, maxiter)
             iterations += solution.iterations
             with _timed(seconds, "line_search"):
                 direction = solution.direction
@@ -415,8 +416,8 @@ class SHF(torch.optim.Optimizer):
         damping: float,
         start: Tensor | None,
         preconditioner: Tensor | RightPreconditioner | None,
+        maxiter: int,
     ) -> _Solution:
-        maxiter = self.param_groups[0]["maxiter"]
         anchor = start if self._damping_center == "start" else None
         if self._solver == "cg":
             return self._solve_by_cg(model, damping, start, anchor, preconditioner, maxiter)

@@ -622,6 +622,24 @@ def test_nan_in_the_outputs_is_an_error() -> None:
         take(SHF(Root().double(), "mse", damping=1.0), batch())
 
 
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+def test_nan_within_the_solve_is_an_error_that_changes_nothing(solver: str) -> None:
+    """Thrice, on a larger batch than the one before: the maximum of iterations must not grow with the failures."""
+    module, untouched = network(), network()
+    options: dict[str, Any] = {"damping": 0.5, "solver": solver, "maxiter": 2}
+    optimizer, other = SHF(module, "mse", **options), SHF(untouched, "mse", **options)
+    for o in (optimizer, other):
+        take(o, batch(6, seed=1))
+    before, honest = weights(module), optimizer.loss
+    optimizer.loss = NanInProducts()
+    for _ in range(3):
+        with pytest.raises(FloatingPointError, match="NaN or infinity"):
+            take(optimizer, batch(12, seed=2))
+    optimizer.loss = honest
+    assert torch.equal(weights(module), before)
+    assert without_seconds(take(optimizer, batch(12, seed=2))) == without_seconds(take(other, batch(12, seed=2)))
+
+
 def test_a_zero_gradient_is_a_warning_and_no_step() -> None:
     module = network()
     inputs, _ = batch()

@@ -1,0 +1,412 @@
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
+
+from lightning_struct import SHF, ValidationMeritStopping
+from tests.strategies.helpers import (
+    Network,
+    SHFNetwork,
+    draw_loader,
+    make_trainer,
+    regression_data,
+    validation_loader,
+)
+
+
+class ScriptedNetwork(Network):
+    """Its one weight and its buffer are the number of steps so far; validation values come from a script."""
+
+    def __init__(self, values=()):
+        super().__init__()
+        self.layers = torch.nn.Linear(1, 1)
+        self.register_buffer("steps", torch.zeros(()))
+        self.values = iter(values)
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return -self.layers.bias.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 100.0 if self.trainer.sanity_checking else next(self.values))
+
+    def configure_optimizers(self):
+        torch.nn.init.zeros_(self.layers.bias)
+        return torch.optim.SGD([self.layers.bias], lr=1.0)
+
+
+def fit(tmp_path, module, callback, ckpt_path=None, callbacks=(), **options):
+    """One step and one validation in each epoch."""
+    defaults = {"max_epochs": 6, "limit_train_batches": 1, "limit_val_batches": 1}
+    trainer = make_trainer(tmp_path, callbacks=[callback, *callbacks], **(defaults | options))
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8), ckpt_path=ckpt_path)
+    return trainer
+
+
+def fit_shf(tmp_path, callback=None, module=None, validation=None, **options):
+    module = module or SHFNetwork()
+    trainer = make_trainer(tmp_path, callbacks=[callback or ValidationMeritStopping()], **({"max_steps": 1} | options))
+    trainer.fit(module, draw_loader(), validation_loader() if validation is None else validation)
+    return trainer, module
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What SHF was given as validation data, one entry for each time."""
+    calls = []
+    set_validation = SHF.set_validation
+
+    def remember(self, batches):
+        calls.append(batches)
+        set_validation(self, batches)
+
+    monkeypatch.setattr(SHF, "set_validation", remember)
+    return calls
+
+
+def inputs_of(batches):
+    return torch.cat([inputs for inputs, _ in batches])
+
+
+# Stopping
+
+
+def test_training_ends_after_so_many_validations_without_improvement(tmp_path):
+    trainer = fit(tmp_path, ScriptedNetwork([3, 2, 4, 3, 5, 1]), ValidationMeritStopping(patience=3))
+    assert trainer.global_step == 5
+
+
+def test_an_improvement_starts_the_count_anew(tmp_path):
+    trainer = fit(tmp_path, ScriptedNetwork([3, 4, 4, 2, 4, 4]), ValidationMeritStopping(patience=3))
+    assert trainer.global_step == 6
+
+
+def test_the_same_value_is_no_improvement(tmp_path):
+    trainer = fit(tmp_path, ScriptedNetwork([3, 3, 3, 3]), ValidationMeritStopping(patience=2))
+    assert trainer.global_step == 3
+
+
+def test_a_small_improvement_counts_as_none(tmp_path):
+    trainer = fit(tmp_path, ScriptedNetwork([3, 2.8, 2.6, 1]), ValidationMeritStopping(patience=2, min_delta=0.5))
+    assert trainer.global_step == 3
+
+
+def test_more_can_be_better(tmp_path):
+    trainer = fit(tmp_path, ScriptedNetwork([1, 2, 1, 1, 3]), ValidationMeritStopping(patience=2, mode="max"))
+    assert trainer.global_step == 4
+
+
+def test_the_sanity_check_does_not_count(tmp_path):
+    callback = ValidationMeritStopping(mode="max")
+    fit(tmp_path, ScriptedNetwork([1, 2]), callback, max_epochs=2, num_sanity_val_steps=1)
+    assert callback.best_value == 2
+
+
+def test_another_rule_can_be_put_in_place(tmp_path):
+    class Always(ValidationMeritStopping):
+        def improves(self, value):
+            return True
+
+    trainer = fit(tmp_path, ScriptedNetwork([1, 2, 3, 4, 5, 6]), Always(patience=1))
+    assert trainer.global_step == 6
+
+
+def test_the_best_is_told(tmp_path):
+    callback = ValidationMeritStopping()
+    fit(tmp_path, ScriptedNetwork([3, 1, 2, 2]), callback, max_epochs=4)
+    assert (callback.best_value, callback.best_step, callback.wait) == (1, 2, 2)
+
+
+# Weights
+
+
+def test_best_weights_are_put_back_when_patience_ends(tmp_path):
+    module = ScriptedNetwork([3, 1, 2, 2])
+    fit(tmp_path, module, ValidationMeritStopping(patience=2))
+    assert module.layers.bias.item() == 2
+
+
+def test_best_weights_are_put_back_when_training_ends_otherwise(tmp_path):
+    module = ScriptedNetwork([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
+    assert module.layers.bias.item() == 2
+
+
+def test_buffers_are_put_back_too(tmp_path):
+    module = ScriptedNetwork([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
+    assert module.steps.item() == 2
+
+
+def test_the_last_weights_can_be_kept(tmp_path):
+    module = ScriptedNetwork([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(restore_best=False), max_epochs=3)
+    assert module.layers.bias.item() == 3
+
+
+def test_checkpoints_of_the_course_hold_their_own_weights(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    module = ScriptedNetwork([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
+    saved = [torch.load(tmp_path / f"step={n}.ckpt")["state_dict"]["layers.bias"].item() for n in (1, 2, 3)]
+    assert saved == [1, 2, 3]
+
+
+def test_a_checkpoint_after_fit_holds_the_best_weights(tmp_path):
+    trainer = fit(tmp_path, ScriptedNetwork([3, 1, 2]), ValidationMeritStopping(), max_epochs=3)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt")["state_dict"]["layers.bias"].item() == 2
+
+
+def test_a_last_checkpoint_that_is_the_only_one_holds_the_best_weights(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, every_n_epochs=100, save_last=True)
+    module = ScriptedNetwork([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
+    assert torch.load(tmp_path / "last.ckpt")["state_dict"]["layers.bias"].item() == 2
+
+
+def test_the_best_weights_survive_a_resume(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    first, second = ScriptedNetwork([3, 1, 2]), ScriptedNetwork([2, 2])
+    fit(tmp_path, first, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
+    fit(tmp_path, second, ValidationMeritStopping(), tmp_path / "step=3.ckpt", max_epochs=5)
+    assert second.layers.bias.item() == 2
+
+
+def test_the_best_weights_come_back_where_nothing_is_left_to_train(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    first, second = ScriptedNetwork([3, 1, 2]), ScriptedNetwork()
+    fit(tmp_path, first, ValidationMeritStopping(), callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
+    fit(tmp_path, second, ValidationMeritStopping(), tmp_path / "step=3.ckpt", max_epochs=3)
+    assert second.layers.bias.item() == 2
+
+
+def test_patience_goes_on_after_a_resume(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    stopping = ValidationMeritStopping(patience=3)
+    fit(tmp_path, ScriptedNetwork([1, 2, 2]), stopping, callbacks=[checkpoint], max_epochs=3, enable_checkpointing=True)
+    resumed = fit(
+        tmp_path, ScriptedNetwork([2] * 9), ValidationMeritStopping(patience=3), tmp_path / "step=3.ckpt", max_epochs=9
+    )
+    assert resumed.global_step == 4
+
+
+# The merit for SHF
+
+
+def test_the_merit_is_the_loss_on_all_validation_data(tmp_path):
+    _, module = fit_shf(tmp_path, ValidationMeritStopping(restore_best=False))
+    inputs, targets = regression_data(30, seed=1).tensors
+    expected = 0.5 * (module(inputs) - targets).square().sum(1).mean()
+    assert module.reports[0].merit == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_the_merit_is_evaluated_within_the_solve(tmp_path):
+    _, module = fit_shf(tmp_path)
+    assert len(module.reports[0].merits) > 1
+
+
+def test_data_is_given_once_and_taken_away(tmp_path, given):
+    fit_shf(tmp_path, max_steps=7, max_epochs=-1)
+    assert len(given) == 2 and given[1] is None
+
+
+def test_so_many_samples_are_chosen(tmp_path, given):
+    fit_shf(tmp_path, ValidationMeritStopping(merit_samples=11))
+    assert len(inputs_of(given[0]).unique(dim=0)) == 11
+
+
+def test_the_same_samples_are_chosen_again(tmp_path, given):
+    for _ in range(2):
+        fit_shf(tmp_path, ValidationMeritStopping(merit_samples=11))
+    assert torch.equal(inputs_of(given[0]), inputs_of(given[2]))
+
+
+def test_a_limit_of_validation_batches_holds(tmp_path, given):
+    fit_shf(tmp_path, limit_val_batches=2)
+    assert torch.equal(inputs_of(given[0]), regression_data(30, seed=1).tensors[0][:16])
+
+
+def test_validation_that_is_not_due_yet_is_read_all_the_same(tmp_path, given):
+    fit_shf(tmp_path, check_val_every_n_epoch=3, num_sanity_val_steps=0)
+    assert len(inputs_of(given[0])) == 30
+
+
+def test_a_shuffled_loader_is_read_in_order(tmp_path, given):
+    data = regression_data(30, seed=1)
+    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, shuffle=True))
+    assert torch.equal(inputs_of(given[0]), data.tensors[0])
+
+
+def test_the_samples_of_a_sampler_are_read(tmp_path, given):
+    data = regression_data(30, seed=1)
+    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, sampler=[3, 1, 2]))
+    assert torch.equal(inputs_of(given[0]), data.tensors[0][[3, 1, 2]])
+
+
+def test_the_collate_fn_of_the_loader_is_used(tmp_path, given):
+    def doubled(samples):
+        inputs, targets = zip(*samples, strict=True)
+        return 2 * torch.stack(inputs), torch.stack(targets)
+
+    data = regression_data(30, seed=1)
+    fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, collate_fn=doubled))
+    assert torch.equal(inputs_of(given[0]), 2 * data.tensors[0])
+
+
+def test_a_loader_of_whole_batches_is_read(tmp_path, given):
+    data = regression_data(30, seed=1)
+    batches = BatchSampler(SequentialSampler(data), 8, drop_last=False)
+    fit_shf(tmp_path, validation=DataLoader(data, sampler=batches, batch_size=None))
+    assert torch.equal(inputs_of(given[0]), data.tensors[0])
+
+
+class OddBatches(BatchSampler):
+    pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from regression_data(30, seed=1)
+
+
+def odd_batches():
+    data = regression_data(30, seed=1)
+    return DataLoader(data, batch_sampler=OddBatches(SequentialSampler(data), 8, drop_last=False))
+
+
+def whole_batches():
+    data = regression_data(30, seed=1)
+    return DataLoader(data, sampler=BatchSampler(SequentialSampler(data), 8, drop_last=False), batch_size=None)
+
+
+def stream():
+    return DataLoader(Stream(), batch_size=8)
+
+
+@pytest.mark.parametrize("make", [odd_batches, stream])
+def test_loaders_with_an_order_of_their_own_are_read(tmp_path, given, make):
+    fit_shf(tmp_path, validation=make())
+    assert torch.equal(inputs_of(given[0]), regression_data(30, seed=1).tensors[0])
+
+
+@pytest.mark.parametrize("make", [odd_batches, stream, whole_batches])
+def test_no_samples_can_be_chosen_of_such_loaders(tmp_path, make):
+    with pytest.raises(MisconfigurationException, match="Only 5 validation samples are asked for, but"):
+        fit_shf(tmp_path, ValidationMeritStopping(merit_samples=5), validation=make())
+
+
+def test_several_loaders_make_one_merit(tmp_path, given):
+    class TwoLoaders(SHFNetwork):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            if dataloader_idx == 0:
+                self.log("val_loss", 1.0, add_dataloader_idx=False)
+
+    fit_shf(tmp_path, module=TwoLoaders(), validation=[validation_loader(9), validation_loader(5)])
+    assert len(inputs_of(given[0])) == 14
+
+
+def test_transfer_hooks_of_the_module_are_applied(tmp_path, given):
+    class Scaling(SHFNetwork):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return 3 * batch[0], batch[1]
+
+    fit_shf(tmp_path, module=Scaling())
+    assert torch.equal(inputs_of(given[0]), 3 * regression_data(30, seed=1).tensors[0])
+
+
+def test_inputs_are_in_the_precision_of_the_trainer(tmp_path, given):
+    fit_shf(tmp_path, precision="64-true")
+    assert inputs_of(given[0]).dtype == torch.float64
+
+
+def test_reading_leaves_the_random_state_alone(tmp_path):
+    class State(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.state = torch.random.get_rng_state()
+
+    states = []
+    for callbacks in ([], [ValidationMeritStopping(merit_samples=5)]):
+        state, module = State(), SHFNetwork()
+        torch.manual_seed(7)
+        trainer = make_trainer(tmp_path, callbacks=[*callbacks, state], max_steps=1)
+        trainer.fit(module, draw_loader(), validation_loader())
+        states.append(state.state)
+    assert torch.equal(*states)
+
+
+def test_shf_does_without_the_merit_after_fit(tmp_path):
+    trainer, _ = fit_shf(tmp_path)
+    inputs, targets = regression_data().tensors
+    assert trainer.optimizers[0].step(inputs=inputs, targets=targets).merit is None
+
+
+# Faults
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_val_batches": 0}], ids=["no loader", "limit of zero"])
+def test_no_validation_is_refused(tmp_path, options):
+    trainer = make_trainer(tmp_path, callbacks=[ValidationMeritStopping()], **options)
+    with pytest.raises(
+        MisconfigurationException, match="compares 'val_loss' after each validation, but there is none: give"
+    ):
+        trainer.fit(SHFNetwork(), draw_loader(), validation_loader() if options else None)
+
+
+def test_an_empty_validation_set_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="ValidationMeritStopping: the validation data has no samples"):
+        fit_shf(tmp_path, validation=DataLoader(Subset(regression_data(), []), batch_size=4))
+
+
+def test_a_module_that_does_not_read_batches_is_refused_by_name(tmp_path):
+    class Manual(Network):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().step(inputs=batch[0], targets=batch[1])
+
+        def configure_optimizers(self):
+            return SHF(self, "mse", damping=1.0)
+
+    with pytest.raises(
+        MisconfigurationException, match="Manual does not say how a batch becomes .inputs, targets.: define"
+    ):
+        fit_shf(tmp_path, module=Manual())
+
+
+def test_a_monitor_that_is_not_logged_is_named(tmp_path):
+    with pytest.raises(
+        MisconfigurationException, match="monitors 'val_error', which is not logged; logged are: val_loss"
+    ):
+        fit(tmp_path, ScriptedNetwork([1]), ValidationMeritStopping("val_error"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_named(tmp_path, value):
+    with pytest.raises(MisconfigurationException, match=f"monitors 'val_loss', which is {value} after step 2"):
+        fit(tmp_path, ScriptedNetwork([1, value]), ValidationMeritStopping())
+
+
+def test_strategies_that_shard_the_weights_are_refused_by_name():
+    trainer = SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy))
+    with pytest.raises(MisconfigurationException, match="ValidationMeritStopping needs all weights .* FSDPStrategy"):
+        ValidationMeritStopping().on_fit_start(trainer, Network())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "least"}, "mode must be 'min' or 'max', but is 'least'"),
+        ({"patience": 0}, "patience must be at least 1 .* are 0 and 0.0"),
+        ({"min_delta": -1.0}, "min_delta at least 0, but are 20 and -1.0"),
+        ({"merit_samples": 0}, "merit_samples must be at least 1, but is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        ValidationMeritStopping(**arguments)

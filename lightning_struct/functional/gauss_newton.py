@@ -209,14 +209,12 @@ class _Autograd(Linearization):
             yield gradients
 
     def _refuse_coupled_samples(self) -> None:
-        if self._module is None:
-            return
-        for name, layer in self._module.named_modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
-                raise ValueError(
-                    f"{name or type(layer).__name__} normalises over the batch, so a gradient per sample is not "
-                    "defined: put it in eval mode, or do without per-sample quantities"
-                )
+        name = None if self._module is None else batch_normalising_layer(self._module)
+        if name is not None:
+            raise ValueError(
+                f"{name} normalises over the batch, so a gradient per sample is not defined: put it in eval mode, with "
+                "running statistics, or do without per-sample quantities"
+            )
 
 
 class _DoubleBackward(_Autograd):
@@ -301,13 +299,12 @@ class _Chunked(Linearization):
             raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
         if backend == "linearize":
             raise ValueError("chunks are linearised in every product, for which 'linearize' is too dear")
-        if isinstance(function, nn.Module):
-            for name, layer in function.named_modules():
-                if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-                    raise ValueError(
-                        f"{name or type(layer).__name__} normalises over the batch: chunks would change the function; "
-                        "put it in eval mode or leave chunk_size out"
-                    )
+        name = batch_normalising_layer(function) if isinstance(function, nn.Module) else None
+        if name is not None:
+            raise ValueError(
+                f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with running "
+                "statistics, or leave chunk_size out"
+            )
         self._function, self._params = function, params
         sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}
         if len(sizes) != 1:
@@ -349,6 +346,17 @@ class _Chunked(Linearization):
 
     def squared_norms(self, u: Tensor) -> Tensor:
         return torch.cat([chunk.squared_norms(u[rows]) for rows, chunk in self._chunks()])
+
+
+def batch_normalising_layer(module: nn.Module) -> str | None:
+    """The name of a layer that couples the samples of a batch, None if there is none.
+
+    That is batch normalisation in training mode, and without running statistics in eval mode too.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            return name or type(layer).__name__
+    return None
 
 
 def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:

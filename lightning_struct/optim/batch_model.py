@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_struct.functional.gauss_newton import linearize
+from lightning_struct.functional.gauss_newton import batch_normalising_layer, linearize
 from lightning_struct.functional.gradient_norms import variance_from_sums
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.preconditioner import (
@@ -78,9 +78,7 @@ class BatchModel:
         first = next(iter(weights.values()))
         self.dtype, self.device = first.dtype, first.device
         self._count_samples()
-        self._batch_normalised = any(
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in module.modules()
-        )
+        self._batch_normalised = batch_normalising_layer(module) is not None
         self._random_state = random_state(*self.args)
         if self._batch_normalised:
             with restored_random_state(self._random_state):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.conjugate_gradient import conjugate_gradient
 from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
-from lightning_struct.functional.gauss_newton import BACKENDS
+from lightning_struct.functional.gauss_newton import BACKENDS, batch_normalising_layer
 from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.least_squares import RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import armijo as armijo_search
@@ -288,7 +288,9 @@ class SHF(torch.optim.Optimizer):
 
         Raises:
             TypeError: inputs or targets are missing.
-            ValueError: NaN or infinity in the data, the outputs or the loss; an empty batch. The weights are unchanged.
+            ValueError: NaN or infinity in the data, the outputs or the loss; an empty batch; a preconditioner of gradients
+                per sample beside batch normalisation. The weights are unchanged.
+            FloatingPointError: NaN or infinity within the solve. The weights are unchanged.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -298,6 +300,7 @@ class SHF(torch.optim.Optimizer):
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
                 "LightningModule: automatic optimization gives an optimizer no batch"
             )
+        self._check_preconditioner_applies()
         seconds: dict[str, float] = {}
         group, memory = self.param_groups[0], self._memory
         with _timed(seconds, "linearize"):
@@ -397,6 +400,14 @@ class SHF(torch.optim.Optimizer):
         )
         damping = min(self.damping * _RETRY_DAMPING, self._max_damping)
         return _Step(None, 0.0, model.value, 0.0, damping, iterations, "line_search")
+
+    def _check_preconditioner_applies(self) -> None:
+        layer = batch_normalising_layer(self.module) if isinstance(self._preconditioner, str) else None
+        if layer is not None:
+            raise ValueError(
+                f"preconditioner={self._preconditioner!r} is made of gradients per sample, and the layer {layer} normalises "
+                "over the batch, which leaves them undefined: use preconditioner=None, or put the layer in eval mode"
+            )
 
     def _make_preconditioner(self, model: BatchModel, damping: float) -> Tensor | RightPreconditioner | None:
         choice = self._preconditioner

@@ -149,6 +149,26 @@ def test_a_step_with_batch_norm_is_that_of_the_batch_statistics() -> None:
     assert report.reduction_ratio == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_has_no_variance_of_per_sample_gradients(training: bool) -> None:
+    module = batch_normalised()
+    if not training:  # without running statistics it normalises over the batch in eval mode too
+        module[1] = nn.BatchNorm1d(5, track_running_stats=False).double()
+        module.eval()
+    report = take(SHF(module, "mse", damping=1.0, preconditioner=None), batch())
+    assert (report.gradient_variance, report.predicted_batch_size) == (None, None)
+
+
+@pytest.mark.parametrize("preconditioner", ["diagonal", "diagonal_sum", "fisher"])
+def test_a_preconditioner_of_per_sample_gradients_is_refused_with_batch_norm(preconditioner: str) -> None:
+    module = batch_normalised()
+    before = copy.deepcopy(module.state_dict())
+    optimizer = SHF(module, "mse", damping=1.0, preconditioner=preconditioner)
+    with pytest.raises(ValueError, match=rf"'{preconditioner}'.* 1 .*preconditioner=None"):
+        take(optimizer, batch())
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
 def test_frozen_parameters_are_left_alone() -> None:
     module = network()
     module[0].weight.requires_grad_(False)

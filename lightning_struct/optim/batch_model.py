@@ -185,6 +185,8 @@ class BatchModel:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         with _eval_mode(self.module):
             for inputs, targets in batches:
+                if len(targets) == 0:  # its mean is NaN
+                    continue
                 outputs = self._evaluate(weights, inputs if isinstance(inputs, tuple) else (inputs,))
                 total[0] += self.loss.value(outputs, targets) * len(targets)
                 total[1] += len(targets)

@@ -159,6 +159,13 @@ def test_batch_norm_has_no_variance_of_per_sample_gradients(training: bool) -> N
     assert (report.gradient_variance, report.predicted_batch_size) == (None, None)
 
 
+def test_chunks_are_refused_where_the_batch_is_normalised_in_eval_mode_too() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 2)).double()
+    optimizer = SHF(module.eval(), "mse", damping=1.0, preconditioner=None, chunk_size=5)
+    with pytest.raises(ValueError, match="1 normalises over the batch.*leave chunk_size out"):
+        take(optimizer, batch())
+
+
 @pytest.mark.parametrize("preconditioner", ["diagonal", "diagonal_sum", "fisher"])
 def test_a_preconditioner_of_per_sample_gradients_is_refused_with_batch_norm(preconditioner: str) -> None:
     module = batch_normalised()
@@ -511,6 +518,14 @@ def test_validation_data_without_samples_is_an_error_and_not_kept(batches: list[
     with pytest.raises(ValueError, match="no samples"):
         optimizer.set_validation(batches)
     assert take(optimizer, batch()).merit is None
+
+
+def test_an_empty_batch_among_the_validation_data_does_not_count() -> None:
+    module, data = network(), batch(7, seed=50)
+    empty = (data[0][:0], data[1][:0])
+    optimizer = SHF(module, "mse", damping=1.0)
+    optimizer.set_validation([data, empty])
+    assert take(optimizer, batch()).merit == pytest.approx(validation_loss(module, [data]), rel=1e-12)
 
 
 # --- saving, loading, copying ----------------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ class SHF(torch.optim.Optimizer):
             parameter name, and optionally ``update(linearization, loss, targets, damping)``, called in each step.
         damping_center: ``"start"``: λ²‖d - d0‖² (Algorithm 6); ``"origin"``: λ²‖d‖² (equation 18).
         damping_space: ``"y"``: the damping is on the preconditioned direction (Algorithm 6); ``"x"``: on the direction
-            itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there.
+            itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there, as
+            it is for a preconditioner object with damping around the origin.
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``.
         max_warm_start: in [0, 1).
@@ -198,8 +199,14 @@ class SHF(torch.optim.Optimizer):
                 f"warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got {warm_start}, "
                 f"{max_warm_start} and {warm_start_growth}"
             )
-        if damping_space == "y" and (solver == "cg" or l2 > 0):
-            raise ValueError("damping_space='y' is possible with LSMR and LSQR and without l2 only; leave it out")
+        # Damping on y around another point than the start needs C itself; an object has only its inverse.
+        off_start = damping_center == "origin" and preconditioner is not None and not isinstance(preconditioner, str)
+        only_on_x = solver == "cg" or l2 > 0 or off_start
+        if damping_space == "y" and only_on_x:
+            raise ValueError(
+                "damping_space='y' is possible with LSMR and LSQR only, without l2, and with a preconditioner object only "
+                "around the start; leave it out"
+            )
 
         self.module = module
         self.loss = get_loss(loss)
@@ -208,7 +215,7 @@ class SHF(torch.optim.Optimizer):
         self._names = list(named)
         self._lower, self._upper, self._min_damping, self._max_damping = lower, upper, min_damping, max_damping
         self._solver, self._preconditioner, self._damping_center = solver, preconditioner, damping_center
-        self._damping_space = damping_space or ("x" if solver == "cg" or l2 > 0 else "y")
+        self._damping_space = damping_space or ("x" if only_on_x else "y")
         self._warm_start_growth, self._max_warm_start = warm_start_growth, max_warm_start
         self._miniter, self._recover, self._atol, self._ftol = miniter, recover, atol, ftol
         self._progress_tolerance, self._return_best = progress_tolerance, return_best

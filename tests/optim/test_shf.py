@@ -429,6 +429,28 @@ def test_a_preconditioner_object_is_updated_in_each_step_with_what_it_needs() ->
     torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-12)
 
 
+def test_a_preconditioner_object_works_with_damping_around_the_origin() -> None:
+    """On the second step the start is not zero, and the damping must not need C itself."""
+
+    class Halves:
+        def solve(self, y: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: t / 2 for name, t in y.items()}
+
+        solve_transpose = solve
+
+    module = network()
+    plain = copy.deepcopy(module)
+    options: dict[str, Any] = {"damping_center": "origin", "maxiter": 300, "atol": 0.0}
+    optimizers = [
+        SHF(module, "mse", damping=1.0, preconditioner=Halves(), **options),
+        SHF(plain, "mse", damping=1.0, preconditioner=None, **options),
+    ]
+    for seed in (1, 2):
+        for optimizer in optimizers:
+            take(optimizer, batch(seed=seed))
+    torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-10)
+
+
 # --- validation data -------------------------------------------------------------------------------------------------
 
 
@@ -772,6 +794,17 @@ def test_weights_of_mixed_dtypes_are_refused() -> None:
 def test_a_module_with_everything_frozen_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         SHF(network().requires_grad_(False), "mse", damping=1.0)
+
+
+def test_a_preconditioner_object_cannot_damp_y_around_the_origin() -> None:
+    class Identity:
+        def solve(self, y: Any) -> Any:
+            return y
+
+        solve_transpose = solve
+
+    with pytest.raises(ValueError, match="damping_space='y'.*leave it out"):
+        SHF(network(), "mse", damping=1.0, preconditioner=Identity(), damping_center="origin", damping_space="y")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

@@ -398,11 +398,11 @@ class SHF(torch.optim.Optimizer):
                             solution, found.step_length, found.value, ratio, damping, iterations, solution.stop_reason
                         )
             # The paper goes on with whatever direction it has; one that started from d0 != 0 need not be of descent.
-            damping, start = min(damping * _RETRY_DAMPING, self._max_damping), None
+            tried, damping, start = damping, min(damping * _RETRY_DAMPING, self._max_damping), None
         warnings.warn(
             f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last one "
-            f"with damping {self.damping * _RETRY_DAMPING**_RETRIES:.3g}; the weights stay. If it goes on, the limit of the precision is "
-            "reached: use float64 or stop",
+            f"with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: use "
+            "float64 or stop",
             stacklevel=3,
         )
         damping = min(self.damping * _RETRY_DAMPING, self._max_damping)

@@ -739,6 +739,13 @@ def test_without_a_step_that_lowers_the_loss_the_weights_stay_and_the_damping_ri
     assert report.loss_after < report.loss_before == pytest.approx(mean_loss(network(), batch()))
 
 
+def test_the_damping_after_a_failure_stays_below_its_maximum() -> None:
+    optimizer = SHF(network(), Lying(), damping=1.0, max_damping=2.0)
+    with pytest.warns(UserWarning, match="damping 2;"):
+        take(optimizer, batch())
+    assert optimizer.damping == 2.0
+
+
 def test_a_start_that_leads_uphill_is_given_up_for_zero_with_more_damping() -> None:
     """One iteration with much damping hardly changes the direction, which the targets of the other sign turn uphill."""
     module = network()

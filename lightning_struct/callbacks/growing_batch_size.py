@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.utilities.due_validation import DueValidation
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
 from lightning_struct.utilities.monitor import monitored_value
 
@@ -134,6 +134,7 @@ class GrowingBatchSize(L.Callback):
         self._batch_size: int | None = None
         self._sampler: Any = None
         self._logged_here: tuple[str, ...] | None = None
+        self._validation = DueValidation()
 
     def decide(self, batch_size: int) -> int:
         """The size of the next batch, from the predictions and validation values so far."""
@@ -165,10 +166,13 @@ class GrowingBatchSize(L.Callback):
             )
         self._last_step = trainer.global_step
         self._logged_here = None
+        if self.validation_monitor is not None:
+            self._validation.on_train_start(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._validation.on_train_batch_end(trainer)
         statistics: GradientStatistics | None = pl_module.gradient_statistics()  # type: ignore[operator]
         if trainer.global_step == self._last_step or statistics is None:
             return
@@ -184,7 +188,7 @@ class GrowingBatchSize(L.Callback):
         self._log(trainer, pl_module, statistics)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.validation_monitor is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if not self._validation.on_validation_end(trainer) or self.validation_monitor is None:
             return
         value = monitored_value(trainer, self.validation_monitor, "GrowingBatchSize(validation_monitor=...)")
         self.validation_values = [*self.validation_values, value][-self.window - 1 :]
@@ -218,6 +222,7 @@ class GrowingBatchSize(L.Callback):
             "validation_values": list(self.validation_values),
             "samples": self._samples,
             "records": [dict(record) for record in self.records],
+            "validation": self._validation.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -226,6 +231,7 @@ class GrowingBatchSize(L.Callback):
         self.validation_values = list(state_dict["validation_values"])
         self._samples = state_dict["samples"]
         self.records = [dict(record) for record in state_dict["records"]]
+        self._validation.load_state_dict(state_dict["validation"])
 
     @property
     def _limit(self) -> int:

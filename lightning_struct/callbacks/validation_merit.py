@@ -3,12 +3,12 @@
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.optim.shf import SHF
+from lightning_struct.utilities.due_validation import DueValidation
 from lightning_struct.utilities.monitor import monitored_value
 from lightning_struct.utilities.strategies import refuse_sharded_weights
 from lightning_struct.utilities.validation_data import validation_batches
@@ -72,6 +72,7 @@ class ValidationMeritStopping(L.Callback):
         self.best_step = 0
         self.wait = 0
         self._best_weights: dict[str, Tensor] | None = None
+        self._validation = DueValidation()
 
     @property
     def state_key(self) -> str:
@@ -95,23 +96,17 @@ class ValidationMeritStopping(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         optimizers = _shf_optimizers(trainer)
-        if not optimizers:
-            return
-        read = getattr(pl_module, "inputs_and_targets", None)
-        if read is None:
-            raise MisconfigurationException(
-                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say how a "
-                "batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization has it"
-            )
-        batches = [read(batch) for batch in validation_batches(trainer, self.merit_samples)]
-        for optimizer in optimizers:
-            try:
-                optimizer.set_validation(batches)
-            except ValueError as error:
-                raise MisconfigurationException(f"ValidationMeritStopping: {error}") from error
+        if optimizers:
+            self._give_merit(trainer, pl_module, optimizers)
+        self._validation.on_train_start(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._validation.on_train_batch_end(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if not self._validation.on_validation_end(trainer):
             return
         value = monitored_value(trainer, self.monitor, "ValidationMeritStopping")
         if self.improves(value):
@@ -145,6 +140,7 @@ class ValidationMeritStopping(L.Callback):
             "best_step": self.best_step,
             "wait": self.wait,
             "best_weights": self._best_weights,
+            "validation": self._validation.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -152,6 +148,21 @@ class ValidationMeritStopping(L.Callback):
         self.best_step = state_dict["best_step"]
         self.wait = state_dict["wait"]
         self._best_weights = state_dict["best_weights"]
+        self._validation.load_state_dict(state_dict["validation"])
+
+    def _give_merit(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizers: list[SHF]) -> None:
+        read = getattr(pl_module, "inputs_and_targets", None)
+        if read is None:
+            raise MisconfigurationException(
+                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say how a "
+                "batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization has it"
+            )
+        batches = [read(batch) for batch in validation_batches(trainer, self.merit_samples)]
+        for optimizer in optimizers:
+            try:
+                optimizer.set_validation(batches)
+            except ValueError as error:
+                raise MisconfigurationException(f"ValidationMeritStopping: {error}") from error
 
     def _put_back(self, pl_module: L.LightningModule) -> None:
         if self.restore_best and self._best_weights is not None:

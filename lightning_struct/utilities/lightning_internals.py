@@ -35,3 +35,19 @@ def unwrapped_sampler(loader: DataLoader) -> Any:
     """The sampler of a loader, without the distributed one that Lightning may have put around it."""
     sampler = loader.sampler
     return sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler  # type: ignore[attr-defined]
+
+
+def validation_follows(trainer: L.Trainer) -> bool:
+    """Whether a validation is due after the training batch that has just ended."""
+    fit_loop = trainer.fit_loop
+    assert fit_loop._data_fetcher is not None
+    return fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+
+
+def validate_now(trainer: L.Trainer) -> None:
+    """Run the validation of a fit, from ``on_train_start``."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop.restarting = False
+    trainer.validating = True
+    loop.run()
+    trainer.training = True

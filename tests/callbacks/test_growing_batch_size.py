@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -300,6 +301,22 @@ def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
     resumed = make_trainer(tmp_path, callbacks=[GrowingBatchSize(window=2)], max_epochs=2)
     resumed.fit(second, draw_loader(10, draws=4), ckpt_path=tmp_path / "first.ckpt")
     assert second.sizes == whole.sizes[4:] and second.sizes[0] > 10
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
+    def run(module, directory, ckpt_path=None):
+        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        growing = GrowingBatchSize(validation_monitor="val_loss", window=2)
+        trainer = make_trainer(
+            tmp_path, callbacks=[growing, checkpoint], max_epochs=5, num_sanity_val_steps=0, enable_checkpointing=True
+        )
+        trainer.fit(module, draw_loader(10, draws=3), validation_loader(8), ckpt_path=ckpt_path)
+
+    whole, resumed = ScriptedNetwork(val_losses=[1.0] * 5), ScriptedNetwork(val_losses=[1.0] * 3)
+    run(whole, tmp_path / "whole")
+    run(resumed, tmp_path / "resumed", tmp_path / f"whole/step={step}.ckpt")
+    assert resumed.sizes == whole.sizes[step:] and whole.sizes[-1] == 12
 
 
 # Faults

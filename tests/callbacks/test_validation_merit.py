@@ -196,6 +196,28 @@ def test_patience_goes_on_after_a_resume(tmp_path):
     assert resumed.global_step == 4
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_validation_due_at_a_checkpoint_is_made_up_for(tmp_path, step):
+    def two_validations_in_an_epoch(values, ckpt_path=None):
+        module, stopping = ScriptedNetwork(values), ValidationMeritStopping()
+        checkpoint = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = make_trainer(
+            tmp_path,
+            callbacks=[stopping, checkpoint],
+            val_check_interval=2,
+            enable_checkpointing=True,
+            limit_val_batches=1,
+        )
+        trainer.fit(module, draw_loader(draws=4), validation_loader(8), ckpt_path=ckpt_path)
+        return stopping
+
+    values = [4, 2, 3, 1]
+    whole = two_validations_in_an_epoch(values)
+    resumed = two_validations_in_an_epoch(values[step // 2 - 1 :], tmp_path / f"saved/step={step}.ckpt")
+    assert resumed.state_dict()["validation"] == whole.state_dict()["validation"]
+    assert (resumed.best_value, resumed.best_step, resumed.wait) == (whole.best_value, whole.best_step, whole.wait)
+
+
 # The merit for SHF
 
 

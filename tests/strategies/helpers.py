@@ -49,6 +49,7 @@ class SHFNetwork(SHFOptimization, Network):
 
     def on_shf_step(self, report):
         self.reports.append(report)
+        self.weights_after_step = weights(self)
 
 
 def draw_loader(batch_size=12, draws=5, seed=0, dtype=torch.float32):

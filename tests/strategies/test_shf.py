@@ -361,7 +361,7 @@ def fit_with_everything(directory, checkpointing, limits, ckpt_path=None):
     callbacks = [
         GrowingBatchSize(max_batch_size=50),
         LevenbergMarquardtDamping(drop=0.9),
-        ValidationMeritStopping(patience=30),
+        ValidationMeritStopping(patience=30, mode="max"),
         ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **checkpointing),
     ]
     logger = CSVLogger(directory.parent, name=directory.name + "_log")
@@ -383,19 +383,28 @@ def timeless(report):
     [
         ({"every_n_train_steps": 3}, 3),
         ({"every_n_train_steps": 13}, 13),
+        ({"every_n_train_steps": 15}, 15),
         ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, 15),
         ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 15),
     ],
-    ids=["before the batch grows", "within an epoch", "after validation", "after the epoch"],
+    ids=[
+        "before the batch grows",
+        "within an epoch",
+        "between batch and validation",
+        "after validation",
+        "after the epoch",
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, checkpointing, step, limits):
     whole, module, callbacks = fit_with_everything(tmp_path / "whole", checkpointing, limits)
     resumed, again, again_callbacks = fit_with_everything(
         tmp_path / "resumed", checkpointing, limits, tmp_path / f"whole/step={step}.ckpt"
     )
-    assert torch.equal(weights(again), weights(module))
+    assert torch.equal(again.weights_after_step, module.weights_after_step)
     assert resumed.global_step == whole.global_step == 25
     assert [timeless(report) for report in again.reports] == [timeless(report) for report in module.reports[step:]]
     assert again_callbacks[0].state_dict() == callbacks[0].state_dict()
-    assert again_callbacks[2].best_step == callbacks[2].best_step and again_callbacks[2].wait == callbacks[2].wait
+    merit, merit_again = callbacks[2].state_dict(), again_callbacks[2].state_dict()
+    assert all(torch.equal(merit["best_weights"][k], v) for k, v in merit_again["best_weights"].items())
+    assert all(merit_again[name] == merit[name] for name in ("best_value", "best_step", "wait", "validation"))
     assert len({report.batch_size for report in module.reports}) > 3, "the batch did not grow: this shows nothing"

@@ -201,6 +201,8 @@ class DrawLoader(DataLoader):
             )
         if collate_fn is not None or not isinstance(dataset, TensorDataset):
             dataset = _IndexedByLists(dataset, collate_fn or default_collate)
+        # a DataLoader draws a seed for workers in each epoch: from a generator of its own, since a resumed run begins fewer
+        options = {"generator": torch.Generator()} | options
         super().__init__(dataset, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
 
     def state_dict(self) -> dict[str, int]:

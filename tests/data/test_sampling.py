@@ -90,6 +90,12 @@ def test_draws_leave_the_global_random_state_alone(dataset):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_loader_leaves_the_global_random_state_alone(dataset):
+    state = torch.random.get_rng_state()
+    list(DrawLoader(dataset, IndependentDraws(dataset, 6, 3)))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
 def test_length_is_the_number_of_draws(dataset):
     draws = IndependentDraws(dataset, 6, 7)
     assert len(draws) == len(list(draws)) == 7

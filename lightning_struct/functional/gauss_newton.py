@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, functionalize, vmap
 from torch.func import jvp as torch_jvp
 from torch.func import vjp as torch_vjp
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -242,8 +243,9 @@ class _Linearize(_Autograd):
     """J v from a trace of the forward derivative, with all that does not depend on v computed once.
 
     This is ``torch.func.linearize``, but for one step: in-place operations are made functional before the trace is cut
-    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). The trace
-    is checked against Jᵀu, since some operations (``padding_mode="circular"``) are still traced wrongly in silence.
+    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). A trace in
+    which in-place writes are left (``padding_mode="circular"``) is refused, since the cut loses them: memory that was
+    never written would be read. What else may be traced wrongly in silence is caught by a check against Jᵀu.
     """
 
     backend = "linearize"
@@ -263,6 +265,7 @@ class _Linearize(_Autograd):
         ):
             warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
             trace = make_fx(functionalize(tangent))(*(torch.zeros_like(p) for p in point.values()))
+            _refuse_lost_writes(trace)
             self._trace = split_const_subgraphs(trace)
             self._trace.run_folding()
         self._check_adjoint()
@@ -272,7 +275,7 @@ class _Linearize(_Autograd):
             return self._trace(*(v[name] for name in self._point))
 
     def _check_adjoint(self) -> None:
-        """⟨u, J v⟩ = ⟨Jᵀu, v⟩ for one random pair (padding_mode='circular' fails it in torch 2.15)."""
+        """⟨u, J v⟩ = ⟨Jᵀu, v⟩ for one random pair."""
         generator = torch.Generator().manual_seed(0)
         v = {k: torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for k, p in self._point.items()}
         u = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
@@ -284,6 +287,27 @@ class _Linearize(_Autograd):
         tolerance = torch.finfo(self.outputs.dtype).eps ** 0.5
         if not (left - right).abs() <= tolerance * scale:
             raise RuntimeError(f"it gives a product that is not the adjoint of Jᵀu ({left:.6g} against {right:.6g})")
+
+
+def _refuse_lost_writes(trace: GraphModule) -> None:
+    """Raise RuntimeError for an in-place operation that takes effect by its write alone.
+
+    A write to what nothing else reads does no harm (``num_batches_tracked`` of batch normalisation).
+    """
+    for node in trace.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or node.users:
+            continue
+        written = node.args[0]
+        while _is_view(written):
+            written = written.args[0]
+        if len(written.users) > 1:
+            raise RuntimeError(f"it writes in place ({node.target}), which its trace would lose")
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
 
 
 class _Chunked(Linearization):

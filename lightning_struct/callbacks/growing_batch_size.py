@@ -96,8 +96,8 @@ class GrowingBatchSize(L.Callback):
         predictions: n̂ of the last checks.
         validation_values: of the last checks.
         records: one dict for each check: ``samples`` seen in training, ``batch_size`` of the step,
-            ``batch_size_predicted``, ``variance_ratio`` (which the norm test bounds by about θ²) and
-            ``validation_value``.
+            ``batch_size_predicted``, ``variance_ratio`` = ‖Var‖₁/(n‖ḡ‖²), which times (N - n)/(N - 1) the norm test
+            bounds by θ², and ``validation_value``.
 
     Raises:
         MisconfigurationException: an argument out of range; at the start of fit a module without statistics, a loader
@@ -133,6 +133,7 @@ class GrowingBatchSize(L.Callback):
         self._last_step = 0
         self._batch_size: int | None = None
         self._sampler: Any = None
+        self._dataset_size = 0
         self._logged_here: tuple[str, ...] | None = None
         self._validation = DueValidation()
 
@@ -156,7 +157,8 @@ class GrowingBatchSize(L.Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._sampler = resizable_sampler(trainer.train_dataloader)
+        loader: Any = trainer.train_dataloader
+        self._sampler, self._dataset_size = resizable_sampler(loader), len(loader.dataset)
         if self._batch_size is not None:
             self._sampler.batch_size = self._batch_size
         if self._sampler.batch_size > self._limit:
@@ -235,8 +237,7 @@ class GrowingBatchSize(L.Callback):
 
     @property
     def _limit(self) -> int:
-        samples = len(self._sampler.dataset)
-        return samples if self.max_batch_size is None else min(self.max_batch_size, samples)
+        return min(self.max_batch_size or self._dataset_size, self._dataset_size)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Take in the statistics of a step."""
@@ -247,7 +248,7 @@ class GrowingBatchSize(L.Callback):
                 "where batch normalisation couples the samples. Start with two at least, take another normalisation, or "
                 "leave GrowingBatchSize out"
             )
-        predicted = required_batch_size(variance, squared_norm, len(self._sampler.dataset), self.theta)
+        predicted = required_batch_size(variance, squared_norm, self._dataset_size, self.theta)
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if squared_norm > 0:

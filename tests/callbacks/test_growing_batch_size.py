@@ -225,7 +225,6 @@ def test_any_sampler_that_says_it_is_resizable_will_do(tmp_path):
 
     data = regression_data()
     sampler = Resizable(RandomSampler(data, generator=torch.Generator().manual_seed(0)), 5, drop_last=False)
-    sampler.dataset = data
     callback = GrowingBatchSize(window=1)
     fit(tmp_path, ScriptedNetwork([7.5] * 12), callback, DataLoader(data, batch_sampler=sampler))
     assert sampler.batch_size == required_batch_size(7.5, 1.0, 60, 0.5)

@@ -227,8 +227,16 @@ class SHF(torch.optim.Optimizer):
         super().__init__(
             named.values(), {"damping": damping, "drop": drop, "warm_start": warm_start, "maxiter": maxiter}
         )
-        if len(self.param_groups) != 1:
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One group only, that of the module's parameters.
+
+        Raises:
+            ValueError: a second group.
+        """
+        if self.param_groups:
             raise ValueError("SHF trains all parameters of the module in one group; freeze what it must leave alone")
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but hooks. Torch's own leaves out what a subclass adds, and a copy could not step."""

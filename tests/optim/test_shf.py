@@ -803,6 +803,12 @@ def test_a_module_with_everything_frozen_is_refused() -> None:
         SHF(network().requires_grad_(False), "mse", damping=1.0)
 
 
+def test_a_second_parameter_group_is_refused() -> None:
+    optimizer = SHF(network(), "mse", damping=1.0)
+    with pytest.raises(ValueError, match="one group"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
 def test_a_preconditioner_object_cannot_damp_y_around_the_origin() -> None:
     class Identity:
         def solve(self, y: Any) -> Any:

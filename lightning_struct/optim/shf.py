@@ -191,9 +191,26 @@ class SHF(torch.optim.Optimizer):
             hasattr(preconditioner, "solve") and hasattr(preconditioner, "solve_transpose")
         ):
             raise ValueError(f"a preconditioner object needs solve and solve_transpose, got {preconditioner!r}")
-        for name, value, low in (("l2", l2, 0.0), ("atol", atol, 0.0), ("ftol", ftol, 0.0), ("maxiter", maxiter, 1)):
-            if not value >= low:
-                raise ValueError(f"{name} must be >= {low}, got {value}")
+        at_least_zero = {
+            "l2": l2,
+            "atol": atol,
+            "ftol": ftol,
+            "progress_tolerance": progress_tolerance,
+            "miniter": miniter,
+            "recover": recover,
+        }
+        for name, value in at_least_zero.items():
+            if not value >= 0:
+                raise ValueError(f"{name} must be >= 0, got {value}")
+        if not maxiter >= 1:
+            raise ValueError(f"maxiter must be >= 1, got {maxiter}")
+        for name, size in (("dataset_size", dataset_size), ("chunk_size", chunk_size)):
+            if size is not None and not size >= 1:
+                raise ValueError(f"{name} must be >= 1 or None, got {size}")
+        if not 0 < armijo < 1:
+            raise ValueError(f"armijo must be in (0, 1), got {armijo}")
+        if not theta > 0:
+            raise ValueError(f"theta must be > 0, got {theta}")
         if not (0 <= warm_start < 1 and 0 <= max_warm_start < 1 and warm_start_growth >= 1):
             raise ValueError(
                 f"warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got {warm_start}, "
@@ -264,6 +281,8 @@ class SHF(torch.optim.Optimizer):
 
     @drop.setter
     def drop(self, value: float | None) -> None:
+        drop = 1.0 if value is None else value
+        check_levenberg_marquardt(drop, self._lower, self._upper, self._min_damping, self._max_damping)
         self.param_groups[0]["drop"] = value
 
     def set_validation(self, batches: Batches | None) -> None:

@@ -809,6 +809,47 @@ def test_a_second_parameter_group_is_refused() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "hinge"}, "'hinge'"),
+        ({"solver": "minres"}, "solver must be one of 'lsmr', 'lsqr', 'cg', got 'minres'"),
+        ({"preconditioner": "kfac"}, "preconditioner must be one of .*'diagonal'.* got 'kfac'"),
+        ({"preconditioner": object()}, "needs solve and solve_transpose"),
+        ({"damping_center": "end"}, "damping_center must be one of 'start', 'origin', got 'end'"),
+        ({"damping_space": "z"}, "damping_space must be one of None, 'y', 'x', got 'z'"),
+        ({"backend": "jax"}, "backend must be one of .* got 'jax'"),
+        ({"damping": 0.0}, "damping must be finite and > 0, got 0.0"),
+        ({"damping": math.nan}, "damping must be finite and > 0, got nan"),
+        ({"drop": 0.0}, r"drop must be in \(0, 1\], got 0.0"),
+        ({"lower": 0.9}, "lower must be <= upper"),
+        ({"min_damping": 2.0, "max_damping": 1.0}, "min_damping"),
+        ({"warm_start": 1.0}, "warm_start .* got 1.0"),
+        ({"warm_start": -0.1}, "warm_start .* got -0.1"),
+        ({"max_warm_start": 1.0}, "max_warm_start .* 1.0"),
+        ({"warm_start_growth": 0.5}, "warm_start_growth >= 1.* 0.5"),
+        ({"maxiter": 0}, "maxiter must be >= 1, got 0"),
+        ({"miniter": -1}, "miniter must be >= 0, got -1"),
+        ({"recover": -1}, "recover must be >= 0, got -1"),
+        ({"atol": -1.0}, "atol must be >= 0"),
+        ({"ftol": -1.0}, "ftol must be >= 0"),
+        ({"progress_tolerance": -1.0}, "progress_tolerance must be >= 0"),
+        ({"l2": -1.0}, "l2 must be >= 0"),
+        ({"armijo": 0.0}, r"armijo must be in \(0, 1\), got 0.0"),
+        ({"armijo": 1.0}, r"armijo must be in \(0, 1\), got 1.0"),
+        ({"theta": 0.0}, "theta must be > 0, got 0.0"),
+        ({"dataset_size": 0}, "dataset_size must be >= 1 or None, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be >= 1 or None, got 0"),
+        ({"damping_space": "y", "solver": "cg"}, "damping_space='y'"),
+        ({"damping_space": "y", "l2": 0.1}, "damping_space='y'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_without_meaning_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SHF(network(), **{"loss": "mse", "damping": 1.0, **options})
+
+
 def test_a_preconditioner_object_cannot_damp_y_around_the_origin() -> None:
     class Identity:
         def solve(self, y: Any) -> Any:
@@ -826,3 +867,11 @@ def test_a_damping_set_out_of_range_is_named(value: float) -> None:
     with pytest.raises(ValueError, match=f"damping must be finite and > 0, got {value}"):
         optimizer.damping = value
     assert optimizer.damping == 1.0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, math.nan])
+def test_a_drop_set_out_of_range_is_named(value: float) -> None:
+    optimizer = SHF(network(), "mse", damping=1.0, drop=0.9)
+    with pytest.raises(ValueError, match=rf"drop must be in \(0, 1\], got {value}"):
+        optimizer.drop = value
+    assert optimizer.drop == 0.9

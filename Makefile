@@ -1,19 +1,27 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+VENV_OLDEST := .venv-oldest
+INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 
-.PHONY: help demo test lint types clean
+.PHONY: help demo test test-oldest lint types clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
 	@echo "make test   all tests"
+	@echo "make test-oldest  the quick tests on the oldest supported versions (tests/oldest.txt)"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
-	@echo "make clean  remove the environment"
+	@echo "make clean  remove the environments"
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(INSTALLED_OLDEST): pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint tests/oldest.txt
 	touch $@
 
 demo: $(INSTALLED)
@@ -21,6 +29,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+
+test-oldest: $(INSTALLED_OLDEST)
+	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 -m "not slow" -W ignore
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -30,4 +41,4 @@ types: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_OLDEST)

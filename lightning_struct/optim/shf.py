@@ -403,7 +403,8 @@ class SHF(torch.optim.Optimizer):
             warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=3)
             return _Step(None, 0.0, model.value, 0.0, self.damping, 0, "zero_gradient")
         decay, previous = self.param_groups[0]["warm_start"], self._memory["direction"]
-        start = previous * decay if previous is not None and decay > 0.0 else None
+        # A loaded direction may come from another device or dtype.
+        start = previous.to(model.gradient) * decay if previous is not None and decay > 0.0 else None
         damping, iterations = self.damping, 0
         for _ in range(1 + _RETRIES):
             with _timed(seconds, "precondition"):

@@ -603,14 +603,16 @@ def test_two_optimizers_loaded_from_one_state_go_their_own_ways() -> None:
     assert without_seconds(take(other, batch(9, seed=2))) == expected
 
 
-def test_a_state_of_float32_continues_in_a_float64_module() -> None:
-    optimizer = SHF(network(torch.float32), "mse", damping=0.5)
-    take(optimizer, batch(dtype=torch.float32))
-    module = network()
-    double = SHF(module, "mse", damping=0.5)
-    double.load_state_dict(optimizer.state_dict())
-    report = take(double, batch(seed=2))
-    assert report.loss_after < report.loss_before and weights(module).dtype == torch.float64
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_a_state_continues_in_a_module_of_another_dtype(saved: torch.dtype, loaded: torch.dtype) -> None:
+    optimizer = SHF(network(saved), "mse", damping=0.5)
+    take(optimizer, batch(dtype=saved))
+    module = network(loaded)
+    other = SHF(module, "mse", damping=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    report = take(other, batch(seed=2, dtype=loaded))
+    assert report.loss_after < report.loss_before
+    assert other.state["shf"]["direction"].dtype == loaded
 
 
 @pytest.mark.parametrize(

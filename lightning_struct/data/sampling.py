@@ -201,9 +201,16 @@ class DrawLoader(DataLoader):
             )
         if collate_fn is not None or not isinstance(dataset, TensorDataset):
             dataset = _IndexedByLists(dataset, collate_fn or default_collate)
-        # a DataLoader draws a seed for workers in each epoch: from a generator of its own, since a resumed run begins fewer
-        options = {"generator": torch.Generator()} | options
         super().__init__(dataset, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
+
+    def __iter__(self) -> Any:
+        # A DataLoader draws a seed for workers each time: here not from the global generator, since a resumed run begins
+        # fewer epochs. It is made for the moment only: torch cannot send a generator to a spawned process.
+        given, self.generator = self.generator, torch.Generator()
+        try:
+            return super().__iter__()
+        finally:
+            self.generator = given
 
     def state_dict(self) -> dict[str, int]:
         """Of the draws."""

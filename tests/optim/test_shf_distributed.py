@@ -1,0 +1,267 @@
+"""Two processes with a share of the batch each take the steps of one process with all of it.
+
+One pair of processes runs everything; what they did is compared here, check by check.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from lightning_struct.optim import SHF
+from tests.cases import flat, mlp, trainable
+from tests.optim.helpers import gaussian
+
+pytestmark = pytest.mark.slow
+
+WORLD = 2
+SIZES = ((5, 7), (9, 3), (8, 7), (1, 14), (6, 12))  # of the two shares in five steps; the sum grows
+
+
+def network() -> nn.Module:
+    return mlp().double()
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4, 2)).double()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    options: dict[str, Any]
+    loss: str = "mse"
+    build: Callable[[], nn.Module] = network
+    dtype: torch.dtype = torch.float64
+    validation: tuple[int, int] | None = None  # sizes of the two shares
+
+
+SCENARIOS = {
+    "lsmr_diagonal": Scenario({"preconditioner": "diagonal"}),
+    "cg_fisher": Scenario({"solver": "cg", "preconditioner": "fisher"}),
+    "lsqr_origin_l2": Scenario({"solver": "lsqr", "damping_center": "origin", "l2": 0.1, "preconditioner": "fisher"}),
+    "diagonal_sum_on_x": Scenario({"preconditioner": "diagonal_sum", "damping_space": "x", "maxiter": 10}),
+    "cross_entropy": Scenario({}, loss="cross_entropy"),
+    "convolution": Scenario({"maxiter": 10}, build=convolution),
+    "chunks": Scenario({"chunk_size": 4}),
+    "validation": Scenario({"maxiter": 20, "return_best": True}, validation=(4, 9)),
+    "validation_on_one_process": Scenario({"maxiter": 20, "miniter": 5, "ftol": 1e-3}, validation=(0, 6)),
+    "float32": Scenario({"maxiter": 10}, dtype=torch.float32),
+}
+
+
+def draw(n: int, seed: int, scenario: Scenario) -> tuple[Tensor, Tensor]:
+    inputs = gaussian(n, 4, seed=seed)
+    scores = (inputs @ gaussian(4, 2, seed=99)).tanh() + 0.1 * gaussian(n, 2, seed=seed + 1)
+    targets = scores.argmax(1) if scenario.loss == "cross_entropy" else scores.to(scenario.dtype)
+    return inputs.to(scenario.dtype), targets
+
+
+def share(data: tuple[Tensor, Tensor], sizes: tuple[int, int], rank: int | None) -> tuple[Tensor, Tensor]:
+    """The rows of a process; all of them where ``rank`` is None."""
+    if rank is None:
+        return data
+    rows = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
+    return data[0][rows], data[1][rows]
+
+
+def make(scenario: Scenario) -> tuple[nn.Module, SHF]:
+    torch.manual_seed(0)
+    module = scenario.build().to(scenario.dtype)
+    return module, SHF(module, scenario.loss, **{"damping": 1.0, "drop": 0.9, **scenario.options})
+
+
+def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
+    """Weights and report of each of the five steps."""
+    module, optimizer = make(scenario)
+    if scenario.validation is not None:
+        data = draw(sum(scenario.validation), 500, scenario)
+        optimizer.set_validation([share(data, scenario.validation, rank)])
+    steps = []
+    for i, sizes in enumerate(SIZES):
+        inputs, targets = share(draw(sum(sizes), 100 + 10 * i, scenario), sizes, rank)
+        report = asdict(optimizer.step(inputs=inputs, targets=targets))
+        del report["seconds"]
+        steps.append({"weights": flat(trainable(module)).clone(), "report": report, "damping": optimizer.damping})
+    return steps
+
+
+def count_collectives(rank: int, maxiter: int) -> dict[str, list[int]]:
+    """Sizes of what is communicated in one step with so many iterations of LSMR."""
+    scenario = Scenario({"maxiter": maxiter, "atol": 0.0})
+    _, optimizer = make(scenario)
+    sizes: dict[str, list[int]] = {"all_reduce": [], "all_gather": [], "broadcast": [], "barrier": []}
+    originals = {name: getattr(dist, name) for name in sizes}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[-1] if args else None
+            sizes[name].append(tensor.numel() if isinstance(tensor, Tensor) else 0)
+            return originals[name](*args, **kwargs)
+
+        return wrapper
+
+    try:
+        for name in sizes:
+            setattr(dist, name, counting(name))
+        inputs, targets = share(draw(12, 100, scenario), (5, 7), rank)
+        report = optimizer.step(inputs=inputs, targets=targets)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    assert report.solver_iterations == maxiter
+    return sizes
+
+
+def fail(rank: int, spoil: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The message of a step in which the share of rank 1 is spoilt, and whether the weights stayed."""
+    scenario = Scenario({})
+    module, optimizer = make(scenario)
+    before = flat(trainable(module)).clone()
+    data = share(draw(12, 100, scenario), (5, 7), rank)
+    inputs, targets = spoil(data) if rank == 1 else data
+    message = ""
+    try:
+        optimizer.step(inputs=inputs, targets=targets)
+    except ValueError as error:
+        message = str(error)
+    unchanged = torch.equal(flat(trainable(module)), before)
+    after = optimizer.step(inputs=data[0], targets=data[1])
+    return {"message": message, "unchanged": unchanged, "goes_on": after.loss_after < after.loss_before}
+
+
+def with_nan(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return data[0].index_fill(0, torch.tensor([2]), math.nan), data[1]
+
+
+def emptied(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return data[0][:0], data[1][:0]
+
+
+def overflowing(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return data[0], data[1] * 1e200
+
+
+FAULTS = {"nan": with_nan, "empty": emptied, "overflow": overflowing}
+
+
+def worker(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {
+        "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
+        "collectives": {maxiter: count_collectives(rank, maxiter) for maxiter in (4, 5, 7)},
+        "faults": {name: fail(rank, spoil) for name, spoil in FAULTS.items()},
+    }
+    torch.save(results, f"{directory}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes did."""
+    directory: Path = tmp_path_factory.mktemp("processes")
+    mp.spawn(worker, (str(directory),), nprocs=WORLD)
+    return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, list[dict[str, Any]]]:
+    return {name: train(scenario, None) for name, scenario in SCENARIOS.items()}
+
+
+DOUBLE = [name for name, scenario in SCENARIOS.items() if scenario.dtype == torch.float64]
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+def test_weights_are_those_of_one_process_with_the_whole_batch(
+    name: str, processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
+) -> None:
+    for step, expected in zip(processes[0]["steps"][name], one_process[name], strict=True):
+        torch.testing.assert_close(step["weights"], expected["weights"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+def test_reports_are_those_of_one_process_with_the_whole_batch(
+    name: str, processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
+) -> None:
+    for step, expected in zip(processes[0]["steps"][name], one_process[name], strict=True):
+        report, whole = dict(step["report"]), dict(expected["report"])
+        assert report.pop("stop_reason") == whole.pop("stop_reason")
+        if SCENARIOS[name].validation is None:
+            assert report.pop("merit") is whole.pop("merit") is None
+        merits, whole_merits = dict(report.pop("merits")), dict(whole.pop("merits"))
+        assert report == pytest.approx(whole, rel=1e-9)
+        assert merits == pytest.approx(whole_merits, rel=1e-9)
+        assert step["damping"] == pytest.approx(expected["damping"], rel=1e-12)
+
+
+def test_float32_weights_are_those_of_one_process_up_to_rounding(
+    processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Krylov methods amplify rounding: a hundred units in the last place are allowed after five steps."""
+    for step, expected in zip(processes[0]["steps"]["float32"], one_process["float32"], strict=True):
+        torch.testing.assert_close(step["weights"], expected["weights"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_processes_have_bitwise_the_same_weights(name: str, processes: list[dict[str, Any]]) -> None:
+    for mine, other in zip(processes[0]["steps"][name], processes[1]["steps"][name], strict=True):
+        assert torch.equal(mine["weights"], other["weights"])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_processes_report_the_same(name: str, processes: list[dict[str, Any]]) -> None:
+    for mine, other in zip(processes[0]["steps"][name], processes[1]["steps"][name], strict=True):
+        assert (mine["report"], mine["damping"]) == (other["report"], other["damping"])
+
+
+@pytest.mark.parametrize(("fewer", "more"), [(4, 5), (5, 7)])
+def test_an_iteration_of_lsmr_sends_one_flat_vector_and_one_scalar(
+    fewer: int, more: int, processes: list[dict[str, Any]]
+) -> None:
+    weights = len(flat(trainable(network())))
+    for process in processes:
+        before, after = process["collectives"][fewer], process["collectives"][more]
+        extra = {
+            size: after["all_reduce"].count(size) - before["all_reduce"].count(size)
+            for size in {*after["all_reduce"], *before["all_reduce"]}
+        }
+        assert {size: count for size, count in extra.items() if count} == {weights: more - fewer, 1: more - fewer}
+
+
+def test_nothing_but_sums_and_the_check_of_the_batch_is_communicated(processes: list[dict[str, Any]]) -> None:
+    counts = processes[0]["collectives"][5]
+    assert (len(counts["all_gather"]), counts["broadcast"], counts["barrier"]) == (1, [], [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("nan", "NaN or infinity on rank 1"),
+        ("empty", "empty on rank 1"),
+        ("overflow", "loss at the current weights is inf"),
+    ],
+)
+def test_a_fault_on_one_process_is_an_error_on_both_that_changes_nothing(
+    fault: str, message: str, processes: list[dict[str, Any]]
+) -> None:
+    for process in processes:
+        outcome = process["faults"][fault]
+        assert message in outcome["message"]
+        assert outcome["unchanged"] and outcome["goes_on"]

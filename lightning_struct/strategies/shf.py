@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
 from lightning_struct.optim.shf import SHF, StepReport
@@ -138,9 +137,6 @@ class SHFOptimization(L.LightningModule):
         super().on_fit_start()
         self._check_trainer()
         _ = self.shf
-        if isinstance(self.trainer.model, DistributedDataParallel):
-            # SHF reduces by itself; the wrapper must not wait for gradients that no backward pass will bring.
-            self.trainer.model.require_backward_grad_sync = False
         if self._replaced_training_step is not None:
             rank_zero_info(
                 f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step after it"

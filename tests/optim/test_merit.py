@@ -73,7 +73,7 @@ def test_it_stops_where_algorithm_6_stops(name: str, miniter: int, recover: int,
     st.lists(st.sampled_from([0.5, 0.9, 0.999, 1.0, 1.0, 1.001, 1.1, 2.0]), min_size=40, max_size=40),
     st.integers(0, 60),
     st.integers(0, 60),
-    st.sampled_from([1e-7, 1e-4, 1e-2]),
+    st.sampled_from([0.0, 1e-7, 1e-4, 1e-2]),
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_it_stops_where_algorithm_6_stops_on_any_sequence(
@@ -111,6 +111,12 @@ def test_a_merit_that_no_longer_changes_has_stagnated() -> None:
 def test_nan_counts_as_a_rise() -> None:
     last, stopped, _ = run(lambda k: 1.0 / k if k < 20 else math.nan, 2.0, 400, miniter=10, recover=20)
     assert (last, stopped) == (48, True)
+
+
+def test_with_a_zero_tolerance_only_a_rise_ends_the_solve() -> None:
+    """f_prev - f_k < (k - k_prev) ftol is strict."""
+    last, stopped, _ = run(lambda k: 1.0, 2.0, 100, miniter=10, recover=20, ftol=0.0)
+    assert (last, stopped) == (100, False)
 
 
 def test_intervals_grow_by_a_quarter() -> None:

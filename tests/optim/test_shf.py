@@ -102,6 +102,30 @@ def test_both_losses_of_a_step_are_with_the_dropout_masks_of_one_forward(name: s
     assert report.loss_after == pytest.approx(loss_with_those_masks(), rel=1e-12)
 
 
+def test_dropout_masks_are_those_of_the_step_after_a_resume_too() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 2))
+    x, y = torch.randn(30, 4), torch.randn(30, 2)
+    optimizer = SHF(module, "mse", damping=1.0, maxiter=5)
+    optimizer.step(inputs=x, targets=y)
+    resumed_module = copy.deepcopy(module)
+    resumed = SHF(resumed_module, "mse", damping=1.0, maxiter=5)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = optimizer.step(inputs=x, targets=y)
+    torch.rand(7)  # the global generator is somewhere else
+    report = resumed.step(inputs=x, targets=y)
+    assert report.loss_after == expected.loss_after
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), resumed_module.parameters(), strict=True))
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    module = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 2))
+    optimizer = SHF(module, "mse", damping=1.0, maxiter=2)
+    before = torch.get_rng_state()
+    optimizer.step(inputs=torch.ones(8, 4), targets=torch.zeros(8, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", DROPOUTS)
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_every_step_draws_new_dropout_masks(name: str, chunk_size: int | None) -> None:
@@ -469,6 +493,15 @@ def test_the_merit_is_the_validation_loss_at_the_new_weights_in_eval_mode() -> N
     optimizer = SHF(module, "mse", damping=1.0, l2=0.1, maxiter=8)
     optimizer.set_validation(validation)
     report = take(optimizer, batch())
+    assert report.merit == pytest.approx(validation_loss(module, validation), rel=1e-12)
+
+
+def test_the_merit_is_that_of_the_step_that_the_line_search_shortened() -> None:
+    module, validation = network(), [batch(60, seed=50)]
+    optimizer = SHF(module, "mse", damping=0.05, maxiter=40, atol=0.0)
+    optimizer.set_validation(validation)
+    report = take(optimizer, batch(6))
+    assert 0.0 < report.step_length < 1.0
     assert report.merit == pytest.approx(validation_loss(module, validation), rel=1e-12)
 
 

@@ -23,7 +23,7 @@ from lightning_struct.functional.least_squares import RightPreconditioner, lsmr,
 from lightning_struct.functional.line_search import armijo as armijo_search
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.optim.batch_model import Batches, BatchModel
-from lightning_struct.optim.collective import all_reduce
+from lightning_struct.optim.collective import all_reduce, rank
 from lightning_struct.optim.merit import MeritStopping
 
 SOLVERS = ("lsmr", "lsqr", "cg")
@@ -139,7 +139,7 @@ class SHF(torch.optim.Optimizer):
         backend: of :func:`~lightning_struct.functional.linearize`. For few solver iterations on a model that is no
             chain of Linear layers ``"double_backward"`` is quicker than the default, whose set-up is dear.
         chunk_size: form products over chunks of so many samples, to save memory.
-        seed: of the random signs of the preconditioner.
+        seed: of the random signs of the preconditioner and of what the network draws (dropout), with the step's number.
 
     Raises:
         ValueError: an argument out of range; weights that are neither float32 nor float64, or of mixed dtype.
@@ -337,7 +337,10 @@ class SHF(torch.optim.Optimizer):
         self._check_preconditioner_applies()
         seconds: dict[str, float] = {}
         group, memory = self.param_groups[0], self._memory
-        with _timed(seconds, "linearize"):
+        with (
+            _timed(seconds, "linearize"),
+            _seeded(self._seed_for(f"network on rank {rank()}"), group["params"][0].device),
+        ):
             weights = {name: p.detach() for name, p in zip(self._names, group["params"], strict=True)}
             model = BatchModel(
                 self.module,
@@ -444,14 +447,16 @@ class SHF(torch.optim.Optimizer):
                 "over the batch, which leaves them undefined: use preconditioner=None, or put the layer in eval mode"
             )
 
+    def _seed_for(self, purpose: str) -> int:
+        """Of this step; 32 bits, since a generator of the CPU reads no more of its seed."""
+        return random.Random(f"{self._seed} {self._memory['steps']} {purpose}").getrandbits(32)
+
     def _make_preconditioner(self, model: BatchModel, damping: float) -> Tensor | RightPreconditioner | None:
         choice = self._preconditioner
         if choice is None:
             return None
         if isinstance(choice, str):
-            # A generator of the CPU reads the low 32 bits of its seed only, so both numbers are mixed into these.
-            seed = random.Random((self._seed << 32) + self._memory["steps"]).getrandbits(32)
-            return model.scaling(choice, damping, seed=seed)
+            return model.scaling(choice, damping, seed=self._seed_for("signs"))
         if hasattr(choice, "update"):
             choice.update(model.linearization, self.loss, model.targets, damping)
         return _FlatOperator(choice, model)
@@ -596,6 +601,14 @@ def _check_parameters(named: dict[str, nn.Parameter]) -> None:
         )
     if len({p.device for p in named.values()}) > 1:
         raise ValueError("SHF needs all weights on one device")
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Dropout masks of this step alone, so that a resumed run has them too; the global random state stays as it is."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ PER_SAMPLE = [
     pytest.param(case, backend, id=f"{case}-{backend}")
     for case in CASES
     if case.per_sample
-    for backend in ({case.backends[0], "double_backward"})
+    for backend in dict.fromkeys((case.backends[0], "double_backward"))
 ]
 
 

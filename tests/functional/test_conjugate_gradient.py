@@ -245,7 +245,7 @@ def test_a_product_with_nan_or_infinity_is_an_error(bad: float) -> None:
         ({"x0": torch.ones(3, dtype=torch.float64)}, r"x0 .*\(3,\).*\(4,\)"),
         ({"preconditioner": torch.ones(3, dtype=torch.float64)}, r"preconditioner .*\(3,\).*\(4,\)"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -469,7 +469,7 @@ def test_a_right_hand_side_with_nan_is_an_error(solver: Solver) -> None:
         ({"preconditioner": {"a": torch.ones(4, dtype=torch.float64)}}, r"preconditioner .*\['a'\].* a tensor"),
         ({"damping_center": torch.ones(5, dtype=torch.float64), "damp": 1.0}, r"damping_center .*\(5,\).*\(4,\)"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_an_option_out_of_range_is_named(solver: Solver, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -403,7 +403,7 @@ class SHF(torch.optim.Optimizer):
     def _search(self, model: BatchModel, maxiter: int, seconds: dict[str, float]) -> _Step:
         """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
         if model.gradient_squared == 0.0:
-            warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=3)
+            warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=4)
             return _Step(None, 0.0, model.value, 0.0, self.damping, 0, "zero_gradient")
         decay, previous = self.param_groups[0]["warm_start"], self._memory["direction"]
         # A loaded direction may come from another device or dtype.
@@ -434,7 +434,7 @@ class SHF(torch.optim.Optimizer):
             f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last one "
             f"with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: use "
             "float64 or stop",
-            stacklevel=3,
+            stacklevel=4,
         )
         damping = min(self.damping * _RETRY_DAMPING, self._max_damping)
         return _Step(None, 0.0, model.value, 0.0, damping, iterations, "line_search")
@@ -607,7 +607,10 @@ def _check_parameters(named: dict[str, nn.Parameter]) -> None:
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Dropout masks of this step alone, so that a resumed run has them too; the global random state stays as it is."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import lightning as L
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
 CPU_SECONDS = (15, 30, 60, 120, 240, 480)
@@ -78,8 +79,8 @@ def run_job(task: str, name: str, seed: int, arguments: list[str], output: Path)
 def jobs(task: str, options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     configs = Path(__file__).resolve().parents[1] / "recipes" / f"{task}_autoencoder"
     shf, adam = (f"--config={configs / name}" for name in ("shf.yaml", "adam.yaml"))
-    data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if options.data_dir else []
-    until = [f"--trainer.max_time=00:00:{options.minutes}:00"] if options.minutes else []
+    data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if task != "curves" else []
+    until = [f"--trainer.max_time=00:00:{options.minutes:02d}:00"] if options.minutes else []
     listed = [
         ("shf", seed, [shf, *data, *until, f"--trainer.max_steps={options.iterations}"]) for seed in options.seeds
     ]
@@ -156,6 +157,8 @@ def draw(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
             errors.plot(cpu, error, color=color, alpha=1 - 0.4 * (i > 0), label=None if i else text)
     errors.set(xlabel="CPU seconds, one thread", ylabel="validation error ‖x̂ - x‖²", xscale="log", yscale="log")
     errors.set_xlim(left=1)
+    errors.yaxis.set_major_formatter(ScalarFormatter())
+    errors.yaxis.set_minor_formatter(ScalarFormatter())
     errors.grid(which="both", alpha=0.25)
     errors.legend()
     for i, run in enumerate(by_name.get("shf", [])):
@@ -174,7 +177,7 @@ def draw(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("usps", "mnist", "curves"))
-    parser.add_argument("--data-dir", help="where the files of the data set are; curves needs none")
+    parser.add_argument("--data-dir", default="data", help="where the files of the data set are; curves needs none")
     parser.add_argument("--output", type=Path, help="default: results/benchmarks/TASK")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--iterations", type=int, default=390, help="bound for SHF")

@@ -1,4 +1,4 @@
-"""The only place that touches private fields of Lightning. Checked with Lightning 2.6.6."""
+"""The only place that touches private fields of Lightning. Checked with Lightning 2.6.0 and 2.6.6."""
 
 from typing import Any
 

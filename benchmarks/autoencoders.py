@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
-CPU_SECONDS = (15, 30, 60, 120, 240, 480)
+CPU_SECONDS = (15, 30, 60, 120, 240, 480, 960)
 
 
 class ProcessClock(L.Callback):

@@ -1,0 +1,354 @@
+"""What one use of a parameter in a backward pass adds to its gradient, kept so that each sample's share follows cheaply.
+
+The share of sample i is cᵢ, with Σᵢ cᵢ the gradient. A layer's inputs and the cotangents of its outputs determine all cᵢ;
+their squared norms rarely need the cᵢ themselves, which for n samples are n times as large as the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Per-sample quantities hold at most this many numbers at a time.
+_NUMBERS_AT_A_TIME = 2**25
+
+# Exact norms are kept up to this part of the multiply-adds that training the layer takes; beyond it they are estimated
+# where estimates were asked for.
+_FREE_PART = 0.1
+
+
+class Uncovered(Exception):
+    """The shares of the samples cannot be told apart; the message says why, as the end of a sentence."""
+
+
+class Cost(NamedTuple):
+    """Multiply-adds for one sample: of its squared norm, of training the layer, and of one probe."""
+
+    exact: int
+    training: int
+    probe: int
+
+
+class Contribution(ABC):
+    """One use of one parameter in one backward pass."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Of the tensors."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """n."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """(n,), ‖cᵢ‖², at least float32."""
+
+    @abstractmethod
+    def per_sample(self, chunk: slice) -> Tensor:
+        """(m, *shape), cᵢ of the samples in ``chunk``, at least float32."""
+
+    @abstractmethod
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        """leftᵀ G right of the gradient G = Σᵢ cᵢ as a matrix of ``shape[0]`` rows: a scalar."""
+
+    def total(self) -> Tensor:
+        """Σᵢ cᵢ, of the parameter's shape."""
+        return torch.stack([self.per_sample(chunk).sum(0) for chunk in self._chunks()]).sum(0)
+
+    def cost(self) -> Cost | None:
+        """None where there is nothing to save by an estimate."""
+        return None
+
+    def sketched(self, signs: Tensor) -> Contribution:
+        """Rᵢᵀcᵢ in place of cᵢ, with Rᵢ the ``signs`` (n, shape[0], probes), of ±1, over √probes.
+
+        Only where :meth:`cost` is not None.
+        """
+        raise NotImplementedError
+
+    def _chunks(self, numbers: int | None = None) -> Iterator[slice]:
+        """The samples, so many at a time that ``numbers`` for each (default: a gradient) are not too many."""
+        size = max(1, _NUMBERS_AT_A_TIME // max(1, math.prod(self.shape) if numbers is None else numbers))
+        return (slice(start, start + size) for start in range(0, self.samples, size))
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Contribution):
+    """The cᵢ themselves, for small parameters. ``gradients`` is (n, *shape of the parameter)."""
+
+    gradients: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradients.device
+
+    @property
+    def samples(self) -> int:
+        return self.gradients.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.gradients.shape[1:])
+
+    def squared_norms(self) -> Tensor:
+        return _row_norms(_accurate(self.gradients))
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        return _accurate(self.gradients[chunk])
+
+    def total(self) -> Tensor:
+        return _accurate(self.gradients).sum(0)
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ self.total().reshape(left.shape[0], -1) @ right
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(Contribution):
+    """cᵢ = Σ_t δ_t a_tᵀ, of a matrix product at T positions.
+
+    Args:
+        inputs: (n, T, in), a.
+        cotangents: (n, T, out), δ.
+        parameter_shape: of the parameter, in whose memory order cᵢ is; (out, in) if None.
+        rows: the rows of the parameter that cᵢ fills, zero in the others; all of them if None. Needs ``parameter_shape``.
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+    parameter_shape: tuple[int, ...] | None = None
+    rows: slice | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.device
+
+    @property
+    def samples(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.parameter_shape is None:
+            return (self.cotangents.shape[2], self.inputs.shape[2])
+        return tuple(self.parameter_shape)
+
+    def squared_norms(self) -> Tensor:
+        """With T = 1 a product of two row norms, else ⟨A Aᵀ, Δ Δᵀ⟩ or the product ΔᵀA, whichever is cheaper."""
+        positions, width, height = self._sizes()
+        if positions == 1:
+            return _row_norms(_accurate(self.inputs)) * _row_norms(_accurate(self.cotangents))
+        gram = positions * (width + height) <= width * height
+        numbers = 2 * positions * positions if gram else width * height
+        norms = []
+        for chunk in self._chunks(numbers):
+            a, delta = self._accurate(chunk)
+            if gram:
+                norms.append(((a @ a.mT) * (delta @ delta.mT)).sum((1, 2)))
+            else:
+                norms.append(_row_norms(delta.mT @ a))
+        return torch.cat(norms)
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        a, delta = self._accurate(chunk)
+        product = delta.mT @ a
+        if self.rows is None:
+            return product.reshape(-1, *self.shape)
+        gradients = product.new_zeros(product.shape[0], *self.shape)
+        gradients[:, self.rows] = product.reshape(product.shape[0], -1, *self.shape[1:])
+        return gradients
+
+    def total(self) -> Tensor:
+        a, delta = (_accurate(tensor).flatten(0, 1) for tensor in (self.inputs, self.cotangents))
+        return Outer(a[None], delta[None], self.parameter_shape, self.rows).per_sample(slice(None))[0]
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        left = left if self.rows is None else left[self.rows]
+        return ((_accurate(self.cotangents) @ left) * (_accurate(self.inputs) @ right)).sum()
+
+    def cost(self) -> Cost | None:
+        positions, width, height = self._sizes()
+        if positions == 1 or self.rows is not None:
+            return None
+        product = positions * width * height
+        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
+
+    def sketched(self, signs: Tensor) -> Outer:
+        delta = _accurate(self.cotangents)
+        return Outer(self.inputs, delta @ signs.to(delta.dtype) * signs.shape[2] ** -0.5)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """T, in, out."""
+        return self.inputs.shape[1], self.inputs.shape[2], self.cotangents.shape[2]
+
+    def _accurate(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        return _accurate(self.inputs[chunk]), _accurate(self.cotangents[chunk])
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Contribution):
+    """Of a table with V rows: cᵢ is the sum of δ_t in row k_t over t.
+
+    Args:
+        indices: (n, T), k, integers in [0, V).
+        cotangents: (n, T, d), δ; zero where nothing is to be counted.
+        table_rows: V.
+    """
+
+    indices: Tensor
+    cotangents: Tensor
+    table_rows: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def samples(self) -> int:
+        return self.indices.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.table_rows, self.cotangents.shape[2])
+
+    def squared_norms(self) -> Tensor:
+        """Tokens that occur twice in a sample add up before the square."""
+        offsets = self.table_rows * torch.arange(self.samples, device=self.indices.device)[:, None]
+        keys, inverse = torch.unique(self.indices + offsets, return_inverse=True)
+        delta = _accurate(self.cotangents)
+        rows = delta.new_zeros(keys.shape[0], delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
+        return delta.new_zeros(self.samples).index_add_(0, keys // self.table_rows, _row_norms(rows))
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        delta, indices = _accurate(self.cotangents[chunk]), self.indices[chunk]
+        gradients = delta.new_zeros(delta.shape[0], *self.shape)
+        return gradients.scatter_add_(1, indices[:, :, None].expand_as(delta), delta)
+
+    def total(self) -> Tensor:
+        delta = _accurate(self.cotangents).flatten(0, 1)
+        return delta.new_zeros(self.shape).index_add_(0, self.indices.reshape(-1), delta)
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left[self.indices] * (_accurate(self.cotangents) @ right)).sum()
+
+
+def squared_norms(
+    contributions: Sequence[Contribution], *, probes: int | None = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """(n,), the squared norm of each sample's share of ONE parameter's gradient, over all its uses, at least float32.
+
+    Args:
+        contributions: the uses of the parameter in one backward pass, of the same n samples.
+        probes: if not None, a large layer's norms are estimated without bias, as the mean of ‖rᵀcᵢ‖² over so many vectors
+            r of random signs, where the exact norms would cost more than a tenth of training the layer and the estimate
+            costs less than they do. The relative variance of one estimate is at most 2/probes.
+        generator: of the signs.
+
+    Raises:
+        Uncovered: the uses have different numbers of samples.
+    """
+    counts = sorted({contribution.samples for contribution in contributions})
+    if len(counts) > 1:
+        raise Uncovered(f"its uses saw batches of different sizes, {' and '.join(map(str, counts))}")
+    with torch.no_grad():
+        device = contributions[0].device
+        with torch.autocast(device.type, enabled=False):
+            if probes is not None and _worth_estimating(contributions, probes):
+                shape = (counts[0], contributions[0].shape[0], probes)
+                signs = torch.randint(0, 2, shape, generator=generator, device=device) * 2 - 1
+                contributions = [contribution.sketched(signs) for contribution in contributions]
+            return _exact_squared_norms(contributions)
+
+
+def _worth_estimating(contributions: Sequence[Contribution], probes: int) -> bool:
+    costs = [contribution.cost() for contribution in contributions]
+    known = [cost for cost in costs if cost is not None]
+    exact = sum(cost.exact for cost in known)
+    return (
+        len(known) == len(costs)
+        and exact > _FREE_PART * sum(cost.training for cost in known)
+        and exact > probes * sum(cost.probe for cost in known)
+    )
+
+
+def _exact_squared_norms(contributions: Sequence[Contribution]) -> Tensor:
+    if len(contributions) == 1:
+        return contributions[0].squared_norms()
+    outers = [c for c in contributions if isinstance(c, Outer)]
+    lookups = [c for c in contributions if isinstance(c, Lookup)]
+    if len(outers) == len(contributions) and (fused := _fused(outers)) is not None:
+        return torch.stack([outer.squared_norms() for outer in fused]).sum(0)
+    if len(outers) + len(lookups) == len(contributions) and all(outer.rows is None for outer in outers):
+        return _tied_squared_norms(outers, lookups)
+    return torch.cat(
+        [
+            _row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0))
+            for chunk in contributions[0]._chunks()
+        ]
+    )
+
+
+def _fused(outers: Sequence[Outer]) -> list[Outer] | None:
+    """One Outer for each block of rows, or None if blocks overlap without being the same."""
+    blocks: dict[tuple[int, int], list[Outer]] = {}
+    for outer in outers:
+        start, stop, _ = (outer.rows or slice(None)).indices(outer.shape[0])
+        blocks.setdefault((start, stop), []).append(outer)
+    bounds = sorted(blocks)
+    if any(following[0] < block[1] for block, following in zip(bounds, bounds[1:], strict=False)):
+        return None
+    return [_concatenated(block) for block in blocks.values()]
+
+
+def _concatenated(outers: Sequence[Outer]) -> Outer:
+    """The sum of uses is one use at the positions of all."""
+    if len(outers) == 1:
+        return outers[0]
+    return replace(
+        outers[0],
+        inputs=torch.cat([_accurate(outer.inputs) for outer in outers], 1),
+        cotangents=torch.cat([_accurate(outer.cotangents) for outer in outers], 1),
+    )
+
+
+def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> Tensor:
+    """Of a table that is also the weight of a matrix product, as of a language model's embedding and decoder.
+
+    ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any sample.
+    """
+    lookup = Lookup(
+        torch.cat([use.indices for use in lookups], 1),
+        torch.cat([_accurate(use.cotangents) for use in lookups], 1),
+        lookups[0].table_rows,
+    )
+    norms = lookup.squared_norms()
+    if not outers:
+        return norms
+    outer = _concatenated(outers)
+    a, delta = _accurate(outer.inputs), _accurate(outer.cotangents)
+    picked = delta.gather(2, lookup.indices[:, None, :].expand(-1, delta.shape[1], -1))
+    return norms + outer.squared_norms() + 2 * (picked * (a @ lookup.cotangents.mT)).sum((1, 2))
+
+
+def _accurate(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _row_norms(rows: Tensor) -> Tensor:
+    """(n,), squared norms of rows of any shape."""
+    return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()

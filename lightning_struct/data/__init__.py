@@ -1,5 +1,6 @@
 """Data sets as LightningDataModules, and samplers whose batches change size."""
 
+from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.data.curves_datamodule import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
@@ -7,6 +8,7 @@ from lightning_struct.data.sampling import DrawLoader, IndependentDraws
 
 __all__ = [
     "BatchedTensorDataset",
+    "CIFAR10DataModule",
     "CurvesDataModule",
     "DrawLoader",
     "InMemoryDataModule",

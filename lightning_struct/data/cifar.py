@@ -1,0 +1,171 @@
+"""CIFAR-10: labelled colour images, standardised."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, Splits, split_at_random
+from lightning_struct.data.synthetic import synthetic_digits
+
+IMAGE_SIZE = 32
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+OFFICIAL_DIRECTORY = "cifar-10-batches-py"
+OFFICIAL_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
+CHANNEL_MEAN = (0.4914, 0.4822, 0.4465)
+CHANNEL_STD = (0.2470, 0.2435, 0.2616)
+
+Labelled = tuple[Tensor, Tensor]
+
+
+class CIFAR10DataModule(InMemoryDataModule):
+    """CIFAR-10: 45,000 / 5,000 / 10,000 images of 32 x 32 in three colours for training, validation and test.
+
+    Training and validation images are parts of the official training set, cut by a fixed seed; the test images are the
+    official ones. Samples are (image, label): (3, 32, 32) float32, and int64 in the order of :data:`CLASSES`. Images are
+    standardised: of values in [0, 1], ``CHANNEL_MEAN`` is subtracted, the mean of each colour over the official training
+    set, and the rest divided by ``CHANNEL_STD``, their standard deviation. ::
+
+        Trainer().fit(Classifier(mini_vgg()), datamodule=CIFAR10DataModule(data_dir="data", batch_size=128))
+
+    The official files are read where they are. Where they are not, the images are those of ``data_dir/train/CLASS`` and
+    ``data_dir/test/CLASS``, one file for each image in any format that PIL opens, if there are such directories.
+
+    Args:
+        data_dir: directory with ``cifar-10-batches-py`` as torchvision keeps it, or with the directories ``train`` and
+            ``test``.
+        batch_size: training samples in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        download: whether missing files may be downloaded; they are not where there are directories of images.
+        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
+        seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and if
+            one of the sets would be empty.
+    """
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        batch_size: int = 128,
+        draws: Literal["independent", "epoch"] = "epoch",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 500,
+        train_size: int = 45_000,
+        val_size: int = 5_000,
+        test_size: int = 10_000,
+        download: bool = True,
+        synthetic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        empty = [name for name, size in self.sizes.items() if size < 1]
+        if empty:
+            raise MisconfigurationException(
+                f"{empty[0]}_size must be at least 1, but is {self.sizes[empty[0]]}: there is no set without images"
+            )
+        self.data_dir = data_dir
+        self.download = download
+        self.synthetic = synthetic
+
+    def prepare_data(self) -> None:
+        present = all((Path(self.data_dir) / OFFICIAL_DIRECTORY / file).is_file() for file in OFFICIAL_FILES)
+        if self.download and not self.synthetic and not present and not self._has_directories:
+            self._read_both(download=True)
+
+    def load_splits(self) -> Splits:
+        if self.synthetic:
+            rank_zero_info("CIFAR-10: procedurally made figures of the same shapes stand in for the real images.")
+            sizes = tuple(self.sizes.values())
+            images, labels = synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed)
+            parts = list(zip(images.split(sizes), labels.split(sizes), strict=True))
+        else:
+            (images, labels), (test_images, test_labels) = self._read_both(download=False)
+            train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
+            (test,) = split_at_random(len(test_images), (self.sizes["test"],))
+            parts = [(images[train], labels[train]), (images[val], labels[val]), (test_images[test], test_labels[test])]
+        return Splits(*(BatchedTensorDataset(standardized(images), labels) for images, labels in parts))
+
+    @property
+    def _has_directories(self) -> bool:
+        """Whether there are directories of images, and no official files, which come first."""
+        directory = Path(self.data_dir)
+        return (directory / "train").is_dir() and not (directory / OFFICIAL_DIRECTORY).is_dir()
+
+    def _read_both(self, download: bool) -> tuple[Labelled, Labelled]:
+        def read(part: str) -> Labelled:
+            if self._has_directories:
+                return read_directory(Path(self.data_dir) / part)
+            return read_official(self.data_dir, train=part == "train", download=download)
+
+        return read_or_explain(
+            "CIFAR-10",
+            lambda: (read("train"), read("test")),
+            data_dir=self.data_dir,
+            files=f"{OFFICIAL_DIRECTORY}, or train/CLASS/*.jpg and test/CLASS/*.jpg,",
+            download=download,
+        )
+
+
+def standardized(images: Tensor) -> Tensor:
+    """uint8 images (n, 3, height, width) as float32 of mean 0 and standard deviation 1 over CIFAR-10, per channel."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CHANNEL_MEAN, CHANNEL_STD))
+    return (images.float() / 255).sub_(mean).div_(std)
+
+
+def read_official(data_dir: str, train: bool, download: bool) -> Labelled:
+    """The files as torchvision keeps them: images (n, 3, 32, 32), uint8, and labels (n,), int64."""
+    from torchvision.datasets import CIFAR10  # only here, so that the rest runs without torchvision
+
+    part = CIFAR10(data_dir, train=train, download=download)
+    return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets)
+
+
+def read_directory(directory: Path) -> Labelled:
+    """The same from one directory of images for each class.
+
+    Raises:
+        ValueError: if the classes are not those of CIFAR-10, or an image is not 32 x 32.
+    """
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms.functional import pil_to_tensor
+
+    part = ImageFolder(str(directory), transform=pil_to_tensor)
+    if tuple(part.classes) != CLASSES:
+        raise ValueError(f"{directory} has the directories {', '.join(part.classes)}, not those of the ten classes")
+    images = torch.empty(len(part), 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
+    for number, (image, _) in enumerate(part):
+        if image.shape != images.shape[1:]:
+            path, shape = part.imgs[number][0], tuple(image.shape)
+            raise ValueError(f"{path} is {shape[2]} x {shape[1]} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}")
+        images[number] = image
+    return images, torch.tensor(part.targets)
+
+
+def synthetic_color_images(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The figures of :func:`synthetic_digits` in a colour of their own on a ground of another, both drawn at random.
+
+    Args:
+        count: number of images.
+        size: height and width in pixels.
+        seed: the same seed gives the same images and labels.
+
+    Returns:
+        Images (count, 3, size, size), uint8; labels (count,), int64, in 0..9.
+    """
+    ink, labels = synthetic_digits(count, size, seed=seed)
+    colors = torch.rand(2, count, 3, 1, 1, generator=torch.Generator().manual_seed(seed))
+    ground, figure = 0.5 * colors[0], 0.5 + 0.5 * colors[1]  # never alike, so that the figure can be seen
+    images = ground + (figure - ground) * ink.view(count, 1, size, size)
+    return (255 * images).round().to(torch.uint8), labels

@@ -1,0 +1,184 @@
+"""Classifiers of images: one LightningModule around any network, and the networks of the benchmark tasks."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+
+def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequential:
+    """Linear layers between consecutive sizes, with a ReLU between each two; the images are flattened first.
+
+    The default is the network for MNIST of Zhang et al., section VI-A.
+
+    Args:
+        layer_sizes: from the pixels to the classes.
+
+    Returns:
+        A network from (n, ...) to (n, classes): logits.
+
+    Raises:
+        MisconfigurationException: if there are fewer than two sizes, or one that is not positive.
+    """
+    if len(layer_sizes) < 2 or min(layer_sizes) < 1:
+        raise MisconfigurationException(
+            f"layer_sizes must name the pixels, the classes and what is between, all positive, but is {layer_sizes}"
+        )
+    layers = [layer for pair in pairwise(layer_sizes) for layer in (nn.ReLU(), nn.Linear(*pair))]
+    return nn.Sequential(nn.Flatten(), *layers[1:])
+
+
+def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, image_size: int = 32) -> nn.Sequential:
+    """The first five convolutions of VGG-16 and two fully connected layers (Zhang et al., section VI-A).
+
+    Convolutions are 3 x 3 with padding 1, each followed by a ReLU; those at full size have ``channels`` channels, the
+    later ones two and four times as many. 4.8 million weights at the default sizes.
+
+    Args:
+        channels: of the first two convolutions; fewer make a narrower network of the same shape.
+        hidden: units of the first fully connected layer.
+        num_classes: units of the last one.
+        image_size: height and width, a multiple of 8.
+
+    Returns:
+        A network from (n, 3, image_size, image_size) to (n, num_classes): logits.
+
+    Raises:
+        MisconfigurationException: if a size is not positive, or ``image_size`` not a multiple of 8.
+    """
+    if min(channels, hidden, num_classes, image_size) < 1 or image_size % 8:
+        raise MisconfigurationException(
+            "mini_vgg needs positive sizes and an image_size that three poolings can halve, a multiple of 8, but got "
+            f"channels={channels}, hidden={hidden}, num_classes={num_classes}, image_size={image_size}"
+        )
+    # The paper does not say whether a pooling follows its fifth convolution. In VGG-16 that is the first of three; here
+    # it ends the stack, and is followed by the pooling that ends every stack: without it the hidden layer alone would
+    # have 16.8 million weights.
+    stacks = ((3, channels, channels), (channels, 2 * channels, 2 * channels), (2 * channels, 4 * channels))
+    layers: list[nn.Module] = []
+    for widths in stacks:
+        for pair in pairwise(widths):
+            layers += [nn.Conv2d(*pair, kernel_size=3, padding=1), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+    features = 4 * channels * (image_size // 8) ** 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+
+
+class Classifier(L.LightningModule):
+    """Trains a network on labelled samples and measures how many it recognises. ::
+
+        Trainer().fit(Classifier(fully_connected([784, 512, 10])), datamodule=MNISTDataModule(draws="epoch"))
+
+    Logged are ``train_loss``, ``val_loss`` and ``test_loss``, averages over samples, and ``val_accuracy`` and
+    ``test_accuracy``, shares of the samples in [0, 1].
+
+    A checkpoint of a run from the command line says itself which network it is of. That of a network from Python code
+    does not: ``Classifier.load_from_checkpoint(path, network=...)``.
+
+    Args:
+        network: from inputs (n, ...) to outputs (n, num_classes).
+        num_classes: labels are 0 to ``num_classes - 1``.
+        loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - z*‖² with z* the label one-hot, of which
+            Zhang et al., equation (57), is the average over samples.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
+            needs a metric gets ``val_loss``.
+
+    Raises:
+        MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
+            are not (n, num_classes).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int = 10,
+        loss: Literal["cross_entropy", "mse"] = "cross_entropy",
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise MisconfigurationException(f"num_classes must be at least 2, but is {num_classes}")
+        if loss not in ("cross_entropy", "mse"):
+            raise MisconfigurationException(f"loss must be 'cross_entropy' or 'mse', but is {loss!r}")
+        # what makes optimizers need not be picklable; a checkpoint has the weights of the network anyway
+        self.save_hyperparameters(ignore=["network", "optimizer", "lr_scheduler"])
+        if "_instantiator" in self.hparams:  # from a command line: there the network is plain data, which can be saved
+            self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        self.network = network
+        self.num_classes = num_classes
+        self.loss = loss
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outputs of the network, (n, num_classes)."""
+        outputs = self.network(inputs)
+        if outputs.shape != (len(inputs), self.num_classes):
+            raise MisconfigurationException(
+                f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but num_classes={self.num_classes} "
+                f"asks for {(len(inputs), self.num_classes)}: give both the same number of classes"
+            )
+        return outputs
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The inputs of a batch, and what the loss compares their outputs with.
+
+        Args:
+            batch: a sequence that begins with inputs (n, ...) and labels (n,), int64.
+
+        Returns:
+            Inputs, and the labels (n,) for the cross-entropy, or one-hot (n, num_classes), in the dtype of the inputs,
+            for the squared error.
+        """
+        inputs, labels = batch[0], batch[1]
+        return inputs, labels if self.loss == "cross_entropy" else F.one_hot(labels, self.num_classes).to(inputs.dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = self.inputs_and_targets(batch)
+        loss = self._loss(self(inputs), targets)
+        if not torch.isfinite(loss):
+            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_accuracy)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Classes, (n,), int64."""
+        return self(batch[0]).argmax(dim=1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        scheduler = self.make_lr_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.loss == "cross_entropy":
+            return F.cross_entropy(outputs, targets)
+        return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
+
+    def _evaluate(self, batch: Any, stage: str, accuracy: MulticlassAccuracy) -> None:
+        inputs, targets = self.inputs_and_targets(batch)
+        outputs = self(inputs)
+        accuracy(outputs, batch[1])
+        loss = self._loss(outputs, targets)
+        self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
+        self.log(f"{stage}_accuracy", accuracy, prog_bar=True, batch_size=len(inputs))

@@ -1,0 +1,19 @@
+"""Mini VGG on CIFAR-10: five convolutions, 1024-10 (Zhang et al., Revisiting recursive least squares, section VI-A). ::
+
+python -m lightning_struct.recipes.cifar_cnn fit
+"""
+
+from collections.abc import Sequence
+
+from lightning_struct.data import CIFAR10DataModule
+from lightning_struct.recipes.classification import ClassificationCLI, run_classifier
+from lightning_struct.recipes.cli import run_command
+
+
+def main(args: Sequence[str] | None = None) -> ClassificationCLI:
+    """Run the recipe on ``args``, by default on the command line of this process."""
+    return run_classifier("cifar_cnn", CIFAR10DataModule, args)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,19 @@
+"""Fully connected classifier of MNIST: 784-512-10 (Zhang et al., Revisiting recursive least squares, section VI-A). ::
+
+python -m lightning_struct.recipes.mnist_fnn fit
+"""
+
+from collections.abc import Sequence
+
+from lightning_struct.data import MNISTDataModule
+from lightning_struct.recipes.classification import ClassificationCLI, run_classifier
+from lightning_struct.recipes.cli import run_command
+
+
+def main(args: Sequence[str] | None = None) -> ClassificationCLI:
+    """Run the recipe on ``args``, by default on the command line of this process."""
+    return run_classifier("mnist_fnn", MNISTDataModule, args)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,189 @@
+import hashlib
+import pickle
+import urllib.request
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from PIL import Image
+
+from lightning_struct.data import CIFAR10DataModule
+from lightning_struct.data.cifar import CHANNEL_MEAN, CHANNEL_STD, CLASSES, synthetic_color_images
+
+SIZES = {"train_size": 15, "val_size": 10, "test_size": 8}
+
+
+def color_of(number):
+    return (number, 100, 200 - number)
+
+
+def write_official(directory, monkeypatch, train=25, test=8):
+    """Images whose first pixel has the colour of their number, in the official layout, with checksums to match."""
+    from torchvision.datasets import CIFAR10
+
+    folder = directory / "cifar-10-batches-py"
+    folder.mkdir()
+
+    def write(name, content):
+        (folder / name).write_bytes(pickle.dumps(content))
+        return name, hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+    def batch(numbers):
+        data = np.zeros((len(numbers), 3, 32, 32), np.uint8)
+        for row, number in enumerate(numbers):
+            data[row, :, 0, 0] = color_of(number)
+        return {"data": data.reshape(len(numbers), -1), "labels": [number % 10 for number in numbers]}
+
+    parts = np.array_split(np.arange(train), 5)
+    files = [write(f"data_batch_{index + 1}", batch(part.tolist())) for index, part in enumerate(parts)]
+    monkeypatch.setattr(CIFAR10, "train_list", files)
+    monkeypatch.setattr(CIFAR10, "test_list", [write("test_batch", batch(list(range(train, train + test))))])
+    name, checksum = write("batches.meta", {"label_names": list(CLASSES)})
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": checksum})
+
+
+def write_directories(directory, train=25, test=8, size=32):
+    """The same as one directory of PNG files for each class."""
+    for part, numbers in (("train", range(train)), ("test", range(train, train + test))):
+        for name in CLASSES:
+            (directory / part / name).mkdir(parents=True)
+        for number in numbers:
+            image = Image.new("RGB", (size, size))
+            image.putpixel((0, 0), color_of(number))
+            image.save(directory / part / CLASSES[number % 10] / f"{number}.png")
+    for name in CLASSES:  # torchvision refuses a class without images
+        if not any((directory / "test" / name).iterdir()):
+            Image.new("RGB", (size, size)).save(directory / "test" / name / "black.png")
+
+
+def prepared(datamodule):
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return datamodule
+
+
+def colors(split):
+    """Of the first pixel, undone to 0..255: (n, 3)."""
+    images = split.tensors[0][:, :, 0, 0]
+    return (255 * (images * torch.tensor(CHANNEL_STD) + torch.tensor(CHANNEL_MEAN))).round().int()
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise URLError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+
+
+@pytest.fixture(params=["official", "directories"])
+def layout(request, tmp_path, monkeypatch):
+    """Directory with images in one of the two layouts."""
+    if request.param == "official":
+        write_official(tmp_path, monkeypatch)
+    else:
+        write_directories(tmp_path)
+    return tmp_path
+
+
+def test_default_sizes_partition_the_official_images():
+    assert CIFAR10DataModule().sizes == {"train": 45_000, "val": 5_000, "test": 10_000}
+
+
+def test_training_and_validation_images_partition_the_official_training_set(layout):
+    splits = prepared(CIFAR10DataModule(str(layout), download=False, **SIZES)).splits
+    numbers = torch.cat([colors(splits.train), colors(splits.val)])[:, 0]
+    assert sorted(numbers.tolist()) == list(range(25)) and len(splits.train) == 15
+
+
+def test_samples_are_standardised_images_with_a_label(layout):
+    images, labels = prepared(CIFAR10DataModule(str(layout), download=False, **SIZES)).splits.train.tensors
+    assert images.shape == (15, 3, 32, 32) and images.dtype == torch.float32 and labels.dtype == torch.int64
+    black = -torch.tensor(CHANNEL_MEAN) / torch.tensor(CHANNEL_STD)
+    assert torch.allclose(images[:, :, 5, 7], black.expand(15, 3))
+
+
+def test_colours_and_labels_belong_together(layout):
+    split = prepared(CIFAR10DataModule(str(layout), download=False, **SIZES)).splits.train
+    numbers = colors(split)[:, 0]
+    expected = torch.tensor([color_of(number) for number in numbers.tolist()])
+    assert torch.equal(colors(split), expected) and torch.equal(split.tensors[1], numbers.long() % 10)
+
+
+def test_test_images_are_the_official_ones(tmp_path, monkeypatch):
+    write_official(tmp_path, monkeypatch)
+    splits = prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES)).splits
+    assert sorted(colors(splits.test)[:, 0].tolist()) == list(range(25, 33))
+
+
+def test_cut_does_not_depend_on_the_seed_of_the_shuffles(tmp_path, monkeypatch):
+    write_official(tmp_path, monkeypatch)
+    first, second = (
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, seed=seed, **SIZES)).splits.train for seed in (0, 1)
+    )
+    assert torch.equal(first.tensors[0], second.tensors[0])
+
+
+def test_images_that_are_there_are_not_downloaded(layout, no_network):
+    assert len(prepared(CIFAR10DataModule(str(layout), download=True, **SIZES)).splits.train) == 15
+
+
+def test_batches_are_shuffled_passes_through_an_ordinary_loader():
+    datamodule = prepared(CIFAR10DataModule(synthetic=True, batch_size=6, **SIZES))
+    batches = [labels for _, labels in datamodule.train_dataloader()]
+    assert [len(labels) for labels in batches] == [6, 6, 3]
+    assert torch.equal(torch.cat(batches).sort().values, datamodule.splits.train.tensors[1].sort().values)
+
+
+def test_missing_files_name_the_directory_and_the_remedies(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        prepared(CIFAR10DataModule(str(tmp_path / "nowhere"), download=False))
+    for part in ("CIFAR-10 is not in", str(tmp_path / "nowhere"), "--data.download=true", "--data.synthetic=true"):
+        assert part in str(error.value)
+
+
+def test_failing_download_names_the_directory_and_the_remedies(tmp_path, no_network):
+    with pytest.raises(MisconfigurationException) as error:
+        prepared(CIFAR10DataModule(str(tmp_path), download=True))
+    for part in ("could not be downloaded to", str(tmp_path), "no network", "--data.synthetic=true"):
+        assert part in str(error.value)
+
+
+def test_directories_of_other_classes_are_refused(tmp_path):
+    write_directories(tmp_path)
+    (tmp_path / "train" / "airplane").rename(tmp_path / "train" / "zebra")
+    with pytest.raises(MisconfigurationException, match="zebra, not those of the ten classes"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
+
+
+def test_images_of_another_size_are_refused(tmp_path):
+    write_directories(tmp_path, size=28)
+    with pytest.raises(MisconfigurationException, match="is 28 x 28 pixels, not 32 x 32"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
+
+
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+def test_empty_set_is_refused(part):
+    with pytest.raises(MisconfigurationException, match=f"{part}_size must be at least 1, but is 0"):
+        CIFAR10DataModule(**{f"{part}_size": 0})
+
+
+def test_synthetic_sets_have_the_same_shapes_and_need_no_files(tmp_path, no_network, caplog):
+    with caplog.at_level("INFO"):
+        splits = prepared(CIFAR10DataModule(str(tmp_path / "nowhere"), synthetic=True, **SIZES)).splits
+    assert [split.tensors[0].shape for split in splits] == [(count, 3, 32, 32) for count in (15, 10, 8)]
+    assert "CIFAR-10: procedurally made figures" in caplog.text
+
+
+def test_synthetic_images_repeat_with_the_seed():
+    (images, labels), (again, labels_again) = (synthetic_color_images(20, 16, seed=4) for _ in range(2))
+    assert torch.equal(images, again) and torch.equal(labels, labels_again)
+    assert images.shape == (20, 3, 16, 16) and images.dtype == torch.uint8
+
+
+def test_synthetic_figures_are_brighter_than_their_ground():
+    images, _ = synthetic_color_images(20, 16)
+    corner, brightest = images[:, :, 0, 0], images.flatten(2).amax(dim=2)
+    assert (corner <= 128).all() and (brightest >= 127).all()

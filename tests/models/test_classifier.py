@@ -1,0 +1,175 @@
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct.models import Classifier, fully_connected, mini_vgg
+
+LOSSES = ["cross_entropy", "mse"]
+
+
+@pytest.fixture
+def samples():
+    """Three groups of points around their own centre."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(30) % 3
+    centres = 2 * torch.randn(3, 4, generator=generator)
+    return TensorDataset(centres[labels] + 0.1 * torch.randn(30, 4, generator=generator), labels)
+
+
+def small_classifier(**arguments):
+    torch.manual_seed(0)
+    return Classifier(fully_connected([4, 8, 3]), num_classes=3, **arguments)
+
+
+def trainer(directory, **arguments):
+    defaults = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    defaults |= {"enable_model_summary": False, "enable_checkpointing": False, "default_root_dir": directory}
+    return L.Trainer(**(defaults | arguments))
+
+
+def expected_loss(outputs, labels, loss):
+    if loss == "cross_entropy":
+        return -outputs.log_softmax(1)[range(len(labels)), labels].mean()
+    return 0.5 * (outputs - torch.eye(3)[labels]).square().sum(dim=1).mean()
+
+
+def test_fully_connected_has_relus_between_its_layers():
+    network = fully_connected([12, 5, 4, 3])
+    images = torch.randn(6, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    first, second, third = (layer for layer in network if isinstance(layer, nn.Linear))
+    expected = third(second(first(images.flatten(1)).clamp_min(0)).clamp_min(0))
+    assert torch.equal(network(images), expected)
+
+
+def test_default_network_is_that_of_the_paper_for_mnist():
+    assert [tuple(p.shape) for p in fully_connected().parameters()] == [(512, 784), (512,), (10, 512), (10,)]
+
+
+@pytest.mark.parametrize("sizes", [[784], [784, 0, 10], []])
+def test_sizes_that_make_no_network_are_refused(sizes):
+    with pytest.raises(MisconfigurationException, match="layer_sizes must name the pixels, the classes"):
+        fully_connected(sizes)
+
+
+def test_mini_vgg_has_the_first_five_convolutions_of_vgg_16():
+    with torch.device("meta"):
+        network = mini_vgg()
+    layers = [tuple(layer.weight.shape) for layer in network if hasattr(layer, "weight")]
+    assert layers == [
+        (64, 3, 3, 3),
+        (64, 64, 3, 3),
+        (128, 64, 3, 3),
+        (128, 128, 3, 3),
+        (256, 128, 3, 3),
+        (1024, 4096),
+        (10, 1024),
+    ]
+
+
+@pytest.mark.parametrize(("image_size", "num_classes"), [(32, 10), (16, 7)])
+def test_narrow_mini_vgg_makes_logits_of_images(image_size, num_classes):
+    network = mini_vgg(channels=2, hidden=5, num_classes=num_classes, image_size=image_size)
+    assert network(torch.randn(3, 3, image_size, image_size)).shape == (3, num_classes)
+
+
+@pytest.mark.parametrize("sizes", [{"image_size": 28}, {"channels": 0}, {"hidden": 0}, {"num_classes": -1}])
+def test_sizes_that_make_no_mini_vgg_are_refused(sizes):
+    with pytest.raises(MisconfigurationException, match="mini_vgg needs positive sizes and an image_size"):
+        mini_vgg(**sizes)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_training_loss_is_an_average_over_samples(samples, loss):
+    model = small_classifier(loss=loss)
+    model.log = lambda *args, **kwargs: None
+    inputs, labels = samples.tensors
+    assert torch.allclose(model.training_step((inputs, labels), 0), expected_loss(model(inputs), labels, loss))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_logged_loss_is_an_average_over_samples_though_the_last_batch_is_smaller(tmp_path, samples, loss):
+    model, run = small_classifier(loss=loss), trainer(tmp_path)
+    run.test(model, DataLoader(samples, batch_size=20), verbose=False)
+    expected = expected_loss(model(samples.tensors[0]), samples.tensors[1], loss).item()
+    assert run.callback_metrics["test_loss"].item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("evaluate", "name"), [("validate", "val_accuracy"), ("test", "test_accuracy")])
+def test_accuracy_is_the_share_of_recognised_samples(tmp_path, samples, evaluate, name):
+    model, run = small_classifier(), trainer(tmp_path)
+    getattr(run, evaluate)(model, DataLoader(samples, batch_size=20), verbose=False)
+    recognised = (model(samples.tensors[0]).argmax(1) == samples.tensors[1]).float().mean().item()
+    assert 0 < recognised < 1 and run.callback_metrics[name].item() == pytest.approx(recognised)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_any_optimizer_trains_it(tmp_path, samples, loss):
+    model = small_classifier(loss=loss, optimizer=partial(torch.optim.Adam, lr=0.05))
+    run = trainer(tmp_path, max_epochs=20)
+    run.fit(model, DataLoader(samples, batch_size=10), DataLoader(samples, batch_size=30))
+    assert run.callback_metrics["val_accuracy"].item() == 1
+
+
+def test_scheduler_changes_the_learning_rate_after_each_epoch(tmp_path, samples):
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    model = small_classifier(optimizer=partial(torch.optim.SGD, lr=0.8), lr_scheduler=halve)
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(model, DataLoader(samples, batch_size=10))
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def test_targets_of_the_cross_entropy_are_the_labels(samples):
+    inputs, targets = small_classifier().inputs_and_targets(list(samples.tensors))
+    assert inputs is samples.tensors[0] and targets is samples.tensors[1]
+
+
+def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_inputs(samples):
+    inputs, labels = samples.tensors
+    _, targets = small_classifier(loss="mse").inputs_and_targets((inputs.double(), labels))
+    assert targets.dtype == torch.float64 and torch.equal(targets, torch.eye(3).double()[labels])
+
+
+def test_predictions_are_classes(tmp_path, samples):
+    model = small_classifier()
+    predictions = trainer(tmp_path).predict(model, DataLoader(samples, batch_size=20))
+    assert torch.equal(torch.cat(predictions), model(samples.tensors[0]).argmax(1))
+
+
+def test_training_that_diverges_is_an_error(tmp_path, samples):
+    model = small_classifier()
+    nn.init.constant_(model.network[1].bias, float("nan"))
+    with pytest.raises(ValueError, match="train_loss is nan in batch 0"):
+        trainer(tmp_path).fit(model, DataLoader(samples, batch_size=10))
+
+
+def test_network_of_another_number_of_classes_is_refused(samples):
+    model = Classifier(fully_connected([4, 5]), num_classes=3)
+    with pytest.raises(MisconfigurationException, match=r"makes \(30, 5\) of 30 samples, but num_classes=3"):
+        model(samples.tensors[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_classes": 1}, "num_classes must be at least 2, but is 1"),
+        ({"loss": "hinge"}, "loss must be 'cross_entropy' or 'mse', but is 'hinge'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        Classifier(fully_connected([4, 3]), **arguments)
+
+
+@pytest.mark.filterwarnings("error:Attribute 'network'")
+def test_checkpoint_makes_the_same_model_again_around_a_network(tmp_path, samples):
+    model = small_classifier(loss="mse")
+    keep = ModelCheckpoint(tmp_path, save_last=True)
+    trainer(tmp_path, enable_checkpointing=True, callbacks=[keep]).fit(model, DataLoader(samples, batch_size=10))
+    again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt", network=fully_connected([4, 8, 3]))
+    assert again.loss == "mse" and torch.equal(again(samples.tensors[0]), model(samples.tensors[0]))

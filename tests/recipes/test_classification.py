@@ -1,0 +1,123 @@
+"""The recipes that train classifiers, on little data."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_struct.models import Classifier
+from lightning_struct.recipes.cli import config_directory
+from lightning_struct.recipes.mnist_fnn import main
+
+RUN = Path("results/mnist_fnn/version_0")
+NETWORKS = {
+    "mnist_fnn": ["--model.network.layer_sizes=[784,8,10]"],
+    "cifar_cnn": ["--model.network.channels=2", "--model.network.hidden=8"],
+}
+SHIPPED = [(name, path.stem) for name in NETWORKS for path in sorted(config_directory(name).glob("*.yaml"))]
+
+
+def run(name, *arguments):
+    little = [
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--data.synthetic=true",
+        "--data.train_size=60",
+        "--data.val_size=20",
+        "--data.test_size=20",
+        "--data.batch_size=20",
+    ]
+    return import_module(f"lightning_struct.recipes.{name}").main([*arguments, *little])
+
+
+@pytest.mark.parametrize(("name", "way"), SHIPPED)
+def test_shipped_way_of_training_runs(name, way):
+    config = str(config_directory(name) / f"{way}.yaml")
+    cli = run(name, "fit", "--config", config, *NETWORKS[name], "--trainer.fast_dev_run=2")
+    assert cli.trainer.global_step == 2
+
+
+def test_every_task_has_adam():
+    assert {(name, "adam") for name in NETWORKS} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("mnist_fnn", 407_050), ("cifar_cnn", 4_760_906)])
+def test_without_a_config_the_network_is_that_of_the_paper(name, weights):
+    cli = run(name, "fit", "--trainer.max_epochs=0")
+    assert isinstance(cli.model, Classifier) and sum(p.numel() for p in cli.model.parameters()) == weights
+
+
+def test_results_are_in_one_folder(conf):
+    main(["fit", "--config", conf("classifier")])
+    written = {path.name for path in RUN.iterdir()}
+    assert written == {
+        "checkpoints",
+        "config.yaml",
+        "hparams.yaml",
+        "metrics.csv",
+        "training_curves.csv",
+        "training_curves.png",
+    }
+
+
+def test_fit_ends_with_loss_and_accuracy_of_the_best_checkpoint(conf, capsys):
+    cli = main(["fit", "--config", conf("classifier")])
+    printed = capsys.readouterr().out
+    cli.model.load_state_dict(torch.load(cli.trainer.checkpoint_callback.best_model_path)["state_dict"])
+    for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
+        images, labels = getattr(cli.datamodule.splits, part).tensors
+        outputs = cli.model(images)
+        loss = torch.nn.functional.cross_entropy(outputs, labels).item()
+        accuracy = (outputs.argmax(1) == labels).float().mean().item()
+        (row,) = (line for line in printed.splitlines() if line.startswith("│") and line.split()[1] == label)
+        cells = [float(cell.strip().rstrip("%")) for cell in row.split("│")[2:4]]
+        assert cells == pytest.approx([loss, 100 * accuracy], rel=1e-3)
+
+
+def test_fit_ends_with_the_paths_of_its_results(conf, capsys):
+    main(["fit", "--config", conf("classifier")])
+    printed = capsys.readouterr().out
+    assert f"{RUN / 'training_curves.png'}\n" in printed and f"log              {RUN}\n" in printed
+
+
+def test_fast_dev_run_writes_no_results(conf, capsys):
+    main(["fit", "--config", conf("classifier"), "--trainer.fast_dev_run=true"])
+    assert not Path("results").exists() and "Averages over samples" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_resumed_run_ends_where_the_uninterrupted_one_ends(conf):
+    arguments = ["fit", "--config", conf("classifier"), "--trainer.callbacks=null"]  # the last weights are kept
+    whole = main([*arguments, "--trainer.max_epochs=3"])
+    main([*arguments, "--trainer.max_epochs=2"])
+    last = "results/mnist_fnn/version_1/checkpoints/epoch=1-step=4.ckpt"
+    resumed = main([*arguments, "--trainer.max_epochs=3", "--ckpt_path", last])
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    assert resumed.trainer.global_step == 6 and all(torch.equal(first, second) for first, second in pairs)
+
+
+@pytest.mark.slow
+def test_checkpoint_says_itself_which_network_it_is_of(conf):
+    main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
+    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+    cli = run("mnist_fnn", "test", "--ckpt_path", checkpoint)
+    assert cli.model.network[1].weight.shape == (8, 784)
+    again = Classifier.load_from_checkpoint(checkpoint)
+    assert torch.equal(again.network[1].weight, cli.model.network[1].weight)
+
+
+@pytest.mark.slow
+def test_predict_writes_classes_of_the_test_images(conf):
+    cli = main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
+    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+    expected = Classifier.load_from_checkpoint(checkpoint)(cli.datamodule.splits.test.tensors[0]).argmax(1)
+    predicted = main(["predict", "--config", conf("classifier"), "--ckpt_path", checkpoint])
+    written = torch.load(Path(predicted.trainer.log_dir) / "classes.pt")
+    assert torch.equal(written["classes"], expected) and written["indices"].tolist() == list(range(30))
+
+
+def test_evaluating_untrained_weights_warns(conf):
+    with pytest.warns(UserWarning, match="test runs on untrained weights"):
+        main(["test", "--config", conf("classifier")])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.functional.contributions import Contribution, Dense, Outer, Uncovered
-from lightning_struct.functional.replay import check_replay
+from lightning_struct.functional.replay import by_sample, check_replay
 
 
 def recurrent_contributions(
@@ -103,12 +103,7 @@ class _Layout:
         tensor = tensor.transpose(0, 1)
         if self.unsorting is not None:
             tensor = tensor[self.unsorting]
-        sequences = tensor.shape[0]
-        if samples is None or samples == sequences:
-            return tensor
-        if sequences % samples:
-            raise Uncovered(f"it read {sequences} sequences, which is no multiple of {samples} samples")
-        return tensor.reshape(samples, -1, tensor.shape[2])
+        return by_sample(tensor, samples)
 
     def reversed(self, tensor: Tensor) -> Tensor:
         """Each sequence of (T, N, features) from its end to its start, a copy."""
@@ -207,10 +202,10 @@ def _backward(
             for kind, (multiplied, delta) in uses.items():
                 if multiplied is None:
                     continue
-                by_sample = layout.by_sample(delta, samples)
-                contributions[f"weight_{kind}_{place}"] = Outer(layout.by_sample(multiplied, samples), by_sample)
+                outer = Outer(layout.by_sample(multiplied, samples), layout.by_sample(delta, samples))
+                contributions[f"weight_{kind}_{place}"] = outer
                 if layer.bias and kind != "hr":
-                    contributions[f"bias_{kind}_{place}"] = Dense(by_sample.sum(1))
+                    contributions[f"bias_{kind}_{place}"] = Dense(outer.cotangents.sum(1))
             if level > 0:
                 of_input = of_gates @ cell.weights.weight_ih
                 of_inputs.append(layout.reversed(of_input) if direction else of_input)

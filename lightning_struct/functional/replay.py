@@ -1,4 +1,4 @@
-"""Running a layer with dropout inside once more, with the masks of its forward pass.
+"""Running a layer once more from its recorded input, with the dropout masks of its forward pass.
 
 Whoever records a layer that :func:`draws_random_numbers` keeps the :func:`~.randomness.random_state` from before the call,
 and evaluates the layer's rule inside :func:`~.randomness.restored_random_state`; the rule checks that it got the same.
@@ -34,3 +34,21 @@ def check_replay(recorded: Tensor, computed: Tensor) -> None:
             "its dropout cannot be repeated: the random generators were not put back to their state before the call, the "
             "kernel draws its own random numbers (as cuDNN's recurrent layers do), or the output was changed in place"
         )
+
+
+def by_sample(sequences: Tensor, samples: int | None) -> Tensor:
+    """(n, k·T, features) from (k·n, T, features), where each k sequences in a row are one sample.
+
+    Args:
+        sequences: of one call of the layer.
+        samples: n; k is 1 if None.
+
+    Raises:
+        Uncovered: the number of sequences is no multiple of n.
+    """
+    number = sequences.shape[0]
+    if samples is None or samples == number:
+        return sequences
+    if number % samples:
+        raise Uncovered(f"it read {number} sequences, which is no multiple of {samples} samples")
+    return sequences.reshape(samples, -1, sequences.shape[2])

@@ -286,9 +286,9 @@ class _Plain(_Cell):
 
     def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor], *, relu: bool) -> None:
         super().__init__(inputs, weights, initial)
-        squash = torch.relu if relu else torch.tanh
+        squash, recurrent = torch.relu if relu else torch.tanh, weights.weight_hh.t().contiguous()
         for t, activation in enumerate(F.linear(inputs, weights.weight_ih, self._both_biases())):
-            self.states[t + 1] = squash(activation.addmm_(self.states[t], weights.weight_hh.t()))
+            self.states[t + 1] = squash(activation.addmm_(self.states[t], recurrent))
         states = self.states[1:]
         self._slope = (states > 0).to(states.dtype) if relu else 1 - states * states
 
@@ -307,10 +307,10 @@ class _LongShortTermMemory(_Cell):
     def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor]) -> None:
         super().__init__(inputs, weights, initial)
         cells = _states(inputs.shape[0], initial[1])
-        squashed = torch.empty_like(cells[1:])
+        squashed, recurrent = torch.empty_like(cells[1:]), weights.weight_hh.t().contiguous()
         gates = F.linear(inputs, weights.weight_ih, self._both_biases()).unflatten(2, (4, -1))
         for t, now in enumerate(gates):
-            now.flatten(1).addmm_(self.states[t], weights.weight_hh.t())
+            now.flatten(1).addmm_(self.states[t], recurrent)
             (i, f), g, o = now[:, :2].sigmoid_().unbind(1), now[:, 2].tanh_(), now[:, 3].sigmoid_()
             torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, g)
             output = o * torch.tanh(cells[t + 1], out=squashed[t])
@@ -343,11 +343,12 @@ class _GatedUnit(_Cell):
     def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor]) -> None:
         super().__init__(inputs, weights, initial)
         gates = F.linear(inputs, weights.weight_ih, weights.bias_ih).unflatten(2, (3, -1))
-        candidates = torch.empty_like(self.states[1:])
+        candidates, recurrent = torch.empty_like(self.states[1:]), weights.weight_hh.t().contiguous()
         for t, now in enumerate(gates):
-            recurrent = F.linear(self.states[t], weights.weight_hh, weights.bias_hh).view_as(now)
-            r, z = now[:, :2].add_(recurrent[:, :2]).sigmoid_().unbind(1)
-            candidates[t] = recurrent[:, 2]
+            products = self.states[t] @ recurrent
+            products = (products if weights.bias_hh is None else products.add_(weights.bias_hh)).view_as(now)
+            r, z = now[:, :2].add_(products[:, :2]).sigmoid_().unbind(1)
+            candidates[t] = products[:, 2]
             n = now[:, 2].addcmul_(r, candidates[t]).tanh_()
             torch.lerp(n, self.states[t], z, out=self.states[t + 1])
         r, z, n = gates.unbind(2)

@@ -10,10 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Per-sample quantities hold at most this many numbers at a time.
 _NUMBERS_AT_A_TIME = 2**25
@@ -105,13 +107,13 @@ class Dense(Contribution):
         return tuple(self.gradients.shape[1:])
 
     def squared_norms(self) -> Tensor:
-        return _row_norms(_accurate(self.gradients))
+        return _row_norms(at_least_float32(self.gradients))
 
     def per_sample(self, chunk: slice) -> Tensor:
-        return _accurate(self.gradients[chunk])
+        return at_least_float32(self.gradients[chunk])
 
     def total(self) -> Tensor:
-        return _accurate(self.gradients).sum(0)
+        return at_least_float32(self.gradients).sum(0)
 
     def projection(self, left: Tensor, right: Tensor) -> Tensor:
         return left @ self.total().reshape(left.shape[0], -1) @ right
@@ -151,12 +153,12 @@ class Outer(Contribution):
         """With T = 1 a product of two row norms, else ⟨A Aᵀ, Δ Δᵀ⟩ or the product ΔᵀA, whichever is cheaper."""
         positions, width, height = self._sizes()
         if positions == 1:
-            return _row_norms(_accurate(self.inputs)) * _row_norms(_accurate(self.cotangents))
+            return _row_norms(at_least_float32(self.inputs)) * _row_norms(at_least_float32(self.cotangents))
         gram = positions * (width + height) <= width * height
         numbers = 2 * positions * positions if gram else width * height
         norms = []
         for chunk in self._chunks(numbers):
-            a, delta = self._accurate(chunk)
+            a, delta = self._pair(chunk)
             if gram:
                 norms.append(((a @ a.mT) * (delta @ delta.mT)).sum((1, 2)))
             else:
@@ -164,7 +166,7 @@ class Outer(Contribution):
         return torch.cat(norms)
 
     def per_sample(self, chunk: slice) -> Tensor:
-        a, delta = self._accurate(chunk)
+        a, delta = self._pair(chunk)
         product = delta.mT @ a
         if self.rows is None:
             return product.reshape(-1, *self.shape)
@@ -173,12 +175,12 @@ class Outer(Contribution):
         return gradients
 
     def total(self) -> Tensor:
-        a, delta = (_accurate(tensor).flatten(0, 1) for tensor in (self.inputs, self.cotangents))
+        a, delta = (at_least_float32(tensor).flatten(0, 1) for tensor in (self.inputs, self.cotangents))
         return Outer(a[None], delta[None], self.parameter_shape, self.rows).per_sample(slice(None))[0]
 
     def projection(self, left: Tensor, right: Tensor) -> Tensor:
         left = left if self.rows is None else left[self.rows]
-        return ((_accurate(self.cotangents) @ left) * (_accurate(self.inputs) @ right)).sum()
+        return ((at_least_float32(self.cotangents) @ left) * (at_least_float32(self.inputs) @ right)).sum()
 
     def cost(self) -> Cost | None:
         positions, width, height = self._sizes()
@@ -188,15 +190,15 @@ class Outer(Contribution):
         return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
 
     def sketched(self, signs: Tensor) -> Outer:
-        delta = _accurate(self.cotangents)
-        return Outer(self.inputs, delta @ signs.to(delta.dtype) * signs.shape[2] ** -0.5)
+        delta = at_least_float32(self.cotangents)
+        return Outer(self.inputs, delta @ (signs.to(delta.dtype) * signs.shape[2] ** -0.5))
 
     def _sizes(self) -> tuple[int, int, int]:
         """T, in, out."""
         return self.inputs.shape[1], self.inputs.shape[2], self.cotangents.shape[2]
 
-    def _accurate(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        return _accurate(self.inputs[chunk]), _accurate(self.cotangents[chunk])
+    def _pair(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        return at_least_float32(self.inputs[chunk]), at_least_float32(self.cotangents[chunk])
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,21 +231,158 @@ class Lookup(Contribution):
         """Tokens that occur twice in a sample add up before the square."""
         offsets = self.table_rows * torch.arange(self.samples, device=self.indices.device)[:, None]
         keys, inverse = torch.unique(self.indices + offsets, return_inverse=True)
-        delta = _accurate(self.cotangents)
+        delta = at_least_float32(self.cotangents)
         rows = delta.new_zeros(keys.shape[0], delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
         return delta.new_zeros(self.samples).index_add_(0, keys // self.table_rows, _row_norms(rows))
 
     def per_sample(self, chunk: slice) -> Tensor:
-        delta, indices = _accurate(self.cotangents[chunk]), self.indices[chunk]
+        delta, indices = at_least_float32(self.cotangents[chunk]), self.indices[chunk]
         gradients = delta.new_zeros(delta.shape[0], *self.shape)
         return gradients.scatter_add_(1, indices[:, :, None].expand_as(delta), delta)
 
     def total(self) -> Tensor:
-        delta = _accurate(self.cotangents).flatten(0, 1)
+        delta = at_least_float32(self.cotangents).flatten(0, 1)
         return delta.new_zeros(self.shape).index_add_(0, self.indices.reshape(-1), delta)
 
     def projection(self, left: Tensor, right: Tensor) -> Tensor:
-        return (left[self.indices] * (_accurate(self.cotangents) @ right)).sum()
+        return (left[self.indices] * (at_least_float32(self.cotangents) @ right)).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution(Contribution):
+    """Of a convolution's weight (out, in / groups, *kernel): an outer product for each output position and group.
+
+    Patches are formed for a few samples at a time, of whichever of the two images has fewer channels.
+
+    Args:
+        inputs: (n, in, *size).
+        cotangents: (n, out, *positions).
+        kernel, stride, dilation: one number for each of the one to three dimensions of the image.
+        padding: (before, after) for each dimension, of zeros; others are to be in ``inputs`` already.
+        groups: of the channels.
+        parameter_shape: of the parameter, if dimensions of size 1 make the kernel longer than the parameter's.
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    groups: int
+    parameter_shape: tuple[int, ...] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.device
+
+    @property
+    def samples(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter_shape or (self.cotangents.shape[1], self.inputs.shape[1] // self.groups, *self.kernel)
+
+    def squared_norms(self) -> Tensor:
+        positions, width, height = self._sizes()
+        gram = positions * (width + height) <= width * height
+        norms = []
+        for chunk in self._image_chunks():
+            if gram:
+                patches, delta = self._input_patches(chunk)
+                products = Outer(patches.mT.flatten(0, 1), delta.mT.flatten(0, 1)).squared_norms()
+                norms.append(products.unflatten(0, (-1, self.groups)).sum(1))
+            else:
+                norms.append(_row_norms(self.per_sample(chunk)))
+        return torch.cat(norms)
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        if not self._cotangents_are_smaller():
+            patches, delta = self._input_patches(chunk)
+            return (delta @ patches.mT).reshape(-1, *self.shape)
+        patches, images = self._cotangent_patches(chunk)
+        product = (patches @ images.mT).reshape(-1, self.shape[0], *self.kernel, self.shape[1])
+        # Patches of the cotangents run through the kernel backwards.
+        gradients = product.flip(tuple(range(2, 2 + len(self.kernel)))).movedim(-1, 2)
+        return gradients.reshape(-1, *self.shape)
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
+        kernel = right.reshape(1, -1, *self.kernel).expand(self.groups, *[-1] * (1 + len(self.kernel)))
+        images = F.pad(at_least_float32(self.inputs), _pad_argument(self.padding))
+        filtered = convolve(images, kernel, stride=self.stride, dilation=self.dilation, groups=self.groups)
+        filtered = _first_positions(filtered, self.cotangents.shape[2:])
+        weighted = (left[:, None] * at_least_float32(self.cotangents).flatten(2)).unflatten(1, (self.groups, -1)).sum(2)
+        return (weighted * filtered.flatten(2)).sum()
+
+    def cost(self) -> Cost | None:
+        if self.groups > 1:
+            return None
+        positions, width, height = self._sizes()
+        product = positions * width * height
+        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
+
+    def sketched(self, signs: Tensor) -> Convolution:
+        delta = at_least_float32(self.cotangents)
+        projected = (signs.mT.to(delta.dtype) * signs.shape[2] ** -0.5) @ delta.flatten(2)
+        return replace(self, cotangents=projected.unflatten(2, delta.shape[2:]), parameter_shape=None)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Positions of the output, and columns and rows of the matrix of a group."""
+        width = self.inputs.shape[1] // self.groups * math.prod(self.kernel)
+        return math.prod(self.cotangents.shape[2:]), width, self.cotangents.shape[1] // self.groups
+
+    def _image_chunks(self) -> Iterator[slice]:
+        image = self.cotangents if self._cotangents_are_smaller() else self.inputs
+        numbers = math.prod(image.shape[1:]) * math.prod(self.kernel)
+        # A processor's cache holds about a million; copying patches through memory takes longer than multiplying them.
+        return self._chunks(numbers * (32 if image.device.type == "cpu" else 1))
+
+    def _cotangents_are_smaller(self) -> bool:
+        # A stride would put zeros between the cotangents.
+        return max(self.stride) == 1 and self.cotangents.shape[1] < self.inputs.shape[1]
+
+    def _input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """(m, groups, in / groups * kernel, positions), and the cotangents as (m, groups, out / groups, positions)."""
+        delta = at_least_float32(self.cotangents[chunk])
+        images = F.pad(at_least_float32(self.inputs[chunk]), _pad_argument(self.padding))
+        patches = _patches(images, self.kernel, self.stride, self.dilation, delta.shape[2:])
+        shape = (delta.shape[0], self.groups, -1, math.prod(delta.shape[2:]))
+        return patches.reshape(shape), delta.reshape(shape)
+
+    def _cotangent_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """(m, groups, out / groups * kernel, pixels), and the inputs as (m, groups, in / groups, pixels)."""
+        images = at_least_float32(self.inputs[chunk])
+        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
+        padding = [(r - before, r - after) for r, (before, after) in zip(reach, self.padding, strict=True)]
+        delta = F.pad(at_least_float32(self.cotangents[chunk]), _pad_argument(padding))
+        patches = _patches(delta, self.kernel, self.stride, self.dilation, images.shape[2:])
+        shape = (images.shape[0], self.groups, -1, math.prod(images.shape[2:]))
+        return patches.reshape(shape), images.reshape(shape)
+
+
+def _patches(
+    images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """(m, channels, *kernel, *positions), a view, of images (m, channels, *size)."""
+    for dimension, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        images = images.unfold(dimension, (k - 1) * d + 1, s)[..., ::d]
+    first = 2 + len(kernel)
+    patches = images.movedim(tuple(range(first, first + len(kernel))), tuple(range(2, first)))
+    return _first_positions(patches, positions)
+
+
+def _first_positions(images: Tensor, positions: Sequence[int]) -> Tensor:
+    """An output padding of a transposed convolution leaves some over."""
+    for dimension, size in zip(range(-len(positions), 0), positions, strict=True):
+        images = images.narrow(dimension, 0, size)
+    return images
+
+
+def _pad_argument(padding: Sequence[tuple[int, int]]) -> list[int]:
+    """As F.pad wants it: the last dimension first."""
+    return [number for pair in reversed(padding) for number in pair]
 
 
 def squared_norms(
@@ -309,7 +448,7 @@ def _fused(outers: Sequence[Outer]) -> list[Outer] | None:
         start, stop, _ = (outer.rows or slice(None)).indices(outer.shape[0])
         blocks.setdefault((start, stop), []).append(outer)
     bounds = sorted(blocks)
-    if any(following[0] < block[1] for block, following in zip(bounds, bounds[1:], strict=False)):
+    if any(following[0] < block[1] for block, following in pairwise(bounds)):
         return None
     return [_concatenated(block) for block in blocks.values()]
 
@@ -320,8 +459,8 @@ def _concatenated(outers: Sequence[Outer]) -> Outer:
         return outers[0]
     return replace(
         outers[0],
-        inputs=torch.cat([_accurate(outer.inputs) for outer in outers], 1),
-        cotangents=torch.cat([_accurate(outer.cotangents) for outer in outers], 1),
+        inputs=torch.cat([at_least_float32(outer.inputs) for outer in outers], 1),
+        cotangents=torch.cat([at_least_float32(outer.cotangents) for outer in outers], 1),
     )
 
 
@@ -332,19 +471,19 @@ def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> T
     """
     lookup = Lookup(
         torch.cat([use.indices for use in lookups], 1),
-        torch.cat([_accurate(use.cotangents) for use in lookups], 1),
+        torch.cat([at_least_float32(use.cotangents) for use in lookups], 1),
         lookups[0].table_rows,
     )
     norms = lookup.squared_norms()
     if not outers:
         return norms
     outer = _concatenated(outers)
-    a, delta = _accurate(outer.inputs), _accurate(outer.cotangents)
+    a, delta = at_least_float32(outer.inputs), at_least_float32(outer.cotangents)
     picked = delta.gather(2, lookup.indices[:, None, :].expand(-1, delta.shape[1], -1))
     return norms + outer.squared_norms() + 2 * (picked * (a @ lookup.cotangents.mT)).sum((1, 2))
 
 
-def _accurate(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """In float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

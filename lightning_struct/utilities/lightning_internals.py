@@ -1,9 +1,14 @@
 """The only place that touches private fields of Lightning. Checked with Lightning 2.6.0 and 2.6.6."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from torch.utils.data import DataLoader
 
 
@@ -51,3 +56,113 @@ def validate_now(trainer: L.Trainer) -> None:
     trainer.validating = True
     loop.run()
     trainer.training = True
+
+
+class TrainingLoaders:
+    """The training loaders of a fit: changed where Lightning prepares them, and the lengths that it derives from them.
+
+    Lightning prepares the loaders in ``FitLoop.setup_data``, at the start of fit, again after
+    ``reload_dataloaders_every_n_epochs``, and earlier if somebody asks for ``estimated_stepping_batches``. It puts in its
+    distributed sampler, calls ``Strategy.process_dataloader``, and begins to iterate. The only place for a change is
+    between the last two: both methods are replaced on their instances, until :meth:`restore`.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        prepare: gets each training loader, with all that Lightning put into it, and how many there were before it in
+            this ``setup_data``.
+        prepared: is called when all loaders of a ``setup_data`` are there and have begun to be iterated.
+    """
+
+    def __init__(self, trainer: L.Trainer, prepare: Callable[[Any, int], None], prepared: Callable[[], None]) -> None:
+        self._trainer, self._preparing, self._count = trainer, False, 0
+        self._loop, self._strategy = trainer.fit_loop, trainer.strategy
+        process_dataloader, setup_data = self._strategy.process_dataloader, self._loop.setup_data
+
+        def process(loader: Any) -> Any:
+            loader = process_dataloader(loader)
+            if self._preparing:
+                prepare(loader, self._count)
+                self._count += 1
+            return loader
+
+        def setup() -> None:
+            self._preparing, self._count = True, 0
+            try:
+                setup_data()
+            finally:
+                self._preparing = False
+            if self._count:
+                prepared()
+
+        vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"] = process, setup
+
+    def restore(self) -> None:
+        """Put Lightning's methods back."""
+        del vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"]
+
+    @property
+    def steps_fetch(self) -> bool:
+        """Whether the module fetches its batches itself: ``training_step(self, dataloader_iter)``."""
+        return isinstance(self._loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+    @property
+    def unread(self) -> int:
+        """Batches that Lightning has fetched ahead, which it does of loaders without a length."""
+        fetcher = self._loop._data_fetcher
+        return len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+
+    @property
+    def batches_done(self) -> int:
+        """Batches of this epoch that were trained on."""
+        return self._loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+
+    @property
+    def epoch_done(self) -> bool:
+        """Whether the last of them was the epoch's last."""
+        return self._loop.epoch_loop.batch_progress.is_last_batch
+
+    @property
+    def overfits(self) -> bool:
+        """Whether ``Trainer(overfit_batches=...)`` takes the same few samples in each epoch."""
+        return self._trainer.overfit_batches > 0  # type: ignore[attr-defined]
+
+    @property
+    def limits(self) -> list[int | float]:
+        """The most batches that each loader gives in an epoch."""
+        combined = self._loop._combined_loader
+        assert combined is not None and combined.limits is not None
+        return combined.limits
+
+    @limits.setter
+    def limits(self, limits: list[int | float]) -> None:
+        """Set them, and take the length of the epoch from the loaders anew."""
+        combined = self._loop._combined_loader
+        assert combined is not None
+        combined.limits = limits
+        if combined._iterator is not None:
+            combined._iterator.limits = limits
+        length = sized_len(combined)
+        if self._loop._data_fetcher is not None:
+            self._loop._data_fetcher.length = length
+        self.length = math.inf if length is None else length
+
+    @property
+    def length(self) -> int | float:
+        """Batches of the epoch."""
+        return self._loop.max_batches
+
+    @length.setter
+    def length(self, batches: float) -> None:
+        self._loop.max_batches = batches
+        total = batches if batches < math.inf else None
+        bar = self._trainer.progress_bar_callback
+        if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+            bar.train_progress_bar.total = total
+        elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=total)
+
+    def iterate_anew(self) -> None:
+        """Begin to iterate once more, as ``setup_data`` did."""
+        fetcher = self._loop._data_fetcher
+        assert fetcher is not None
+        iter(fetcher)

@@ -1,0 +1,385 @@
+"""Any ``DataLoader`` as one whose batches change size while it is being read, and which resumes within a pass."""
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, groupby, islice, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+# Plain values and tensors only, so that a checkpoint that holds it can be loaded with weights_only=True.
+RandomStates: TypeAlias = dict[str, Any]
+Position: TypeAlias = dict[str, Any]
+
+
+class ResizableBatchSampler(Sampler[list[Any]]):
+    """Batches from what another batch sampler draws from, of a size that can be set at any time.
+
+    Every unit is handed out exactly once in a pass, whatever the sizes: the single indices that a
+    ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
+
+    ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end is
+    not lost.
+
+    Args:
+        source: the batch sampler.
+        units: how many units a pass has; None if that is not known.
+
+    Attributes:
+        size: units of the next batch, at least 1.
+        ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size`` is
+            looked at).
+        limit: units of a pass at most; None for all.
+        samples_of_unit: 1, or the samples in the first whole batch of ``source`` (1 as long as none was seen).
+    """
+
+    def __init__(self, source: Iterable[Any], units: int | None) -> None:
+        self.source = source
+        self.sampler = getattr(source, "sampler", None)  # where Lightning looks for set_epoch
+        self.merges = type(source) is not BatchSampler
+        self.first_size = 1 if self.merges else source.batch_size  # type: ignore[attr-defined]
+        self.size = self.first_size
+        self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
+        self.ends: list[int] = []
+        self.limit: int | None = None
+        self.samples_of_unit = 1
+        if self.merges and isinstance(source, Sequence) and source:
+            self.samples_of_unit = len(source[0])
+        elif self.merges:
+            self.samples_of_unit = getattr(source, "batch_size", None) or 1
+        self.started_from: RandomStates | None = None
+        self._units = units
+        self._handed = 0
+        self._resumed_from: RandomStates | None = None
+
+    @property
+    def units(self) -> int | None:
+        """Units of a pass, as far as ``limit`` lets them through."""
+        return min((bound for bound in (self._units, self.limit) if bound is not None), default=None)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batch."""
+        return self.size * self.samples_of_unit
+
+    def sizes(self) -> list[int]:
+        """Units of each batch of this pass so far."""
+        return [end - start for start, end in pairwise([0, *self.ends])]
+
+    def begin(self, sizes: Iterable[int] = (), handed: int = 0, states: RandomStates | None = None) -> None:
+        """Make the next iteration a new pass, or one that goes on where another one was left.
+
+        Args:
+            sizes: of the batches that the other pass had handed out.
+            handed: so many of them are passed over; the rest come first.
+            states: of the random generators when the other pass began.
+        """
+        self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        units = self._begin_units()
+        while True:
+            done = self._end(self._handed)
+            size = self.size if self._handed == len(self.ends) else self.ends[self._handed] - done
+            batch = list(islice(units, size))
+            if not batch or (self.drop_last and len(batch) < min(self.first_size, size)):
+                return
+            if self._handed == len(self.ends):
+                self.ends.append(done + len(batch))
+            self._handed += 1
+            if self.merges:
+                if len(self.ends) == 1:
+                    self.samples_of_unit = len(batch[0])
+                batch = [index for unit in batch for index in unit]
+            yield batch
+
+    def __len__(self) -> int:
+        """Batches of the whole pass: those that were handed out, and as many as the size now takes for the rest."""
+        if self.units is None:
+            raise TypeError(f"{type(self.source).__name__} has no length")
+        return len(self.ends) + self.batches(self.units - self._end(len(self.ends)))
+
+    def batches(self, units: int) -> int:
+        """How many batches of the present size so many units make."""
+        full, rest = divmod(max(units, 0), self.size)
+        smallest = min(self.first_size, self.size) if self.drop_last else 1
+        return full + (rest >= smallest)
+
+    def first_beyond(self, units: float) -> int:
+        """The number of the first batch, counted from 1, that ends at so many units or more."""
+        known = bisect_left(self.ends, units)
+        if known < len(self.ends):
+            return known + 1
+        return len(self.ends) + max(math.ceil((units - self._end(len(self.ends))) / self.size), 1)
+
+    def _end(self, batches: int) -> int:
+        return self.ends[batches - 1] if batches else 0
+
+    def _begin_units(self) -> Iterator[Any]:
+        source: Any = self.source if self.merges else self.sampler
+        passed_over = self._end(self._handed)
+        bound = None if self.limit is None else max(self.limit - passed_over, 0)
+        if self._resumed_from is None:
+            self.started_from = random_states(self._generators())
+            return islice(iter(source), bound)
+        self.started_from, self._resumed_from = self._resumed_from, None
+        with isolate_rng():
+            set_random_states(self.started_from, self._generators())
+            units = iter(source)
+            first = list(islice(units, passed_over, passed_over + 1))  # some samplers draw only when asked for one
+        return islice(chain(first, units), bound)
+
+    def _generators(self) -> list[torch.Generator]:
+        found = [getattr(holder, "generator", None) for holder in (self.source, self.sampler)]
+        return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
+
+
+class ResizableLoader:
+    """Makes a ``DataLoader`` resizable in place, until :meth:`restore`.
+
+    The loader keeps its class (it becomes an instance of a subclass), its data set, its workers and its ``collate_fn``;
+    what changes is its batch sampler, its length, and that a pass can be resumed. The length counts what has been read and
+    what is to come. Batches that workers have been asked for keep their size: a change shows
+    ``num_workers * prefetch_factor`` batches later.
+
+    A resumed pass over a map-style data set goes on at the very next sample without reading those before it. Over an
+    iterable data set the batches before it are read again and thrown away.
+
+    Args:
+        loader: of single samples, which it puts into batches.
+
+    Attributes:
+        delivered: batches that were read in this pass.
+        nominal: while it is true, ``len(loader)`` is what it was before: as if no size had been changed.
+
+    Raises:
+        MisconfigurationException: the loader cannot be resized; the message says why and what to do.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        _check(loader)
+        self.loader = loader
+        self.delivered = 0
+        self.nominal = False
+        self.iterable = isinstance(loader.dataset, IterableDataset)
+        source: Any = loader.batch_sampler
+        self._class, self._batch_sampler = type(loader), source
+        if self.iterable:
+            units = _length(loader.dataset)
+        else:
+            units = _length(source.sampler if type(source) is BatchSampler else source)
+        self.sampler = ResizableBatchSampler(source, units)
+        self._resume: Position | None = None
+        self._began_from: RandomStates | None = None
+        self._swap(type(self._class.__name__, (_Resizable, self._class), {}), self.sampler)
+        loader._resizable = self
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batch. Setting it rounds up to whole batches of a batch sampler that is not torch's."""
+        return self.sampler.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        self.sampler.size = max(1, math.ceil(batch_size / self.sampler.samples_of_unit))
+
+    @property
+    def first_batch_size(self) -> int:
+        """Samples of a batch before any change."""
+        return self.sampler.first_size * self.sampler.samples_of_unit
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of a pass of this process; None if that is not known."""
+        units = self.sampler.units
+        return None if units is None else units * self.sampler.samples_of_unit
+
+    def limit(self, batches: int) -> None:
+        """End each pass after as many samples as so many batches of the first size have."""
+        self.sampler.limit = batches * self.sampler.first_size
+
+    def begin_anew(self) -> None:
+        """Forget the pass under way: the next one begins at the first sample."""
+        self._resume, self.delivered = None, 0
+        self.sampler.begin()
+
+    def position(self, unread: int = 0) -> Position:
+        """Where the pass is, for :meth:`resume`.
+
+        Args:
+            unread: batches that were delivered but not used.
+        """
+        return {
+            "sizes": [[size, len(list(run))] for size, run in groupby(self.sampler.sizes())],
+            "delivered": self.delivered - unread,
+            "size": self.sampler.size,
+            "samples_of_unit": self.sampler.samples_of_unit,
+            "workers": self.loader.num_workers,
+            "random_states": self._began_from if self._replays_workers else self.sampler.started_from,
+        }
+
+    def resume(self, position: Position) -> None:
+        """Make the next pass go on where the one of ``position`` was left.
+
+        Raises:
+            MisconfigurationException: the data set is iterable and the number of workers another one, so that the
+                samples would come in another order.
+        """
+        if self.iterable and position["workers"] != self.loader.num_workers:
+            raise MisconfigurationException(
+                f"The checkpoint was written in the middle of an epoch over an iterable data set with "
+                f"num_workers={position['workers']}, but the loader has {self.loader.num_workers}: the samples would "
+                "come in another order. Resume with as many workers, or from a checkpoint at the end of an epoch"
+            )
+        self._resume = position
+        self.sampler.size, self.sampler.samples_of_unit = position["size"], position["samples_of_unit"]
+        self.sampler.begin(_sizes(position))
+        self.delivered = position["delivered"]
+
+    def length(self) -> int:
+        """Batches of the whole pass.
+
+        Raises:
+            TypeError: it is not known.
+        """
+        sampler, workers = self.sampler, self.loader.num_workers
+        if not self.iterable or workers < 2:
+            return len(sampler)
+        if sampler.units is None:
+            raise TypeError(f"{type(self.loader.dataset).__name__} has no length")
+        # Each worker ends with a smaller batch: taken is that they share the samples evenly.
+        share = math.ceil(sampler.units / workers)
+        return sum(
+            self._batches_of_worker(worker, min(share, max(sampler.units - worker * share, 0)))
+            for worker in range(workers)
+        )
+
+    def restore(self) -> None:
+        """Give the loader back as it was."""
+        self._swap(self._class, self._batch_sampler)
+        del self.loader._resizable  # type: ignore[attr-defined]
+
+    @property
+    def _replays_workers(self) -> bool:
+        return self.iterable and self.loader.num_workers > 0
+
+    def _swap(self, loader_class: type, batch_sampler: Any) -> None:
+        # DataLoader forbids to set its batch sampler after construction, because it may be in use: here it is not, and
+        # workers that persist from an earlier use, with the old batch sampler, are given up.
+        self.loader._iterator = None
+        self.loader.__class__ = loader_class
+        object.__setattr__(self.loader, "batch_sampler", batch_sampler)
+
+    def _batches_of_worker(self, worker: int, share: int) -> int:
+        batches = 0
+        for size in self.sampler.sizes()[worker :: self.loader.num_workers]:
+            if share <= 0:
+                return batches
+            batches, share = batches + 1, share - size
+        return batches + self.sampler.batches(share)
+
+    def _begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass, by the loader's own ``__iter__``."""
+        position = self._resume
+        if position is None:
+            self.delivered = 0
+            self.sampler.begin()
+            self._began_from = random_states(self._generators()) if self._replays_workers else None
+            return self._deliver(begin())
+        if not self.iterable:
+            self.sampler.begin(_sizes(position), position["delivered"], position["random_states"])
+            self.delivered = position["delivered"]
+            return self._deliver(begin())
+        self.sampler.begin(_sizes(position))
+        self._began_from = position["random_states"]
+        with isolate_rng():
+            set_random_states(position["random_states"], self._generators())
+            iterator = begin()
+            for _ in range(position["delivered"]):
+                next(iterator)
+        self.delivered = position["delivered"]
+        return self._deliver(iterator)
+
+    def _deliver(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self._resume = None
+            self.delivered += 1
+            yield batch
+
+    def _generators(self) -> list[torch.Generator]:
+        return [g for g in (self.loader.generator,) if isinstance(g, torch.Generator)]
+
+
+class _Resizable(DataLoader):
+    """Put before the class of a loader by :class:`ResizableLoader`."""
+
+    _resizable: ResizableLoader
+
+    def __iter__(self) -> Any:
+        return self._resizable._begin(super().__iter__)
+
+    def __len__(self) -> int:
+        resizable = self._resizable
+        if not resizable.nominal:
+            return resizable.length()
+        return super().__len__() if resizable.iterable else len(resizable.sampler.source)  # type: ignore[arg-type]
+
+
+def random_states(generators: Sequence[torch.Generator]) -> RandomStates:
+    """The states of the global generators of torch (on the CPU), Python and NumPy, and of others."""
+    numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def set_random_states(states: RandomStates, generators: Sequence[torch.Generator]) -> None:
+    """Put the states back, into the global generators and, in order, into ``generators``."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(states["numpy"])
+    for generator, state in zip(generators, states["generators"], strict=True):
+        generator.set_state(state)
+
+
+def _sizes(position: Position) -> list[int]:
+    return [size for size, count in position["sizes"] for _ in range(count)]
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check(loader: Any) -> None:
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        problem = f"a {name}, which is not a torch DataLoader"
+        remedy = "give Trainer.fit a DataLoader"
+    elif loader.batch_sampler is None:
+        problem = f"a {name} with batch_size=None, whose data set or sampler makes the batches"
+        remedy = "let the DataLoader make the batches of single samples"
+    elif hasattr(loader, "load_state_dict"):
+        problem = f"a {name}, which keeps its own position (state_dict) and would lose it when batches change size"
+        remedy = "use torch's DataLoader, which is resumed from the callback's state"
+    elif not getattr(loader, "in_order", True):
+        problem = f"a {name} with in_order=False, whose batches cannot be told apart at a resume"
+        remedy = "leave in_order out"
+    else:
+        return
+    raise MisconfigurationException(
+        f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients instead: "
+        "GrowingBatchSize(mode='accumulate')"
+    )

@@ -5,8 +5,12 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
+
+# Under what name optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
+_WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
 
 
 class LevenbergMarquardtDamping(L.Callback):
@@ -14,10 +18,12 @@ class LevenbergMarquardtDamping(L.Callback):
 
         Trainer(callbacks=[LevenbergMarquardtDamping(drop=0.98)])
 
-    After each training step it sets ``damping`` of every optimizer that has it and a ``report`` with ``reduction_ratio``,
-    by :meth:`decide`, in the first process for all. It takes over from a rule of the optimizer's own: SHF's ``drop``
-    becomes None, and is put back at the end of ``fit``. The damping is part of the optimizer's state, so the callback
-    has none.
+    After each step of an optimizer it sets its ``damping`` by :meth:`decide`, in the first process for all. It does so for
+    every optimizer that has ``damping``, and either ``reduction_ratio`` or a ``report`` with ``reduction_ratio``, as
+    :class:`~lightning_struct.optim.SHF` has; also where another optimizer wraps it. What :meth:`decide` gets is the damping
+    that the step was made with: ``report.damping``, or the optimizer's from before the step. What a rule of the
+    optimizer's own has made of it, as SHF's ``drop``, does not count. The damping is part of the optimizer's state, so the
+    callback has none; a run that is resumed without the callback goes on by the optimizer's own rule.
 
     Args:
         drop: λ is multiplied by it where ρ > ``upper``, and divided by it where ρ < ``lower``; in (0, 1].
@@ -44,8 +50,7 @@ class LevenbergMarquardtDamping(L.Callback):
             raise MisconfigurationException(f"LevenbergMarquardtDamping: {error}") from error
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
-        self._last_step = 0
-        self._drops: list[tuple[Any, float]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def decide(self, damping: float, reduction_ratio: float) -> float:
         """The damping of the next step; override it for another rule."""
@@ -63,35 +68,55 @@ class LevenbergMarquardtDamping(L.Callback):
         if not _damped(trainer):
             given = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
             raise MisconfigurationException(
-                "LevenbergMarquardtDamping needs an optimizer with `damping` and `report.reduction_ratio`, as SHF has them, "
-                f"but got {given}: return SHF from configure_optimizers, or leave the callback out"
+                "LevenbergMarquardtDamping needs an optimizer with `damping` and `reduction_ratio` or "
+                f"`report.reduction_ratio`, as SHF has them, but got {given}: return SHF from configure_optimizers, or "
+                "leave the callback out"
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # not earlier: a checkpoint brings the optimizer's drop with it
-        self._drops = [(o, o.drop) for o in _damped(trainer) if getattr(o, "drop", None) is not None]
-        for optimizer, _ in self._drops:
-            optimizer.drop = None
-        self._last_step = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._last_step:
-            return
-        self._last_step = trainer.global_step
         for optimizer in _damped(trainer):
-            if optimizer.report is not None:
-                damping = self.decide(optimizer.damping, optimizer.report.reduction_ratio)
-                optimizer.damping = trainer.strategy.broadcast(damping)
+            self._follow(optimizer, trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for optimizer, drop in self._drops:
-            optimizer.drop = drop
-        self._drops = []
+        self._leave()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    def _follow(self, optimizer: Any, trainer: L.Trainer) -> None:
+        """Hooks of the optimizer itself: ``global_step`` does not tell which of several has made a step."""
+        before = optimizer.damping
+
+        def before_step(*_: Any) -> None:
+            nonlocal before
+            before = optimizer.damping
+
+        def after_step(*_: Any) -> None:
+            report = getattr(optimizer, "report", None)
+            ratio = getattr(optimizer if report is None else report, "reduction_ratio", None)
+            if ratio is not None:
+                used = getattr(report, "damping", before)
+                optimizer.damping = trainer.strategy.broadcast(self.decide(float(used), float(ratio)))
+
+        self._hooks += [
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_step_post_hook(after_step),
+        ]
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def _damped(trainer: L.Trainer) -> list[Any]:
-    return [
-        optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "damping") and hasattr(optimizer, "report")
-    ]
+    found = (_unwrapped(optimizer) for optimizer in trainer.optimizers)
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+def _unwrapped(optimizer: Any) -> Any | None:
+    """The optimizer with a damping, itself or inside of others; None if there is none."""
+    if hasattr(optimizer, "damping") and (hasattr(optimizer, "report") or hasattr(optimizer, "reduction_ratio")):
+        return optimizer
+    inner = (getattr(optimizer, name, None) for name in _WRAPPED)
+    return next((found for each in inner if each is not None and (found := _unwrapped(each)) is not None), None)

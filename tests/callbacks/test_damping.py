@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import lightning as L
@@ -6,7 +7,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct import LevenbergMarquardtDamping
-from tests.strategies.helpers import Network, SHFNetwork, draw_loader, make_trainer, weights
+from lightning_struct.functional.damping import levenberg_marquardt
+from tests.strategies.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -23,28 +25,58 @@ class DampedSGD(torch.optim.SGD):
         self.report = SimpleNamespace(reduction_ratio=next(self.ratios))
 
 
+class RatioSGD(DampedSGD):
+    """Has the ratio as an attribute, and no report."""
+
+    def __init__(self, parameters, ratios):
+        super().__init__(parameters, ratios)
+        del self.report
+        self.reduction_ratio = None
+
+    def step(self, closure=None):
+        torch.optim.SGD.step(self, closure)
+        self.reduction_ratio = next(self.ratios)
+
+
+class RetryingSGD(DampedSGD):
+    """Reports that it had to make its steps with a damping of 100."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.report.damping = 100.0
+
+
+class WrappedSGD(torch.optim.Optimizer):
+    """Leaves its steps to an optimizer inside."""
+
+    def __init__(self, name, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = name
+        setattr(self, name, inner)
+
+    def step(self, closure=None):
+        return getattr(self, self.inner).step(closure)
+
+
 class ScriptedNetwork(Network):
-    def __init__(self, ratios):
+    def __init__(self, ratios, make=DampedSGD):
         super().__init__()
-        self.ratios, self.dampings = ratios, []
+        self.ratios, self.make, self.dampings = ratios, make, []
 
     def training_step(self, batch, batch_idx):
         return self(batch[0]).square().mean()
 
     def configure_optimizers(self):
-        return DampedSGD(self.parameters(), self.ratios)
+        optimizer = self.make(self.parameters(), self.ratios)
+        self.damped = getattr(optimizer, optimizer.inner) if isinstance(optimizer, WrappedSGD) else optimizer
+        return optimizer
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.dampings.append(self.trainer.optimizers[0].damping)
+        self.dampings.append(self.damped.damping)
 
 
-class DropSeen(L.Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.drop = trainer.optimizers[0].drop
-
-
-def dampings(tmp_path, ratios, callback=None, accumulate=1, **options):
-    module = ScriptedNetwork(ratios)
+def dampings(tmp_path, ratios, callback=None, accumulate=1, make=DampedSGD, **options):
+    module = ScriptedNetwork(ratios, make)
     callback = callback or LevenbergMarquardtDamping(drop=0.5, **options)
     trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[callback], accumulate_grad_batches=accumulate)
     trainer.fit(module, draw_loader(draws=len(ratios) * accumulate))
@@ -90,26 +122,120 @@ def test_shf_trains_as_by_its_own_rule(tmp_path):
     assert torch.equal(weights(called_back), weights(own))
 
 
-def test_the_rule_of_the_optimizer_is_switched_off(tmp_path):
-    seen = DropSeen()
-    make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(), seen]).fit(SHFNetwork(drop=0.5), draw_loader())
-    assert seen.drop is None
+def test_the_rule_of_the_optimizer_does_not_count(tmp_path):
+    module = SHFNetwork(drop=0.5)
+    make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=1.0)]).fit(module, draw_loader())
+    assert {report.damping for report in module.reports} == {1.0}
 
 
 def test_the_rule_of_the_optimizer_is_put_back_after_fit(tmp_path):
-    trainer = make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping()])
+    trainer = make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=1.0)])
     trainer.fit(SHFNetwork(drop=0.5), draw_loader())
-    assert trainer.optimizers[0].drop == 0.5
+    inputs, targets = regression_data().tensors
+    report = trainer.optimizers[0].step(inputs=inputs, targets=targets)
+    assert trainer.optimizers[0].damping == levenberg_marquardt(report.damping, report.reduction_ratio, drop=0.5)
 
 
 def test_it_takes_over_from_a_run_that_did_without(tmp_path):
     first = make_trainer(tmp_path, max_epochs=1)
     first.fit(SHFNetwork(drop=0.5), draw_loader())
     first.save_checkpoint(tmp_path / "first.ckpt")
-    seen = DropSeen()
-    second = make_trainer(tmp_path, max_epochs=2, callbacks=[LevenbergMarquardtDamping(), seen])
+    module = SHFNetwork(drop=0.5)
+    second = make_trainer(tmp_path, max_epochs=2, callbacks=[LevenbergMarquardtDamping(drop=1.0)])
+    second.fit(module, draw_loader(), ckpt_path=tmp_path / "first.ckpt")
+    assert {report.damping for report in module.reports} == {first.optimizers[0].damping}
+
+
+def test_a_run_resumed_without_it_goes_on_by_the_rule_of_the_optimizer(tmp_path):
+    first = make_trainer(tmp_path, max_epochs=1, callbacks=[LevenbergMarquardtDamping()])
+    first.fit(SHFNetwork(drop=0.5), draw_loader())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    second = make_trainer(tmp_path, max_epochs=2)
     second.fit(SHFNetwork(drop=0.5), draw_loader(), ckpt_path=tmp_path / "first.ckpt")
-    assert seen.drop is None
+    assert second.optimizers[0].drop == 0.5
+
+
+def test_an_optimizer_may_report_the_ratio_itself(tmp_path):
+    assert dampings(tmp_path, [0.8, 0.2], make=RatioSGD) == [4.0, 8.0]
+
+
+def test_a_step_without_a_ratio_changes_nothing(tmp_path):
+    assert dampings(tmp_path, [0.8, None, 0.8], make=RatioSGD) == [4.0, 4.0, 2.0]
+
+
+def test_the_damping_that_was_reported_counts(tmp_path):
+    assert dampings(tmp_path, [0.8, 0.2], make=RetryingSGD) == [50.0, 200.0]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "base_optimizer", "optim", "_optimizer"])
+def test_an_optimizer_may_be_wrapped(tmp_path, name):
+    def wrapped(parameters, ratios):
+        return WrappedSGD(name, DampedSGD(parameters, ratios))
+
+    assert dampings(tmp_path, [0.8, 0.2], make=wrapped) == [4.0, 8.0]
+
+
+class Alternating(Network):
+    """Two optimizers by hand; the first is stepped in each batch, the second in every other one."""
+
+    automatic_optimization = False
+
+    def __init__(self, raw):
+        super().__init__()
+        self.raw, self.dampings = raw, []
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, due in zip(
+            self.optimizers(use_pl_optimizer=not self.raw), (True, batch_idx % 2 == 0), strict=True
+        ):
+            if due:
+                optimizer.zero_grad()
+                self.manual_backward(self(batch[0]).square().mean())
+                optimizer.step()
+
+    def configure_optimizers(self):
+        return [DampedSGD(self.layers[0].parameters(), [0.8] * 4), DampedSGD(self.layers[2].parameters(), [0.2] * 2)]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.dampings.append([optimizer.damping for optimizer in self.trainer.optimizers])
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["counted steps", "uncounted steps"])
+def test_each_of_several_optimizers_follows_its_own_steps(tmp_path, raw):
+    module = Alternating(raw)
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[LevenbergMarquardtDamping(drop=0.5)])
+    trainer.fit(module, draw_loader(draws=4))
+    assert module.dampings == [[4.0, 16.0], [2.0, 16.0], [1.0, 32.0], [0.5, 32.0]]
+
+
+def test_optimizers_without_damping_are_left_alone(tmp_path):
+    class Mixed(Alternating):
+        def configure_optimizers(self):
+            adam = torch.optim.Adam(self.layers[2].parameters())
+            return [DampedSGD(self.layers[0].parameters(), [0.8] * 4), adam]
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.dampings.append(self.trainer.optimizers[0].damping)
+
+    module = Mixed(raw=False)
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[LevenbergMarquardtDamping(drop=0.5)])
+    trainer.fit(module, draw_loader(draws=4))
+    assert module.dampings == [4.0, 2.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_optimizer_is_left_alone_after_fit(tmp_path, failing):
+    class Failing(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if failing:
+                raise KeyError("on purpose")
+
+    module = ScriptedNetwork([0.8, 0.8])
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[LevenbergMarquardtDamping(drop=0.5), Failing()])
+    with pytest.raises(KeyError) if failing else nullcontext():
+        trainer.fit(module, draw_loader(draws=1))
+    trainer.optimizers[0].step()
+    assert trainer.optimizers[0].damping == 4.0
 
 
 def test_an_optimizer_without_damping_is_refused_by_name(tmp_path):

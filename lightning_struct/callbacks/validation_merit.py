@@ -1,5 +1,7 @@
 """Stopping on the validation merit, with the best weights put back."""
 
+import copy
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning as L
@@ -19,8 +21,9 @@ class ValidationMeritStopping(L.Callback):
 
         Trainer(callbacks=[ValidationMeritStopping(monitor="val_loss", patience=20)])
 
-    At the end of each validation it compares ``monitor`` (in the first process) with the best value so far and keeps a
-    copy of the best weights and buffers on the CPU. When training ends, by patience or for any other reason but an
+    At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and keeps
+    a copy of the best weights and buffers on the CPU: those that were validated, also where another callback had put
+    averaged ones in their place for the time of the validation. When training ends, by patience or for any other reason but an
     exception, the module gets the best ones back. Checkpoints written before hold the weights of their own step, so that
     a run resumed from them goes on as if it had not been stopped; a ``ModelCheckpoint(save_last=True)`` that has not
     saved anything until then writes the best weights, as does ``Trainer.save_checkpoint`` after ``fit``. The copy is part
@@ -44,8 +47,8 @@ class ValidationMeritStopping(L.Callback):
         wait: validations since.
 
     Raises:
-        MisconfigurationException: an argument out of range; at the start of fit no validation, or a strategy that shards
-            the weights; with SHF an empty validation set, or a module without ``inputs_and_targets``; after a validation
+        MisconfigurationException: an argument out of range; at the start of fit no validation, a Trainer that does not
+            keep what is logged, or a strategy that shards the weights; with SHF an empty validation set, or a module without ``inputs_and_targets``; after a validation
             a monitor that is not logged, or is not finite.
     """
 
@@ -71,7 +74,8 @@ class ValidationMeritStopping(L.Callback):
         self.best_value: float | None = None
         self.best_step = 0
         self.wait = 0
-        self._best_weights: dict[str, Tensor] | None = None
+        self._best_weights: dict[str, Any] | None = None
+        self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
 
     @property
@@ -88,6 +92,11 @@ class ValidationMeritStopping(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
+        if trainer.barebones:
+            raise MisconfigurationException(
+                f"ValidationMeritStopping compares {self.monitor!r}, but with Trainer(barebones=True) nothing that is logged "
+                "is kept: leave barebones or the callback out"
+            )
         if not trainer.enable_validation:
             raise MisconfigurationException(
                 f"ValidationMeritStopping compares {self.monitor!r} after each validation, but there is none: give a "
@@ -105,16 +114,24 @@ class ValidationMeritStopping(L.Callback):
     ) -> None:
         self._validation.on_train_batch_end(trainer)
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._validated_weights = None
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        # the first batch and not the end: averaged weights are put in before the one and taken out before the other
+        if self.restore_best and self._validated_weights is None and self._validation.counts(trainer):
+            self._validated_weights = _copy_on_cpu(pl_module.state_dict())
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        validated, self._validated_weights = self._validated_weights, None
         if not self._validation.on_validation_end(trainer):
             return
         value = monitored_value(trainer, self.monitor, "ValidationMeritStopping")
         if self.improves(value):
             self.best_value, self.best_step, self.wait = value, trainer.global_step, 0
-            if self.restore_best:
-                self._best_weights = {
-                    name: tensor.detach().to("cpu", copy=True) for name, tensor in pl_module.state_dict().items()
-                }
+            self._best_weights = validated
             return
         self.wait += 1
         if self.wait >= self.patience:
@@ -166,7 +183,15 @@ class ValidationMeritStopping(L.Callback):
 
     def _put_back(self, pl_module: L.LightningModule) -> None:
         if self.restore_best and self._best_weights is not None:
-            pl_module.load_state_dict(self._best_weights)
+            pl_module.load_state_dict(self._best_weights, strict=pl_module.strict_loading)
+
+
+def _copy_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a module's state; what is not a tensor is an extra state."""
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
 def _shf_optimizers(trainer: L.Trainer) -> list[SHF]:

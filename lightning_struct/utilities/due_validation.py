@@ -18,7 +18,7 @@ class DueValidation:
 
     def __init__(self) -> None:
         self._due = False
-        self._last_step: int | None = None
+        self._last_batch: int | None = None
 
     def on_train_start(self, trainer: L.Trainer) -> None:
         """Run the validation that was due when the run was stopped."""
@@ -30,14 +30,22 @@ class DueValidation:
         self._due = validation_follows(trainer)
 
     def on_validation_end(self, trainer: L.Trainer) -> bool:
-        """Whether this validation counts: not a sanity check, nor a second one of the same step."""
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or trainer.global_step == self._last_step:
+        """Whether this validation counts: see :meth:`counts`. From here on it has been counted."""
+        if not self.counts(trainer):
             return False
-        self._due, self._last_step = False, trainer.global_step
+        self._due, self._last_batch = False, trainer.fit_loop.total_batch_idx
         return True
 
+    def counts(self, trainer: L.Trainer) -> bool:
+        """Whether the validation that is running is one of a fit: not a sanity check, nor a second one after the same batch.
+
+        Batches tell them apart, not steps: those of an optimizer that Lightning does not wrap are not counted.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        return fitting and trainer.fit_loop.total_batch_idx != self._last_batch
+
     def state_dict(self) -> dict[str, Any]:
-        return {"due": self._due, "last_step": self._last_step}
+        return {"due": self._due, "last_batch": self._last_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._due, self._last_step = state_dict["due"], state_dict["last_step"]
+        self._due, self._last_batch = state_dict["due"], state_dict["last_batch"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
@@ -11,11 +11,13 @@ def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
     """Raise for a strategy that shards the weights, naming ``name`` as what needs them whole.
 
     Raises:
-        MisconfigurationException: the strategy is neither one device nor a kind of DDP.
+        MisconfigurationException: the strategy is FSDP, DeepSpeed, model parallel, or another that shards models.
     """
-    strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+    strategy = type(trainer.strategy)
+    if strategy.model_sharded_context is not Strategy.model_sharded_context or issubclass(
+        strategy, ModelParallelStrategy
+    ):
         raise MisconfigurationException(
-            f"{name} needs all weights on each process, but {type(strategy).__name__} shards them. Use one device or "
+            f"{name} needs all weights on each process, but {strategy.__name__} shards them. Use one device or "
             "strategy='ddp'"
         )

@@ -1,10 +1,17 @@
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 
@@ -218,6 +225,164 @@ def test_a_validation_due_at_a_checkpoint_is_made_up_for(tmp_path, step):
     assert (resumed.best_value, resumed.best_step, resumed.wait) == (whole.best_value, whole.best_step, whole.wait)
 
 
+# In any project
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from regression_data(30, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"val_check_interval": 2}, 8),
+        ({"val_check_interval": 0.5}, 8),
+        ({"val_check_interval": 3, "check_val_every_n_epoch": None}, 12),
+        ({"check_val_every_n_epoch": 2}, 32),
+        ({"reload_dataloaders_every_n_epochs": 1}, 16),
+        ({"accumulate_grad_batches": 2}, 8),
+        ({"min_epochs": 5}, 20),
+    ],
+    ids=str,
+)
+def test_validations_are_counted_whenever_they_are(tmp_path, options, steps):
+    module = ScriptedNetwork([3, 2, 4, 4, 4, 4])
+    callback = ValidationMeritStopping(patience=2)
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=20, limit_val_batches=1, **options)
+    trainer.fit(module, draw_loader(draws=4), validation_loader(8))
+    assert (trainer.global_step, module.layers.bias.item()) == (steps, callback.best_step)
+
+
+def test_validation_data_may_be_a_stream(tmp_path):
+    class Streamed(ScriptedNetwork):
+        def validation_step(self, batch, batch_idx):
+            if batch_idx == 3:  # the last of 4
+                super().validation_step(batch, batch_idx)
+
+    module = Streamed([3, 1, 2, 2])
+    trainer = make_trainer(tmp_path, callbacks=[ValidationMeritStopping(patience=2)], max_epochs=6)
+    trainer.fit(module, draw_loader(draws=1), DataLoader(Stream(), batch_size=8))
+    assert (trainer.global_step, module.layers.bias.item()) == (4, 2)
+
+
+@pytest.mark.parametrize(("monitor", "best"), [("val_loss/dataloader_idx_0", 2), ("val_loss/dataloader_idx_1", 3)])
+def test_one_of_several_loaders_can_be_monitored(tmp_path, monitor, best):
+    class Several(ScriptedNetwork):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            super().validation_step(batch, batch_idx)
+
+    module = Several([3, 9, 1, 8, 2, 7])  # of both loaders in turn
+    trainer = make_trainer(tmp_path, callbacks=[ValidationMeritStopping(monitor)], max_epochs=3, limit_val_batches=1)
+    trainer.fit(module, draw_loader(draws=1), [validation_loader(8), validation_loader(8)])
+    assert module.layers.bias.item() == best
+
+
+def test_an_empty_loader_before_others_does_no_harm(tmp_path):
+    class Several(ScriptedNetwork):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            super().validation_step(batch, batch_idx)
+
+    class Nothing(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    module, callback = Several([3, 1, 2]), ValidationMeritStopping("val_loss/dataloader_idx_1")
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=3, limit_val_batches=1)
+    trainer.fit(module, draw_loader(draws=1), [DataLoader(Nothing()), validation_loader(8)])
+    assert module.layers.bias.item() == 2
+
+
+def test_a_development_run_ends_with_its_weights(tmp_path):
+    module = ScriptedNetwork([3])
+    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=1, fast_dev_run=True)
+    assert module.layers.bias.item() == 1
+
+
+class Manual(ScriptedNetwork):
+    """Two optimizers by hand, both stepped in each batch."""
+
+    automatic_optimization = False
+
+    def __init__(self, values, raw):
+        super().__init__(values)
+        self.raw = raw
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers(use_pl_optimizer=not self.raw):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        first = super().configure_optimizers()
+        return [first, torch.optim.SGD([self.layers.weight], lr=1.0)]
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["counted steps", "uncounted steps"])
+def test_several_optimizers_can_be_stepped_by_hand(tmp_path, raw):
+    module = Manual([3, 1, 2, 2], raw)
+    trainer = fit(tmp_path, module, ValidationMeritStopping(patience=2))
+    assert (trainer.current_epoch, module.layers.bias.item()) == (4, 2)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_the_order_of_the_other_callbacks_does_not_matter(tmp_path, first):
+    stopping = ValidationMeritStopping(patience=5)
+    others = [
+        EarlyStopping("val_loss", patience=2),
+        ModelCheckpoint(tmp_path, filename="{step}", monitor="val_loss", save_top_k=-1),
+    ]
+    module = ScriptedNetwork([3, 1, 2, 2])
+    callbacks = [stopping, *others] if first else [*others, stopping]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=9, limit_val_batches=1, enable_checkpointing=True)
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+    saved = [torch.load(tmp_path / f"step={n}.ckpt")["callbacks"][stopping.state_key]["wait"] for n in (1, 2, 3, 4)]
+    assert (module.layers.bias.item(), trainer.global_step, saved) == (2, 4, [0, 0, 1, 2])
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_averaged_weights_are_kept_where_they_were_validated(tmp_path, first):
+    stopping, averaging = ValidationMeritStopping(), WeightAveraging()
+    module = ScriptedNetwork([3, 2, 1, 4])
+    callbacks = [stopping, averaging] if first else [averaging, stopping]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=4, limit_val_batches=1)
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+    assert module.layers.bias.item() == pytest.approx((1 + 2 + 3) / 3)
+
+
+def test_a_module_may_leave_weights_out_of_its_state(tmp_path):
+    class Partial(ScriptedNetwork):
+        strict_loading = False
+
+        def state_dict(self, *args, **kwargs):
+            return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "weight" not in name}
+
+    module = Partial([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
+    assert module.layers.bias.item() == 2
+
+
+def test_extra_state_is_put_back(tmp_path):
+    class Extra(ScriptedNetwork):
+        def get_extra_state(self):
+            return {"steps": [int(self.steps)]}
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    module = Extra([3, 1, 2])
+    fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
+    assert module.extra == {"steps": [2]}
+
+
+def test_a_validation_outside_fit_does_not_count(tmp_path):
+    callback = ValidationMeritStopping()
+    trainer = fit(tmp_path, ScriptedNetwork([3, 2]), callback, max_epochs=2)
+    trainer.validate(ScriptedNetwork([1]), validation_loader(8), verbose=False)
+    assert (callback.best_value, callback.best_step) == (2, 2)
+
+
 # The merit for SHF
 
 
@@ -290,11 +455,6 @@ def test_a_loader_of_whole_batches_is_read(tmp_path, given):
 
 class OddBatches(BatchSampler):
     pass
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from regression_data(30, seed=1)
 
 
 def odd_batches():
@@ -380,6 +540,14 @@ def test_no_validation_is_refused(tmp_path, options):
         trainer.fit(SHFNetwork(), draw_loader(), validation_loader() if options else None)
 
 
+def test_a_trainer_that_keeps_nothing_logged_is_refused(tmp_path):
+    trainer = L.Trainer(barebones=True, accelerator="cpu", max_epochs=1, callbacks=[ValidationMeritStopping()])
+    with pytest.raises(
+        MisconfigurationException, match="barebones=True. nothing that is logged is kept: leave barebones"
+    ):
+        trainer.fit(ScriptedNetwork([1]), draw_loader(), validation_loader())
+
+
 def test_an_empty_validation_set_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="ValidationMeritStopping: the validation data has no samples"):
         fit_shf(tmp_path, validation=DataLoader(Subset(regression_data(), []), batch_size=4))
@@ -414,10 +582,24 @@ def test_a_value_that_is_not_finite_is_named(tmp_path, value):
         fit(tmp_path, ScriptedNetwork([1, value]), ValidationMeritStopping())
 
 
-def test_strategies_that_shard_the_weights_are_refused_by_name():
-    trainer = SimpleNamespace(strategy=FSDPStrategy.__new__(FSDPStrategy))
-    with pytest.raises(MisconfigurationException, match="ValidationMeritStopping needs all weights .* FSDPStrategy"):
+class ShardingStrategy(SingleDeviceStrategy):
+    def model_sharded_context(self):
+        return nullcontext()
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, ShardingStrategy])
+def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
+    trainer = SimpleNamespace(strategy=strategy.__new__(strategy))
+    with pytest.raises(
+        MisconfigurationException, match=f"ValidationMeritStopping needs all weights .* {strategy.__name__}"
+    ):
         ValidationMeritStopping().on_fit_start(trainer, Network())
+
+
+def test_strategies_of_others_are_taken():
+    own = type("Own", (Strategy,), dict.fromkeys(Strategy.__abstractmethods__))
+    trainer = SimpleNamespace(strategy=own.__new__(own), barebones=False, enable_validation=True)
+    ValidationMeritStopping().on_fit_start(trainer, Network())
 
 
 @pytest.mark.parametrize(

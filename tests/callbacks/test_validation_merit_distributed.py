@@ -1,0 +1,69 @@
+"""Two processes with a share of the validation data each decide what one does with all of it."""
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct import ValidationMeritStopping
+from tests.strategies.helpers import make_trainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")]
+
+SHARDS = [
+    [4.0, 1.0, 3.0, 5.0, 5.0],
+    [2.0, 3.0, 2.0, 0.0, 5.0],
+]  # what each process finds; the means are 3, 2, 2.5, 2.5, 5
+
+
+class Scripted(L.LightningModule):
+    """Its weight is the number of steps so far; each sample of the validation data is the values to log in the epochs."""
+
+    def __init__(self, first_only):
+        super().__init__()
+        self.first_only = first_only
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        return -self.weight
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", batch[0][:, self.current_epoch].mean(), rank_zero_only=self.first_only)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Notes(L.Callback):
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_fit_end(self, trainer, pl_module):
+        stopping = trainer.callbacks[0]
+        found = [stopping.best_value, stopping.best_step, stopping.wait, trainer.global_step, pl_module.weight.item()]
+        torch.save(found, self.directory / f"{trainer.world_size}_{trainer.global_rank}.pt")
+
+
+def fit(directory, first_only, **processes):
+    callbacks = [ValidationMeritStopping(patience=2), Notes(directory)]
+    trainer = make_trainer(directory, callbacks=callbacks, max_epochs=5, num_sanity_val_steps=0, **processes)
+    training = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=2 // trainer.world_size)
+    validation = DataLoader(TensorDataset(torch.tensor(SHARDS)), batch_size=2 // trainer.world_size)
+    trainer.fit(Scripted(first_only), training, validation)
+
+
+def notes(directory):
+    return {path.stem: torch.load(path) for path in sorted(directory.glob("*.pt"))}
+
+
+def test_values_that_are_not_synchronised_are_averaged(tmp_path):
+    fit(tmp_path, False)
+    fit(tmp_path, False, strategy="ddp_spawn", devices=2)
+    found = notes(tmp_path)
+    assert found["1_0"] == [2.0, 2, 2, 4, 2.0]
+    assert found["2_0"] == found["2_1"] == found["1_0"]
+
+
+def test_a_value_that_one_process_logs_counts_for_all(tmp_path):
+    fit(tmp_path, True, strategy="ddp_spawn", devices=2)
+    assert notes(tmp_path) == {name: [1.0, 2, 2, 4, 2.0] for name in ("2_0", "2_1")}

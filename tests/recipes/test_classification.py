@@ -43,7 +43,9 @@ def test_every_task_has_adam():
     assert {(name, "adam") for name in NETWORKS} <= set(SHIPPED)
 
 
-@pytest.mark.parametrize(("name", "weights"), [("mnist_fnn", 407_050), ("cifar_cnn", 4_760_906)])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("mnist_fnn", 407_050), pytest.param("cifar_cnn", 4_760_906, marks=pytest.mark.slow)]
+)
 def test_without_a_config_the_network_is_that_of_the_paper(name, weights):
     cli = run(name, "fit", "--trainer.max_epochs=0")
     assert isinstance(cli.model, Classifier) and sum(p.numel() for p in cli.model.parameters()) == weights

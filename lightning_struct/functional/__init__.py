@@ -4,6 +4,8 @@ from lightning_struct.functional.conjugate_gradient import ConjugateGradientResu
 from lightning_struct.functional.damping import levenberg_marquardt
 from lightning_struct.functional.gauss_newton import Linearization, linearize
 from lightning_struct.functional.gradient_norms import (
+    GradientNormRecorder,
+    ParameterNorms,
     gradient_variance,
     norm_test_batch_size,
     per_sample_gradient_norms,
@@ -23,9 +25,11 @@ __all__ = [
     "ConjugateGradientResult",
     "CrossEntropy",
     "GaussNewtonLoss",
+    "GradientNormRecorder",
     "LeastSquaresResult",
     "LineSearchResult",
     "Linearization",
+    "ParameterNorms",
     "RightPreconditioner",
     "SquaredError",
     "armijo",

@@ -20,6 +20,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_struct.functional import replay
+from lightning_struct.functional.attention_contributions import attention_contributions
 from lightning_struct.functional.contributions import (
     Contribution,
     Convolution,
@@ -43,6 +44,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class CannotRunAgain(Uncovered):
+    """Of a layer without a rule, whatever the batch."""
 
 
 def contributions(
@@ -380,30 +385,27 @@ def _parametric_relu(
     return {"weight": Dense(gradients.reshape(layout.samples, layer.num_parameters, -1).sum(2))}
 
 
-def _recurrent(
-    layer: nn.RNNBase,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
-    return _of_admissible_size(recurrent_contributions, layer, args, kwargs, outputs, cotangents, samples)
+def _of_one_size(function: Callable[..., dict[str, Contribution]]) -> Callable[..., dict[str, Contribution]]:
+    """The rule of a ``function`` that knows one number of samples or None."""
+
+    def rule(*arguments: Any) -> dict[str, Contribution]:
+        *call, samples = arguments
+        if samples is None or isinstance(samples, int):
+            return function(*call, samples)
+        if len(samples) == 1:
+            return function(*call, *samples)
+        shares = function(*call, None)
+        for share in shares.values():
+            if share.samples not in samples:
+                raise Uncovered(f"it read {share.samples} samples, not {' or '.join(map(str, sorted(samples)))}")
+        return shares
+
+    return rule
 
 
-def _of_admissible_size(function: Callable[..., dict[str, Contribution]], *arguments: Any) -> dict[str, Contribution]:
-    """``function`` where it takes one number of samples or None."""
-    *others, samples = arguments
-    if samples is None or isinstance(samples, int):
-        return function(*others, samples)
-    if len(samples) == 1:
-        return function(*others, *samples)
-    shares = function(*others, None)
-    for share in shares.values():
-        if share.samples not in samples:
-            raise Uncovered(f"it read {share.samples} samples, not {' or '.join(map(str, sorted(samples)))}")
-    return shares
-
+_ATTENTION_PARAMETERS = (
+    "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+)  # fmt: skip
 
 _RULES: dict[type[nn.Module], _Rule] = {
     nn.Linear: _Rule(_linear),
@@ -415,7 +417,10 @@ _RULES: dict[type[nn.Module], _Rule] = {
     **dict.fromkeys((*_BATCH_NORMS, *_INSTANCE_NORMS), _Rule(_normalization)),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
-        _Rule(_recurrent, lambda layer: layer._flat_weights_names, runs_again=True),
+        _Rule(_of_one_size(recurrent_contributions), lambda layer: layer._flat_weights_names, runs_again=True),
+    ),
+    nn.MultiheadAttention: _Rule(
+        _of_one_size(attention_contributions), lambda layer: _ATTENTION_PARAMETERS, runs_again=True
     ),
 }
 
@@ -474,7 +479,9 @@ def _by_vmap(
             gradients, results = vmap(one_sample, chunk_size=chunk_size)([t.detach() for t in mapped], deltas)
     except Exception as error:
         reason = str(error).strip().splitlines()
-        raise Uncovered(f"it has no rule, and torch.func cannot run it: {reason[0] if reason else error!r}") from error
+        raise CannotRunAgain(
+            f"it has no rule, and torch.func cannot run it: {reason[0] if reason else error!r}"
+        ) from error
     for i, result in zip(reached, results, strict=True):
         _check_same(recorded[i], result.flatten(0, 1))
     return {name.removeprefix("layer."): Dense(gradient) for name, gradient in gradients.items()}
@@ -484,7 +491,7 @@ def _check_same(recorded: Tensor, computed: Tensor) -> None:
     recorded, tolerance = recorded.to(computed.dtype), math.sqrt(torch.finfo(recorded.dtype).eps)
     norm = torch.linalg.vector_norm
     if recorded.shape != computed.shape or not norm(computed - recorded) <= tolerance * norm(recorded):
-        raise Uncovered("it has no rule, and run sample by sample it gives another output (does it keep a state?)")
+        raise CannotRunAgain("it has no rule, and run sample by sample it gives another output (does it keep a state?)")
 
 
 class _Bare(nn.Module):

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import copy
 import doctest
 import inspect
 import math
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_struct.functional import (
+    GradientNormRecorder,
     gradient_variance,
     norm_test_batch_size,
     per_sample_gradient_norms,
@@ -121,7 +127,8 @@ def test_nothing_is_left_on_the_module_afterwards(fails: bool) -> None:
                 raise KeyError
     except KeyError:
         pass
-    assert not any(layer._forward_hooks for layer in module.modules())
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
 
 
 def test_reading_before_a_backward_pass_is_an_error() -> None:
@@ -132,21 +139,6 @@ def test_reading_before_a_backward_pass_is_an_error() -> None:
         _ = norms.squared_norms
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.Conv1d(2, 2, 1), "1.weight of a Conv1d"),
-        (nn.LayerNorm(3), "1.weight of a LayerNorm"),
-        (nn.Embedding(3, 2), "1.weight of a Embedding"),
-        (nn.LSTM(3, 2), "1.weight_ih_l0 of a LSTM"),
-    ],
-    ids=["conv", "layer_norm", "embedding", "lstm"],
-)
-def test_a_trainable_parameter_of_another_layer_is_named(layer: nn.Module, message: str) -> None:
-    with pytest.raises(ValueError, match=message), per_sample_gradient_norms(nn.Sequential(nn.Linear(3, 3), layer)):
-        pass
-
-
 def test_a_frozen_layer_of_another_kind_is_allowed() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
     module[1].requires_grad_(False)
@@ -155,27 +147,22 @@ def test_a_frozen_layer_of_another_kind_is_allowed() -> None:
     torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_tied_weights_are_refused_by_name() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    with pytest.raises(ValueError, match="1.weight is tied to 0.weight"), per_sample_gradient_norms(module):
-        pass
+def test_all_uses_of_tied_weights_and_of_a_layer_called_twice_are_summed() -> None:
+    layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = layer.weight
+    module = nn.Sequential(layer, nn.Tanh(), other, nn.Tanh(), layer).double()
+    inputs = gaussian(5, 2, 3, seed=1)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_layer_called_twice_is_refused_by_name() -> None:
-    layer = nn.Linear(3, 3)
-    module = nn.Sequential(layer, nn.Tanh(), layer)
-    with per_sample_gradient_norms(module), pytest.raises(RuntimeError, match="0 is called twice"):
-        module(torch.randn(5, 3))
-
-
-def test_a_second_backward_pass_is_refused_since_its_samples_are_others() -> None:
-    module = network()
-    with per_sample_gradient_norms(module):
-        loss_of(module(gaussian(5, 3, seed=1))).backward()
-        second = loss_of(module(gaussian(5, 3, seed=2)))
-        with pytest.raises(RuntimeError, match="second backward pass"):
-            second.backward()
+def test_the_samples_of_a_second_backward_pass_follow_those_of_the_first() -> None:
+    module, first, second = network(), gaussian(5, 3, seed=1), gaussian(4, 3, seed=2)
+    with per_sample_gradient_norms(module) as norms:
+        loss_of(module(first)).backward()
+        loss_of(module(second)).backward()
+    expected = per_sample_gradients(module, torch.cat([first, second])).square().sum(1)
+    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_that_see_other_batches_are_refused() -> None:
@@ -188,8 +175,325 @@ def test_layers_that_see_other_batches_are_refused() -> None:
             return self.second(self.first(x).t())
 
     module = Transposing()
-    with per_sample_gradient_norms(module), pytest.raises(ValueError, match="4 and 5.*must be the batch"):
+    with per_sample_gradient_norms(module) as norms:
         module(torch.randn(5, 3)).sum().backward()
+    with pytest.raises(ValueError, match="4 and 5.*must be the batch"):
+        _ = norms.squared_norms
+
+
+# --- the recorder: whole models --------------------------------------------------------------------------------------
+
+
+class LanguageModel(nn.Module):
+    """An embedding tied to the decoder, with every layer between that a small Transformer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.decoder = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.decoder.weight = self.embedding.weight
+        self.attention, self.norm = nn.MultiheadAttention(4, 2, batch_first=True), nn.LayerNorm(4)
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.decoder(self.recurrent(x)[0])
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.GroupNorm(2, 4),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 3, 3, bias=False),
+        nn.PReLU(),
+        nn.Flatten(),
+        nn.Linear(3, 2),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "language model": (LanguageModel, torch.randint(0, 7, (5, 6), generator=torch.Generator().manual_seed(1))),
+    "convolutional": (convolutional, gaussian(5, 2, 6, 6, seed=1)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), gaussian(5, 3, 4, seed=1)),
+}  # fmt: skip
+
+
+def model(name: str) -> tuple[nn.Module, Tensor]:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    return make().double(), inputs
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_squared_norms_of_whole_models(name: str) -> None:
+    module, inputs = model(name)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_what_was_measured_adds_up_to_the_gradient(name: str) -> None:
+    module, inputs = model(name)
+    with GradientNormRecorder(module, check=True) as recorder:
+        loss_of(module(inputs)).backward()
+    sums = recorder.checksums()
+    assert list(sums) == [parameter for parameter, _ in module.named_parameters()]
+    assert all(of_parameter.relative_error <= 1e-12 for of_parameter in sums.values())
+    recorder.verify()
+    assert not recorder.uncovered
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_measured_once(reentrant: bool) -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    with per_sample_gradient_norms(module) as norms:
+        hidden = checkpoint(module[:2], inputs.clone().requires_grad_(), use_reentrant=reentrant)
+        loss_of(module[2](hidden)).backward()
+    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sparse_gradients_of_an_embedding_are_measured_and_checked() -> None:
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2)).double()
+    tokens = torch.tensor([[0, 1, 1], [2, 1, 0]])
+    with GradientNormRecorder(module, check=True) as recorder:
+        loss_of(module(tokens)).backward()
+    dense = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2)).double()
+    dense.load_state_dict(module.state_dict())
+    expected = per_sample_gradients(dense, tokens).square().sum(1)
+    recorder.verify()
+    total = sum(norms.squared_norms[0] for norms in recorder.results())
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_that_get_no_gradient_are_not_among_the_results() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2), "detached": nn.Linear(3, 2)})
+    with GradientNormRecorder(module) as recorder:
+        x = torch.randn(5, 3)
+        (module["used"](x) + module["detached"](x).detach()).sum().backward()
+    assert [norms.name for norms in recorder.results()] == ["used.weight", "used.bias"]
+
+
+def test_a_parameter_that_is_unfrozen_later_is_measured() -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1)
+    module[0].requires_grad_(False)
+    with GradientNormRecorder(module) as recorder:
+        module[0].requires_grad_(True)
+        loss_of(module(inputs)).backward()
+    assert len(recorder.results()) == 4
+
+
+def test_gradients_in_the_inputs_are_not_counted() -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1).requires_grad_()
+    with per_sample_gradient_norms(module) as norms:
+        loss = loss_of(module(inputs))
+        torch.autograd.grad(loss, inputs, retain_graph=True)
+        loss.backward()
+    expected = per_sample_gradients(module, inputs.detach()).square().sum(1)
+    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_inside_attention_and_recurrent_layers_is_that_of_the_forward_pass() -> None:
+    torch.manual_seed(0)
+    module = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.5, batch_first=True).double()
+    with GradientNormRecorder(module, check=True) as recorder:
+        loss_of(module(gaussian(5, 3, 4, seed=1))).backward()
+    recorder.verify()
+    assert not recorder.uncovered
+
+
+# --- the recorder: what cannot be measured ---------------------------------------------------------------------------
+
+
+class Borrowing(nn.Module):
+    """Uses the weight of a layer outside of it, and inside too if told so."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.layer, self.inside = nn.Linear(3, 3, bias=False), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.layer(x) if self.inside else x, self.layer.weight)
+
+
+def test_a_parameter_that_is_used_outside_of_its_layer_is_named() -> None:
+    module = Borrowing(inside=False)
+    with per_sample_gradient_norms(module) as norms:
+        module(torch.randn(5, 3)).sum().backward()
+    with pytest.raises(ValueError, match="layer.weight: it is used outside of its own layer"):
+        _ = norms.squared_norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_check_finds_a_use_outside_of_the_layer_beside_one_inside(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Borrowing(inside=True), nn.Linear(3, 2)).to(dtype)
+    with GradientNormRecorder(module, check=True, uncovered="skip") as recorder:
+        loss_of(module(gaussian(5, 3, seed=1).to(dtype))).backward()
+    recorder.verify()
+    assert list(recorder.uncovered) == ["0.layer.weight"]
+    assert [norms.name for norms in recorder.results()] == ["1.weight", "1.bias"]
+
+
+def test_the_check_finds_a_penalty_in_the_loss() -> None:
+    module = network()
+    with GradientNormRecorder(module, check=True, uncovered="skip") as recorder:
+        (loss_of(module(gaussian(5, 3, seed=1))) + module[0].weight.square().sum()).backward()
+    recorder.verify()
+    assert list(recorder.uncovered) == ["0.weight"]
+
+
+def test_the_check_takes_rounding_for_what_it_is_where_a_gradient_vanishes() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))  # the bias has no effect
+    with GradientNormRecorder(module, check=True) as recorder, pytest.warns(UserWarning, match="couples the samples"):
+        loss_of(module(torch.randn(8, 2, 5, 5))).backward()
+    recorder.verify()
+    assert not recorder.uncovered
+
+
+def test_a_parameter_that_is_differentiated_twice_is_named() -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1).requires_grad_()
+    with GradientNormRecorder(module, uncovered="skip") as recorder:
+        outputs = module(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        (loss_of(outputs) + slope.square().sum()).backward()
+    assert set(recorder.uncovered) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert "differentiated twice" in recorder.uncovered["0.weight"]
+
+
+def test_two_backward_passes_through_one_forward_pass_are_refused() -> None:
+    module = network()
+    with per_sample_gradient_norms(module) as norms:
+        outputs = module(gaussian(5, 3, seed=1))
+        outputs.sum().backward(retain_graph=True)
+        loss_of(outputs).backward()
+    with pytest.raises(ValueError, match="two backward passes went through the same forward pass"):
+        _ = norms.squared_norms
+
+
+class Scaling(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.factor, self.dropout = nn.Parameter(torch.ones(3)), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.factor, self.dropout)
+
+
+def test_a_layer_without_a_rule_is_run_again_and_named_once() -> None:
+    module, inputs = nn.Sequential(nn.Linear(3, 3), Scaling(), nn.ReLU(inplace=True)).double(), gaussian(5, 3, seed=1)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    with GradientNormRecorder(module) as recorder:
+        with pytest.warns(UserWarning, match=r"no rule.*: 1 \(Scaling\)$"):
+            loss_of(module(inputs)).backward()
+        module.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss_of(module(inputs)).backward()
+    total = sum(norms.squared_norms[0] for norms in recorder.results())
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:these layers have no rule")
+def test_a_layer_that_cannot_be_run_again_is_uncovered_and_the_others_are_measured() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), Scaling(dropout=0.5))
+    with GradientNormRecorder(module, uncovered="skip") as recorder:
+        loss_of(module(torch.randn(5, 3))).backward()
+    assert list(recorder.uncovered) == ["1.factor"]
+    assert [norms.name for norms in recorder.results()] == ["0.weight", "0.bias"]
+
+
+# --- the recorder: several backward passes ---------------------------------------------------------------------------
+
+
+def test_backward_passes_are_appended_until_the_gradients_are_none() -> None:
+    module = network()
+    with GradientNormRecorder(module) as recorder:
+        for n in (5, 4):
+            loss_of(module(gaussian(n, 3, seed=n))).backward()
+        assert [[len(norms) for norms in result.squared_norms] for result in recorder.results()] == [[5, 4]] * 4
+        module.zero_grad()
+        loss_of(module(gaussian(3, 3, seed=3))).backward()
+    assert [[len(norms) for norms in result.squared_norms] for result in recorder.results()] == [[3]] * 4
+
+
+def test_checksums_add_up_over_backward_passes() -> None:
+    module = network()
+    with GradientNormRecorder(module, check=True) as recorder:
+        for n in (5, 4):
+            loss_of(module(gaussian(n, 3, seed=n))).backward()
+    assert all(sums.relative_error <= 1e-12 for sums in recorder.checksums().values())
+
+
+def test_reset_forgets_what_was_measured_of_some_or_all_parameters() -> None:
+    module = network()
+    with GradientNormRecorder(module) as recorder:
+        loss_of(module(gaussian(5, 3, seed=1))).backward()
+    recorder.reset([module[0].weight])
+    assert [norms.name for norms in recorder.results()] == ["0.bias", "2.weight", "2.bias"]
+    recorder.reset()
+    assert not recorder.results()
+
+
+def test_a_parameter_may_become_covered_when_its_gradient_is_none_again() -> None:
+    module = network()
+    with GradientNormRecorder(module, uncovered="skip") as recorder:
+        (module[0].weight.sum() + 0 * loss_of(module[2](gaussian(5, 4, seed=1)))).backward()
+        assert list(recorder.uncovered) == ["0.weight"]
+        module.zero_grad()
+        loss_of(module(gaussian(5, 3, seed=1))).backward()
+    assert not recorder.uncovered
+
+
+def test_the_number_of_samples_may_change_from_batch_to_batch() -> None:
+    module = nn.Linear(3, 2).double()
+    with GradientNormRecorder(module) as recorder:
+        for n in (4, 5):
+            recorder.samples = n
+            loss_of(module(gaussian(7, n, 3, seed=1))).backward()  # the sequence first
+    assert [len(norms) for norms in recorder.results()[0].squared_norms] == [4, 5]
+
+
+def test_a_copy_of_the_module_is_not_measured() -> None:
+    module = network()
+    with GradientNormRecorder(module) as recorder:
+        loss_of(copy.deepcopy(module)(gaussian(5, 3, seed=1))).backward()
+    assert not recorder.results()
+
+
+def test_estimates_are_unbiased_and_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(0)
+    module, inputs = nn.Conv2d(6, 7, 3).double(), gaussian(400, 6, 8, 8, seed=1)
+
+    def norms(**options: int) -> Tensor:
+        module.zero_grad()
+        with GradientNormRecorder(module, **options) as recorder:
+            loss_of(module(inputs)).backward()
+        return recorder.results()[0].squared_norms[0]
+
+    exact, estimate = norms(), norms(probes=2)
+    assert not torch.allclose(exact, estimate, rtol=0.01)
+    assert estimate.mean() / exact.mean() == pytest.approx(1, abs=0.05)  # its standard deviation is below .05
+    assert torch.equal(estimate, norms(probes=2))
+    assert not torch.equal(estimate, norms(probes=2, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"uncovered": "ignore"}, "'raise' or 'skip', got 'ignore'"), ({"probes": 0}, "probes must be at least 1.*got 0")],
+    ids=["uncovered", "probes"],
+)
+def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientNormRecorder(network(), **options)
+
+
+def test_attaching_twice_is_an_error() -> None:
+    with GradientNormRecorder(network()) as recorder, pytest.raises(RuntimeError, match="attached already"):
+        recorder.attach()
 
 
 # --- the variance, and the batch size read off it --------------------------------------------------------------------

@@ -28,7 +28,8 @@ class Scripted(L.LightningModule):
         return -self.weight
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", batch[0][:, self.current_epoch].mean(), rank_zero_only=self.first_only)
+        if self.global_rank == 0 or not self.first_only:
+            self.log("val_loss", batch[0][:, self.current_epoch].mean(), rank_zero_only=self.first_only)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)

@@ -142,7 +142,7 @@ def _arguments(
         raise Uncovered("it read one sequence without a batch dimension")
     inputs = layout.time_first(data.detach()).to(dtype)
     if hx is not None:
-        states = hx if isinstance(hx, tuple) else (hx,)
+        states = (hx,) if isinstance(hx, Tensor) else hx
         return inputs, [layout.sorted(state.detach()).to(dtype) for state in states], layout
     widths = [layer.proj_size or layer.hidden_size]
     if layer.mode == "LSTM":

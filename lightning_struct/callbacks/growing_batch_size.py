@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.utilities.batch_growth import AccumulationGrowth, BatchGrowth, LoaderGrowth
 from lightning_struct.utilities.due_validation import DueValidation
+from lightning_struct.utilities.gradient_measurement import GradientMeasurement, samples_in
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
 from lightning_struct.utilities.monitor import monitored_value
+from lightning_struct.utilities.strategies import refuse_sharded_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +27,11 @@ PANELS = {
     "variance_ratio": "‖Var‖₁ / (n ‖ḡ‖²)",
     "validation_value": "validation value",
 }
+GROWTH: dict[str, type[LoaderGrowth] | type[AccumulationGrowth]] = {
+    "batch": LoaderGrowth,
+    "accumulate": AccumulationGrowth,
+}
+MOST_RECORDS = 4096
 
 
 def next_batch_size(
@@ -30,10 +39,11 @@ def next_batch_size(
     predictions: Sequence[int],
     validation_values: Sequence[float],
     *,
-    max_batch_size: int,
+    max_batch_size: float,
     window: int = 5,
     validation_threshold: float = 0.005,
     growth: float = 1.005,
+    allow_shrinking: bool = False,
 ) -> int:
     """The size of the next batch (Algorithm 1).
 
@@ -44,20 +54,25 @@ def next_batch_size(
         batch_size: n >= 1.
         predictions: n̂ of the checks so far, the last one last. No decision falls before there are more than ``window``.
         validation_values: f_val likewise; the last one is compared with the one ``window`` before it, if there is one.
-        max_batch_size: n_max. A batch that is larger already stays as it is: none is ever made smaller.
+        max_batch_size: n_max. A batch that is larger already stays as it is.
         window, validation_threshold, growth: of the rules.
+        allow_shrinking: where neither rule lets the batch grow, make it the mean of the predictions, two at least.
 
     Returns:
-        At least n, and at most n_max or n, whichever is larger.
+        At most n_max or n, whichever is larger; at least n, unless it may shrink.
     """
-    grown = batch_size
-    if len(predictions) > window:
-        average = math.ceil(sum(predictions[-window:]) / window)
-        if average > batch_size:
-            grown = average
-        elif _stalls(validation_values, window, validation_threshold):
-            grown = math.ceil(growth * batch_size)
-    return max(batch_size, min(grown, max_batch_size))
+    if len(predictions) <= window:
+        return batch_size
+    average = math.ceil(sum(predictions[-window:]) / window)
+    if average > batch_size:
+        decided = average
+    elif _stalls(validation_values, window, validation_threshold):
+        decided = math.ceil(growth * batch_size)
+    elif allow_shrinking:
+        return min(batch_size, max(average, 2))
+    else:
+        return batch_size
+    return max(batch_size, int(min(decided, max_batch_size)))
 
 
 def _stalls(values: Sequence[float], window: int, threshold: float) -> bool:
@@ -72,37 +87,58 @@ def _stalls(values: Sequence[float], window: int, threshold: float) -> bool:
 class GrowingBatchSize(L.Callback):
     """Lets the batch grow as the gradient gets small against its noise, or as validation stalls. ::
 
-        Trainer(callbacks=[GrowingBatchSize(max_batch_size=2000)])
+        Trainer(callbacks=[GrowingBatchSize()])
 
-    After each training step it asks the module for ``gradient_statistics()`` (a module trained by ``SHFOptimization`` has
-    them), predicts the batch size at which the norm test would hold, decides by :func:`next_batch_size`, and sets
-    ``batch_size`` of the training loader's :class:`~lightning_struct.data.sampling.IndependentDraws` for the next batch.
-    Sizes are of all processes together. The first process decides for all. Logged are ``batch_size_predicted``, and
-    ``batch_size`` and ``gradient_variance`` where the module does not log them itself.
+    It works in any project: automatic and manual optimization, any optimizer, one device or DDP, loaders with and without
+    workers, map-style and iterable data sets, several loaders, custom batch samplers. After each optimizer step it
+    predicts, from the variance of the per-sample gradients, the batch size at which the norm test would hold, and decides
+    the next size by :meth:`decide`, in the first process for all. The size changes within the running epoch, and every
+    sample of the epoch is still seen once.
 
-    Override :meth:`decide` for another rule. All that a resumed run needs is in ``state_dict``, the size included.
+    The variance is measured by hooks on the layers (see
+    :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`), unless the module has a method
+    ``gradient_statistics()``, as one trained by ``SHFOptimization`` has. Where several optimizers step in one batch, the
+    largest prediction counts.
+
+    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together. Logged are
+    ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the module does not log them itself.
+
+    What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
+    others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
+    an iterable data set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts
+    with the first size. The samples left of an epoch that is resumed come in the order they would have come in; later
+    epochs are shuffled as Lightning shuffles them after any resume.
+
+    Override :meth:`decide` for another rule.
 
     Args:
         max_batch_size: n_max; the size of the data set if None.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have.
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
-            each validation; if None, the validation value in the statistics, applied in each step.
+            each validation; if None, the validation value in the module's own statistics, applied in each step.
         validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``.
         growth: factor of the validation rule, at least 1.
         window: predictions that are averaged, and checks that are looked back; there is no decision before so many.
-        every_n_steps: steps between two checks.
+        every_n_steps: optimizer steps between two checks.
+        mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates gradients
+            over more of them, where memory is short (automatic optimization only; any loader).
+        allow_shrinking: let the batch become smaller where the mean of the predictions is.
+        probes: random projections by which the gradient norms of layers are estimated for which they are dear (without
+            bias; convolutions and sequences with many positions). None measures them exactly.
 
     Attributes:
         predictions: n̂ of the last checks.
         validation_values: of the last checks.
-        records: one dict for each check: ``samples`` seen in training, ``batch_size`` of the step,
-            ``batch_size_predicted``, ``variance_ratio`` = ‖Var‖₁/(n‖ḡ‖²), which times (N - n)/(N - 1) the norm test
-            bounds by θ², and ``validation_value``.
+        records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step, ``batch_size_predicted``,
+            ``variance_ratio`` = ‖Var‖₁/(n‖ḡ‖²), which times (N - n)/(N - 1) the norm test bounds by θ², and
+            ``validation_value``. When there are too many, every other one of the older checks is dropped.
 
     Raises:
-        MisconfigurationException: an argument out of range; at the start of fit a module without statistics, a loader
-            whose batches cannot change size, or one whose batches are larger than ``max_batch_size`` already; a step
-            without gradient variance; a monitor that is not logged, or not finite.
+        MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
+            a strategy that shards the weights (unless the module has its own statistics), or batches that are larger than
+            ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; a step of
+            which nothing could be measured; a monitor that is not logged, or not finite.
+        ValueError: an optimizer is about to step by a gradient that is NaN or infinite.
     """
 
     def __init__(
@@ -115,6 +151,9 @@ class GrowingBatchSize(L.Callback):
         growth: float = 1.005,
         window: int = 5,
         every_n_steps: int = 1,
+        mode: Literal["batch", "accumulate"] = "batch",
+        allow_shrinking: bool = False,
+        probes: int | None = 8,
     ) -> None:
         if not (theta > 0 and growth >= 1 and window >= 1 and every_n_steps >= 1):
             raise MisconfigurationException(
@@ -123,17 +162,24 @@ class GrowingBatchSize(L.Callback):
             )
         if max_batch_size is not None and max_batch_size < 1:
             raise MisconfigurationException(f"max_batch_size must be at least 1, but is {max_batch_size}")
+        if mode not in GROWTH:
+            raise MisconfigurationException(f"mode must be one of {', '.join(map(repr, GROWTH))}, but is {mode!r}")
+        if probes is not None and probes < 1:
+            raise MisconfigurationException(f"probes must be at least 1, or None, but is {probes}")
         self.max_batch_size, self.theta = max_batch_size, theta
         self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
         self.growth, self.window, self.every_n_steps = growth, window, every_n_steps
+        self.mode, self.allow_shrinking, self.probes = mode, allow_shrinking, probes
         self.predictions: list[int] = []
         self.validation_values: list[float] = []
         self.records: list[Record] = []
         self._samples = 0
+        self._steps = 0
         self._last_step = 0
         self._batch_size: int | None = None
-        self._sampler: Any = None
-        self._dataset_size = 0
+        self._growth: BatchGrowth | None = None
+        self._left: dict[str, Any] | None = None
+        self._measurement: GradientMeasurement | None = None
         self._logged_here: tuple[str, ...] | None = None
         self._validation = DueValidation()
 
@@ -147,53 +193,92 @@ class GrowingBatchSize(L.Callback):
             window=self.window,
             validation_threshold=self.validation_threshold,
             growth=self.growth,
+            allow_shrinking=self.allow_shrinking,
         )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._growth = GROWTH[self.mode](trainer, self._batch_size)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not callable(getattr(pl_module, "gradient_statistics", None)):
-            raise MisconfigurationException(
-                f"GrowingBatchSize asks the module for gradient_statistics(), which {type(pl_module).__name__} does not "
-                "have: train it by SHFOptimization, or define the method so that it returns GradientStatistics"
-            )
+            refuse_sharded_weights(trainer, "GrowingBatchSize")
+            self._measurement = GradientMeasurement(trainer, pl_module, self.probes)
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                rank_zero_warn(
+                    f"{type(config.scheduler).__name__} is stepped after each optimizer step, of which there will be fewer as "
+                    "GrowingBatchSize makes batches larger: a length taken from trainer.estimated_stepping_batches is that "
+                    "of the first batch size, and the end of the schedule may not be reached. Step it with interval='epoch', "
+                    "or give it a length that you chose yourself together with Trainer(max_steps=...)"
+                )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        loader: Any = trainer.train_dataloader
-        self._sampler, self._dataset_size = resizable_sampler(loader), len(loader.dataset)
-        if self._batch_size is not None:
-            self._sampler.batch_size = self._batch_size
-        if self._sampler.batch_size > self._limit:
+        growth = self._acting
+        if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
-                f"Batches of {self._sampler.batch_size} are larger than GrowingBatchSize(max_batch_size={self._limit}): "
+                f"Batches of {growth.batch_size} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
                 "start with smaller ones, or raise the limit"
             )
+        if self.mode == "batch" and growth.batch_size == 1 < self._limit:
+            rank_zero_warn(
+                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
+            )
+            growth.set_batch_size(2)
         self._last_step = trainer.global_step
         self._logged_here = None
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
 
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._acting.on_train_epoch_start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._acting.on_train_batch_start()
+        if self._measurement is None:
+            return
+        if self._checks_next_step:
+            self._measurement.begin_batch(batch, self._acting.expected_sizes(), self._steps)
+        else:
+            self._measurement.pause()
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._measurement is not None:
+            self._measurement.after_backward()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        if self._measurement is not None:
+            self._measurement.before_step(optimizer)
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._validation.on_train_batch_end(trainer)
-        statistics: GradientStatistics | None = pl_module.gradient_statistics()  # type: ignore[operator]
-        if trainer.global_step == self._last_step or statistics is None:
-            return
-        self._last_step = trainer.global_step
-        self._samples += statistics.batch_size
-        if trainer.global_step % self.every_n_steps:
-            return
-        self._check(statistics, type(pl_module).__name__)
-        self._batch_size = self._sampler.batch_size = trainer.strategy.broadcast(self.decide(self._sampler.batch_size))
         if self.validation_monitor is not None:
-            # the value has been looked at: too few are left for another decision before the next validation
-            self.validation_values = self.validation_values[-self.window :]
-        self._log(trainer, pl_module, statistics)
+            self._validation.on_train_batch_end(trainer)
+        if self._measurement is not None:
+            self._samples += samples_in(batch, self._acting.expected_sizes()) * trainer.world_size
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            self._after_step(trainer, pl_module)
+        self._acting.on_train_batch_end()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._validation.on_validation_end(trainer) or self.validation_monitor is None:
+        if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
             return
         value = monitored_value(trainer, self.validation_monitor, "GrowingBatchSize(validation_monitor=...)")
         self.validation_values = [*self.validation_values, value][-self.window - 1 :]
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._acting.on_train_epoch_end()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # the other processes may not be here: then there is no state of all of them for a checkpoint that comes now
+        self._leave(keep_state=trainer.world_size == 1)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._leave(keep_state=True)
 
     def plot(self) -> "tuple[Figure, list[Axes]]":
         """Draw batch size, variance ratio and validation value, whichever there is, over samples seen in training.
@@ -220,9 +305,11 @@ class GrowingBatchSize(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "batch_size": self._batch_size,
+            "growth": self._left if self._growth is None else self._growth.state_dict(),
             "predictions": list(self.predictions),
             "validation_values": list(self.validation_values),
             "samples": self._samples,
+            "steps": self._steps,
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
         }
@@ -231,24 +318,60 @@ class GrowingBatchSize(L.Callback):
         self._batch_size = state_dict["batch_size"]
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
-        self._samples = state_dict["samples"]
+        self._samples, self._steps = state_dict["samples"], state_dict["steps"]
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
+        if self._growth is not None and state_dict["growth"] is not None:
+            self._growth.load_state_dict(state_dict["growth"])
+        elif self._growth is not None and self._batch_size is not None:
+            self._growth.set_batch_size(self._batch_size)
 
     @property
-    def _limit(self) -> int:
-        return min(self.max_batch_size or self._dataset_size, self._dataset_size)
+    def _acting(self) -> BatchGrowth:
+        assert self._growth is not None
+        return self._growth
+
+    @property
+    def _limit(self) -> float:
+        sizes = (self.max_batch_size, self._acting.dataset_size)
+        return min((size for size in sizes if size is not None), default=math.inf)
+
+    @property
+    def _checks_next_step(self) -> bool:
+        return (self._steps + 1) % self.every_n_steps == 0
+
+    def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        checks = self._checks_next_step
+        self._steps += 1
+        if self._measurement is not None:
+            statistics = self._measurement.statistics() if checks else None
+        else:
+            statistics = pl_module.gradient_statistics()  # type: ignore[operator]
+            self._samples += 0 if statistics is None else statistics.batch_size
+        if statistics is None:
+            return
+        self._acting.on_step(statistics.batch_size)
+        if not checks or statistics.batch_size < 2:
+            return
+        self._check(statistics, type(pl_module).__name__)
+        decided = self.decide(self._acting.batch_size)
+        self._batch_size = trainer.strategy.broadcast(decided)
+        if self._batch_size != self._acting.batch_size:
+            self._acting.set_batch_size(self._batch_size)
+        if self.validation_monitor is not None:
+            # the value has been looked at: too few are left for another decision before the next validation
+            self.validation_values = self.validation_values[-self.window :]
+        self._log(trainer, pl_module, statistics)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Take in the statistics of a step."""
         size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
         if variance is None:
             raise MisconfigurationException(
-                f"{module_name} reports no gradient variance for a batch of {size}: there is none for a single sample, nor "
-                "where batch normalisation couples the samples. Start with two at least, take another normalisation, or "
-                "leave GrowingBatchSize out"
+                f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
+                "couples the samples. Take another normalisation, or leave GrowingBatchSize out"
             )
-        predicted = required_batch_size(variance, squared_norm, self._dataset_size, self.theta)
+        predicted = required_batch_size(variance, squared_norm, self._acting.dataset_size, self.theta)
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if squared_norm > 0:
@@ -258,8 +381,12 @@ class GrowingBatchSize(L.Callback):
         if self.validation_values:
             record["validation_value"] = self.validation_values[-1]
         self.records.append(record)
+        if len(self.records) > MOST_RECORDS:
+            del self.records[: MOST_RECORDS // 2 : 2]
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule, statistics: GradientStatistics) -> None:
+        if trainer.barebones:
+            return
         values = {
             "batch_size_predicted": self.predictions[-1],
             "batch_size": statistics.batch_size,
@@ -270,25 +397,11 @@ class GrowingBatchSize(L.Callback):
         for name in self._logged_here:
             pl_module.log(name, float(values[name]), batch_size=statistics.batch_size)  # type: ignore[arg-type]
 
-
-def resizable_sampler(loader: Any) -> Any:
-    """The sampler of a training loader whose ``batch_size`` can be set while it is in use.
-
-    Raises:
-        MisconfigurationException: there is none, or workers fetch batches of it ahead.
-    """
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    found = [sampler for sampler in samplers if getattr(sampler, "resizable", False)]
-    if not isinstance(loader, DataLoader) or not found:
-        named = ", ".join(type(sampler).__name__ for sampler in samplers if sampler is not None)
-        raise MisconfigurationException(
-            f"GrowingBatchSize cannot change the batches of a {type(loader).__name__}{named and f' with {named}'}: use "
-            "DrawLoader(dataset, IndependentDraws(dataset, batch_size, draws_per_epoch)) of lightning_struct.data for "
-            "training"
-        )
-    if loader.num_workers:
-        raise MisconfigurationException(
-            f"GrowingBatchSize needs a training loader with num_workers=0, but got {loader.num_workers}: batches fetched "
-            "ahead would keep the old size"
-        )
-    return found[0]
+    def _leave(self, keep_state: bool) -> None:
+        """Undo what was done to the Trainer and its loaders; a checkpoint may still be written."""
+        if self._measurement is not None:
+            self._measurement.pause()
+        if self._growth is not None:
+            self._left = self._growth.state_dict() if keep_state else None
+            self._growth.restore()
+        self._measurement = self._growth = None

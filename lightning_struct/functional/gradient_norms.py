@@ -165,6 +165,7 @@ class GradientNormRecorder:
         self._handles: list[RemovableHandle] = []
         self._watched: set[nn.Parameter] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._projection_seed = seed
         self._random_states: dict[nn.Module, RandomState] = {}
         self._silent = False
         self._said: set[str] = set()
@@ -199,7 +200,8 @@ class GradientNormRecorder:
             self._layers[layer] = parameters
             if not has_rule(layer):
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
-            self._handles.append(layer.register_forward_pre_hook(self._before_forward(), with_kwargs=True))
+            elif runs_again(layer):
+                self._handles.append(layer.register_forward_pre_hook(self._before_forward(), with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._after_forward(), with_kwargs=True))
         for parameter in self._names:
             self._watch(parameter)
@@ -233,6 +235,11 @@ class GradientNormRecorder:
     def uncovered(self) -> dict[str, str]:
         """Why, by the names of the parameters whose gradients were not measured."""
         return {name: self._uncovered[p] for p, name in self._names.items() if p in self._uncovered}
+
+    def reseed(self, seed: int) -> None:
+        """Let the random projections, from the next one on, be those of another seed."""
+        self._projection_seed = seed
+        self._generators.clear()
 
     def reset(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget what was measured, of all parameters or these, as where their gradients are filled with zeros."""
@@ -293,7 +300,7 @@ class GradientNormRecorder:
 
     def _after_forward(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-            state = self._random_states.pop(layer, None)
+            state = self._random_states.pop(layer, None) if self._random_states else None
             parameters = self._layers.get(layer)
             if parameters is None or self._silent or not torch.is_grad_enabled():
                 return
@@ -305,12 +312,13 @@ class GradientNormRecorder:
             for parameter in trainable.values():
                 self._watch(parameter)
             call = self._recorded(layer, trainable, args, kwargs, outputs, state)
-            if len(tensors) == 1:
+            number = len(tensors)
+            if number == 1:
                 tensors[0].register_hook(lambda cotangent: self._arrive(call, [cotangent]))
                 return
 
             def arrive(cotangents: Sequence[Tensor | None]) -> None:
-                every: list[Tensor | None] = [None] * len(tensors_in(call.outputs))
+                every: list[Tensor | None] = [None] * number
                 for i, cotangent in zip(differentiable, cotangents, strict=True):
                     every[i] = cotangent
                 self._arrive(call, every)
@@ -333,19 +341,13 @@ class GradientNormRecorder:
                 "batch normalisation in training couples the samples of a batch through their statistics: of the layers "
                 "before it, what is measured is each sample's share of the gradient, and not its own gradient"
             )
-        device = tensors_in(outputs)[0].device.type
         args, kwargs = _detached((args, kwargs))
-        return _Call(
-            layer=layer,
-            parameters=parameters,
-            args=args,
-            kwargs=kwargs,
-            outputs=_detached(outputs, copy=compares_outputs(layer)) if runs_again(layer) else None,
-            samples=self.samples,
-            autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
-            random_state=state,
-            backward=_current_backward(),
-        )
+        call = _Call(layer, parameters, args, kwargs, self.samples, _current_backward())
+        if runs_again(layer):
+            device = tensors_in(outputs)[0].device.type
+            autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            call.again = _Again(_detached(outputs, copy=compares_outputs(layer)), autocast, state)
+        return call
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -376,22 +378,21 @@ class GradientNormRecorder:
     def _contributions(self, call: _Call, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
-        arguments = (call.layer, call.args, call.kwargs, call.outputs, cotangents, call.samples)
-        if not runs_again(call.layer):
-            return contributions(*arguments)
+        if call.again is None:
+            return contributions(call.layer, call.args, call.kwargs, None, cotangents, call.samples)
         if call.layer in self._without_rule:
             self._say(
                 "these layers have no rule for per-sample gradients and are run again under torch.func.vmap, which takes "
                 f"longer: {', '.join(self._without_rule.values())}"
             )
-        device, dtype, enabled = call.autocast
+        device, dtype, enabled = call.again.autocast
         self._silent = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-                if call.random_state is not None:
-                    stack.enter_context(restored_random_state(call.random_state))
-                return contributions(*arguments)
+                if call.again.random_state is not None:
+                    stack.enter_context(restored_random_state(call.again.random_state))
+                return contributions(call.layer, call.args, call.kwargs, call.again.outputs, cotangents, call.samples)
         except CannotRunAgain as reason:
             self._failed[call.layer] = str(reason)
             raise
@@ -472,13 +473,22 @@ class GradientNormRecorder:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = torch.Generator(device).manual_seed(self._projection_seed)
         return self._generators[device]
 
     def _say(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
+
+
+@dataclass
+class _Again:
+    """What running a layer again needs: its outputs, (device, dtype, enabled) of autocast, and the random generators."""
+
+    outputs: Any
+    autocast: tuple[str, torch.dtype, bool]
+    random_state: RandomState | None
 
 
 @dataclass(eq=False)
@@ -489,11 +499,9 @@ class _Call:
     parameters: dict[str, nn.Parameter]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: Any
     samples: Samples
-    autocast: tuple[str, torch.dtype, bool]
-    random_state: RandomState | None
     backward: int
+    again: _Again | None = None
     accumulated: set[nn.Parameter] = field(default_factory=set)
 
 

@@ -52,6 +52,9 @@ class BatchGrowth(Protocol):
     def state_dict(self) -> State:
         """What a resumed run needs; to be asked for in all processes."""
 
+    def load_state_dict(self, state: State) -> None:
+        """Go on as in the run that left the state; before Lightning prepares the loaders."""
+
     def restore(self) -> None:
         """Undo what was changed in the Trainer."""
 
@@ -67,16 +70,16 @@ class LoaderGrowth:
 
     Args:
         trainer: in ``Callback.setup``.
-        state: of the run that is resumed.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
 
     Raises:
         MisconfigurationException: when Lightning prepares the loaders: one of them cannot be resized; or the run was
             stopped in the middle of an epoch with another number of processes or loaders.
     """
 
-    def __init__(self, trainer: L.Trainer, state: State | None = None) -> None:
-        self._trainer, self._state = trainer, state
-        self._decided: int | None = None if state is None else state["decided"]
+    def __init__(self, trainer: L.Trainer, batch_size: int | None = None) -> None:
+        self._trainer, self._decided = trainer, batch_size
+        self._state: State | None = None
         self._parts: list[_Resized | _Draws] = []
         self._epoch_done = 0
         self._loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
@@ -97,8 +100,9 @@ class LoaderGrowth:
 
     def set_batch_size(self, batch_size: int) -> None:
         self._decided = batch_size
-        self._resize()
-        self._set_limits()
+        if self._parts:
+            self._resize()
+            self._set_limits()
 
     def on_train_epoch_start(self) -> None:
         self._set_limits()
@@ -129,6 +133,9 @@ class LoaderGrowth:
             torch.distributed.all_gather_object(of_processes, mine)
         return {"decided": self._decided, "positions": of_processes, "epoch_done": done}
 
+    def load_state_dict(self, state: State) -> None:
+        self._state, self._decided = state, state["decided"]
+
     def restore(self) -> None:
         self._loaders.restore()
         for part in self._parts:
@@ -144,8 +151,9 @@ class LoaderGrowth:
             for part in self._parts:
                 part.restore()
             self._parts = []
-        if isinstance(getattr(loader, "sampler", None), IndependentDraws):
-            self._parts.append(_Draws(loader))
+        draws = [s for name in ("sampler", "batch_sampler") if isinstance(s := getattr(loader, name, None), IndependentDraws)]
+        if draws:
+            self._parts.append(_Draws(loader, draws[0]))
         else:
             limit = self._trainer.limit_train_batches
             limits_samples = self._loaders.overfits or (isinstance(limit, float) and limit < 1)
@@ -163,7 +171,6 @@ class LoaderGrowth:
         for part in self._parts:
             part.end_preparation()
         if self._decided is not None:
-            self._decided = max(self._decided, self._present)
             self._resize()
         state, self._state = self._state, None
         if state is not None:
@@ -240,13 +247,13 @@ class AccumulationGrowth:
 
     Args:
         trainer: in ``Callback.setup``.
-        state: of the run that is resumed.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
 
     Raises:
         MisconfigurationException: manual optimization; or another callback that schedules the accumulation.
     """
 
-    def __init__(self, trainer: L.Trainer, state: State | None = None) -> None:
+    def __init__(self, trainer: L.Trainer, batch_size: int | None = None) -> None:
         if not trainer.lightning_module.automatic_optimization:
             raise MisconfigurationException(
                 "GrowingBatchSize(mode='accumulate') accumulates gradients over batches, which under manual optimization "
@@ -258,15 +265,14 @@ class AccumulationGrowth:
                 "GrowingBatchSize(mode='accumulate') and GradientAccumulationScheduler both set accumulate_grad_batches: "
                 "leave one of them out"
             )
-        self._trainer, self._first = trainer, trainer.accumulate_grad_batches
-        if state is not None:
-            trainer.accumulate_grad_batches = max(self._first, state["accumulate_grad_batches"])
-        self._wanted = trainer.accumulate_grad_batches if state is None else max(self._first, state["wanted"])
-        self._samples_of_batch: int | None = None if state is None else state["samples_of_batch"]
+        self._trainer, self._first, self._decided = trainer, trainer.accumulate_grad_batches, batch_size
+        self._samples_of_batch: int | None = None
 
     @property
     def batch_size(self) -> int:
-        return self._wanted * (self._samples_of_batch or 1)
+        if self._decided is not None:
+            return self._decided
+        return self._trainer.accumulate_grad_batches * (self._samples_of_batch or 1)
 
     @property
     def dataset_size(self) -> int | None:
@@ -278,13 +284,11 @@ class AccumulationGrowth:
         return [size for size in sizes if isinstance(size, int)]
 
     def on_step(self, samples: int) -> None:
-        # the last window of an epoch may be cut short
-        batches = self._trainer.accumulate_grad_batches
-        self._samples_of_batch = max(self._samples_of_batch or 1, samples // batches)
+        # the last step of an epoch may have fewer batches, and its last batch fewer samples
+        self._samples_of_batch = max(self._samples_of_batch or 1, samples // self._trainer.accumulate_grad_batches)
 
     def set_batch_size(self, batch_size: int) -> None:
-        assert self._samples_of_batch is not None
-        self._wanted = max(1, math.ceil(batch_size / self._samples_of_batch))
+        self._decided = batch_size
 
     def on_train_epoch_start(self) -> None:
         self._trainer.accumulate_grad_batches = self._wanted
@@ -294,20 +298,26 @@ class AccumulationGrowth:
     def on_train_batch_end(self) -> None:
         done = self._trainer.fit_loop.batch_idx + 1
         if done % self._trainer.accumulate_grad_batches == 0:
-            dividing = (number for number in range(self._wanted, 0, -1) if done % number == 0)
-            self._trainer.accumulate_grad_batches = next(dividing)
+            self._trainer.accumulate_grad_batches = next(k for k in range(self._wanted, 0, -1) if done % k == 0)
 
     def on_train_epoch_end(self) -> None: ...
 
     def state_dict(self) -> State:
-        return {
-            "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
-            "wanted": self._wanted,
-            "samples_of_batch": self._samples_of_batch,
-        }
+        accumulated = self._trainer.accumulate_grad_batches
+        return {"decided": self._decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
+
+    def load_state_dict(self, state: State) -> None:
+        self._decided, self._samples_of_batch = state["decided"], state["samples_of_batch"]
+        self._trainer.accumulate_grad_batches = state["accumulated"]
 
     def restore(self) -> None:
         self._trainer.accumulate_grad_batches = self._first
+
+    @property
+    def _wanted(self) -> int:
+        if self._decided is None or self._samples_of_batch is None:
+            return self._trainer.accumulate_grad_batches
+        return max(1, math.ceil(self._decided / self._samples_of_batch))
 
     def _loaders(self) -> list[Any]:
         loaders = self._trainer.train_dataloader
@@ -383,8 +393,13 @@ class _Draws:
 
     length = None
 
-    def __init__(self, loader: Any) -> None:
-        self._sampler: IndependentDraws = loader.sampler
+    def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
+        if loader.num_workers:
+            raise MisconfigurationException(
+                f"GrowingBatchSize needs num_workers=0 with IndependentDraws, but got {loader.num_workers}: draws that "
+                "workers fetch ahead would keep the old size, and be lost at a resume"
+            )
+        self._sampler = sampler
         self.first_batch_size = self._sampler.batch_size
 
     @property

@@ -166,3 +166,14 @@ class TrainingLoaders:
         fetcher = self._loop._data_fetcher
         assert fetcher is not None
         iter(fetcher)
+
+
+def accumulates(trainer: L.Trainer) -> bool:
+    """Whether the optimizer does not step at the batch under way (automatic optimization)."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def loss_scale(trainer: L.Trainer) -> float | None:
+    """What a GradScaler has multiplied the loss by; None without one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return None if scaler is None else scaler.get_scale()

@@ -159,6 +159,7 @@ class Outer(Contribution):
         norms = []
         for chunk in self._chunks(numbers):
             a, delta = self._pair(chunk)
+            delta = _without_denormal_squares(delta)
             if gram:
                 norms.append(((a @ a.mT) * (delta @ delta.mT)).sum((1, 2)))
             else:
@@ -190,7 +191,7 @@ class Outer(Contribution):
         return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
 
     def sketched(self, signs: Tensor) -> Outer:
-        delta = at_least_float32(self.cotangents)
+        delta = _without_denormal_squares(at_least_float32(self.cotangents))
         return Outer(self.inputs, delta @ (signs.to(delta.dtype) * signs.shape[2] ** -0.5))
 
     def _sizes(self) -> tuple[int, int, int]:
@@ -400,17 +401,20 @@ def squared_norms(
     Raises:
         Uncovered: the uses have different numbers of samples.
     """
-    counts = sorted({contribution.samples for contribution in contributions})
-    if len(counts) > 1:
+    n, device = contributions[0].samples, contributions[0].device
+    if any(contribution.samples != n for contribution in contributions):
+        counts = sorted({contribution.samples for contribution in contributions})
         raise Uncovered(f"its uses saw batches of different sizes, {' and '.join(map(str, counts))}")
-    with torch.no_grad():
-        device = contributions[0].device
-        with torch.autocast(device.type, enabled=False):
-            if probes is not None and _worth_estimating(contributions, probes):
-                shape = (counts[0], contributions[0].shape[0], probes)
-                signs = torch.randint(0, 2, shape, generator=generator, device=device) * 2 - 1
-                contributions = [contribution.sketched(signs) for contribution in contributions]
-            return _exact_squared_norms(contributions)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if probes is not None and _worth_estimating(contributions, probes):
+            # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
+            rows = contributions[0].shape[0]
+            of_rows, of_probes = (
+                torch.randint(0, 2, size, generator=generator, device=device) * 2 - 1
+                for size in ((n, rows, 1), (rows, probes))
+            )
+            contributions = [contribution.sketched(of_rows * of_probes) for contribution in contributions]
+        return _exact_squared_norms(contributions)
 
 
 def _worth_estimating(contributions: Sequence[Contribution], probes: int) -> bool:
@@ -483,9 +487,13 @@ def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> T
     return norms + outer.squared_norms() + 2 * (picked * (a @ lookup.cotangents.mT)).sum((1, 2))
 
 
+def _without_denormal_squares(delta: Tensor) -> Tensor:
+    """Zero for numbers whose squares vanish beside others: a saturated softmax makes many, and processors are slow on them."""
+    return F.hardshrink(delta, math.sqrt(torch.finfo(delta.dtype).tiny))
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _row_norms(rows: Tensor) -> Tensor:

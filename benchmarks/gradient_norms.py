@@ -16,8 +16,9 @@ Tasks: the MNIST autoencoder (784-1000-500-250-30 and back), the mini VGG of ``r
 the Transformer of Lightning's demos with 2,000 words, 16 sentences of 35 tokens, no dropout. Data are random.
 
 Each way runs in a process of its own, in which steps with and without it alternate, so that a machine whose speed drifts
-does not change the ratio. Memory is the highest resident set of the process less what plain steps took. What a way
-measures is in the last column: the sum of the squared norms over the samples of the first batch, at the same weights.
+does not change the ratio; time is CPU time of the process, where there is one thread. Memory is the highest resident set
+of the process less what plain steps took. What a way measures is in the last column: the sum of the squared norms over the
+samples of the first batch, at the same weights.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset
 AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 WORDS, TOKENS = 2000, 35
 TASKS = ("autoencoder", "cnn", "transformer")
+LEARNING_RATE = 1e-3
 Step = Callable[[], Tensor | None]
 
 
@@ -178,7 +180,7 @@ CALLBACK = "callback GrowingBatchSize"
 def measure_bare(task: Task, way: str, pairs: int) -> dict[str, object]:
     """Steps of two copies of the network, one plain and one measured, in turns."""
     networks = [task.network, copy.deepcopy(task.network)]
-    optimizers = [torch.optim.Adam(network.parameters(), lr=1e-3) for network in networks]
+    optimizers = [torch.optim.Adam(network.parameters(), lr=LEARNING_RATE) for network in networks]
     start = copy.deepcopy(networks[1].state_dict())
     for network, optimizer in zip(networks, optimizers, strict=True):
         plain_step(task, network, optimizer)  # so that Adam's state is not counted to the way
@@ -194,9 +196,9 @@ def measure_bare(task: Task, way: str, pairs: int) -> dict[str, object]:
     seconds: tuple[list[float], list[float]] = ([], [])
     for pair in range(pairs):
         for which in (0, 1) if pair % 2 else (1, 0):
-            begin = time.perf_counter()
+            begin = now()
             steps[which]()
-            seconds[which].append(time.perf_counter() - begin)
+            seconds[which].append(now() - begin)
     return summary(*seconds) | {"mib": peak_mib() - base, "squared": float(squared)}  # type: ignore[arg-type]
 
 
@@ -215,7 +217,7 @@ def measure_callback(task: Task, pairs: int) -> dict[str, object]:
             return task.loss_of(self.network, tuple(batch[:-1]), batch[-1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=1e-3)
+            return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
 
     class Clock(L.Callback):
         """Times at which steps begin."""
@@ -224,7 +226,7 @@ def measure_callback(task: Task, pairs: int) -> dict[str, object]:
             self.times: list[float] = []
 
         def on_train_batch_start(self, *_: object) -> None:
-            self.times.append(time.perf_counter())
+            self.times.append(now())
 
     class KeepsBatchSize(GrowingBatchSize):
         """Measures and predicts, and stays where it is, so that both fits have the same batches."""
@@ -268,6 +270,11 @@ def summary(plain: list[float], measured: list[float]) -> dict[str, float]:
         "high": ratios[-1 - quarter],
         "plain_ms": 1e3 * statistics.median(plain),
     }
+
+
+def now() -> float:
+    """Seconds: of one thread its CPU time, which other jobs on the machine change little."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def peak_mib() -> float:

@@ -126,16 +126,17 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         passed_over = self._end(self._handed)
         bound = None if self.limit is None else max(self.limit - passed_over, 0)
         if self._resumed_from is None:
-            self.started_from = random_states(self._generators())
+            self.started_from = random_states(self.generators())
             return islice(iter(source), bound)
         self.started_from, self._resumed_from = self._resumed_from, None
-        with isolate_rng():
-            set_random_states(self.started_from, self._generators())
+        with isolate_rng(include_cuda=False):
+            set_random_states(self.started_from, self.generators())
             units = iter(source)
             first = list(islice(units, passed_over, passed_over + 1))  # some samplers draw only when asked for one
         return islice(chain(first, units), bound)
 
-    def _generators(self) -> list[torch.Generator]:
+    def generators(self) -> list[torch.Generator]:
+        """Those that what is drawn from has of its own."""
         found = [getattr(holder, "generator", None) for holder in (self.source, self.sampler)]
         return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
 
@@ -149,7 +150,8 @@ class ResizableLoader:
     ``num_workers * prefetch_factor`` batches later.
 
     A resumed pass over a map-style data set goes on at the very next sample without reading those before it. Over an
-    iterable data set the batches before it are read again and thrown away.
+    iterable data set the batches before it are read again and thrown away. That the samples are the same needs what
+    shuffles to draw at the beginning of a pass, or from a generator of its own.
 
     Args:
         loader: of single samples, which it puts into batches.
@@ -298,9 +300,13 @@ class ResizableLoader:
             return self._deliver(begin())
         self.sampler.begin(_sizes(position))
         self._began_from = position["random_states"]
-        with isolate_rng():
-            set_random_states(position["random_states"], self._generators())
+        with isolate_rng(include_cuda=False):
+            # workers are seeded when the pass begins; without them the data set draws at its first sample
+            if self._replays_workers:
+                set_random_states(position["random_states"], self._generators())
             iterator = begin()
+            if not self._replays_workers:
+                set_random_states(position["random_states"], self.sampler.generators())
             for _ in range(position["delivered"]):
                 next(iterator)
         self.delivered = position["delivered"]
@@ -368,6 +374,9 @@ def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         problem = f"a {name}, which is not a torch DataLoader"
         remedy = "give Trainer.fit a DataLoader"
+    elif isinstance(loader, _Resizable):
+        problem = f"a {name} that is used twice"
+        remedy = "make a DataLoader for each place"
     elif loader.batch_sampler is None:
         problem = f"a {name} with batch_size=None, whose data set or sampler makes the batches"
         remedy = "let the DataLoader make the batches of single samples"

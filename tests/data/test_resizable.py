@@ -1,0 +1,411 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_struct.data import DrawLoader, IndependentDraws
+from lightning_struct.data.resizable import ResizableBatchSampler, ResizableLoader
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
+
+
+class Stream(IterableDataset):
+    """Counts to ``samples``; workers take every other number."""
+
+    def __init__(self, samples, shuffle=False):
+        self.samples, self.shuffle = samples, shuffle
+
+    def __iter__(self):
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        order = torch.randperm(self.samples).tolist() if self.shuffle else range(self.samples)
+        yield from order[start :: 1 if self.shuffle and worker is None else step]
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.samples
+
+
+def batches(loader, sizes=(), resizable=None):
+    """The batches of a pass; ``sizes[i]`` is set after batch i was read."""
+    read = []
+    for i, batch in enumerate(loader):
+        read.append(batch.tolist())
+        if i < len(sizes):
+            resizable.batch_size = sizes[i]
+    return read
+
+
+def numbers(batches):
+    return [number for batch in batches for number in batch]
+
+
+def resizable(*arguments, **options):
+    loader = DataLoader(*arguments, **options)
+    return loader, ResizableLoader(loader)
+
+
+# Sizes
+
+
+def test_a_size_holds_from_the_next_batch_on():
+    loader, sizes = resizable(range(20), batch_size=2)
+    assert [len(batch) for batch in batches(loader, [2, 5, 7], sizes)] == [2, 2, 5, 7, 4]
+
+
+def test_batches_that_workers_were_asked_for_keep_their_size():
+    loader, sizes = resizable(range(40), batch_size=2, num_workers=2, prefetch_factor=1)
+    assert [len(batch) for batch in batches(loader, [6], sizes)] == [2, 2, 2, 6, 6, 6, 6, 6, 4]
+
+
+@given(SIZES, st.integers(1, 40), st.integers(1, 8), st.booleans())
+def test_every_sample_comes_exactly_once(sizes, samples, first, shuffled):
+    loader, sized = resizable(range(samples), batch_size=first, shuffle=shuffled)
+    assert sorted(numbers(batches(loader, sizes, sized))) == list(range(samples))
+
+
+@given(SIZES, st.integers(1, 40), st.integers(1, 8), st.booleans())
+def test_the_length_told_at_any_time_is_true_if_nothing_changes_any_more(sizes, samples, first, drop_last):
+    sampler = ResizableBatchSampler(BatchSampler(range(samples), first, drop_last), samples)
+    iterator = iter(sampler)
+    for size in sizes:
+        if next(iterator, None) is None:
+            break
+        sampler.size = size
+    told = len(sampler)
+    list(iterator)
+    assert len(sampler.ends) == told == len(sampler)
+
+
+@given(SIZES, st.integers(1, 60), st.integers(1, 8))
+def test_drop_last_leaves_out_less_than_a_batch_of_the_first_size(sizes, samples, first):
+    loader, sized = resizable(range(samples), batch_size=first, drop_last=True)
+    read = batches(loader, [max(size, first) for size in sizes], sized)
+    assert samples - first < len(numbers(read)) <= samples and all(len(batch) >= first for batch in read)
+
+
+def test_a_loader_that_nobody_resizes_is_as_it_was():
+    options = {"batch_size": 3, "shuffle": True}
+    torch.manual_seed(0)
+    untouched = batches(DataLoader(range(20), **options))
+    torch.manual_seed(0)
+    loader, _ = resizable(range(20), **options)
+    assert batches(loader) == untouched and len(loader) == 7
+
+
+def test_a_new_pass_has_the_new_size():
+    loader, sizes = resizable(range(12), batch_size=2)
+    batches(loader)
+    sizes.batch_size = 5
+    sizes.begin_anew()
+    assert len(loader) == 3 and [len(batch) for batch in batches(loader)] == [5, 5, 2]
+
+
+def test_a_limit_ends_the_pass_after_the_samples_of_so_many_first_batches():
+    loader, sizes = resizable(range(40), batch_size=4)
+    sizes.limit(3)
+    assert numbers(batches(loader, [5], sizes)) == list(range(12)) and len(loader) == 3
+
+
+def test_persistent_workers_read_new_sizes_in_the_next_pass():
+    loader, sizes = resizable(range(12), batch_size=2, num_workers=1, persistent_workers=True)
+    batches(loader)
+    sizes.batch_size = 5
+    read = batches(loader)
+    sizes.restore()
+    assert [len(batch) for batch in read] == [5, 5, 2]
+
+
+def test_workers_of_before_are_given_up():
+    loader = DataLoader(range(12), batch_size=2, num_workers=1, persistent_workers=True)
+    batches(loader)
+    sizes = ResizableLoader(loader)
+    sizes.batch_size = 5
+    read = batches(loader)
+    sizes.restore()
+    assert [len(batch) for batch in read] == [5, 5, 2]
+
+
+# Foreign batch samplers
+
+
+class Buckets(Sampler):
+    """Whole batches of different sizes."""
+
+    def __init__(self, sized=True):
+        self.groups = [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9, 10], [11, 12]]
+        self.sized = sized
+
+    def __iter__(self):
+        yield from self.groups
+
+    def __len__(self):
+        if not self.sized:
+            raise TypeError
+        return len(self.groups)
+
+
+def test_whole_batches_of_a_foreign_sampler_are_merged():
+    loader, sizes = resizable(range(13), batch_sampler=Buckets())
+    read = batches(loader, [4], sizes)
+    assert read == [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12]] and len(loader) == 3
+
+
+def test_a_list_of_batches_will_do():
+    loader, sizes = resizable(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]])
+    assert sizes.batch_size == 2 and batches(loader, [4], sizes) == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_a_foreign_sampler_without_length_stays_without():
+    loader, _ = resizable(range(13), batch_sampler=Buckets(sized=False))
+    with pytest.raises(TypeError, match="Buckets has no length"):
+        len(loader)
+
+
+def test_a_subclass_of_the_batch_sampler_keeps_its_own_batches():
+    class Reversed(BatchSampler):
+        def __iter__(self):
+            return (batch[::-1] for batch in super().__iter__())
+
+    loader, sizes = resizable(range(6), batch_sampler=Reversed(SequentialSampler(range(6)), 2, drop_last=False))
+    assert batches(loader, [4], sizes) == [[1, 0], [3, 2, 5, 4]]
+
+
+# Streams
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_read_once_whatever_the_sizes(workers):
+    loader, sizes = resizable(Stream(50), batch_size=3, num_workers=workers)
+    assert sorted(numbers(batches(loader, [3, 4, 9], sizes))) == list(range(50))
+
+
+def test_the_length_of_a_sized_stream_follows_the_size():
+    loader, sizes = resizable(SizedStream(50), batch_size=5)
+    lengths = []
+    for i, _ in enumerate(loader):
+        sizes.batch_size = 10 if i < 2 else 20
+        lengths.append(len(loader))
+    assert lengths == [6, 6, 5, 5, 5]
+
+
+@pytest.mark.parametrize("samples", [17, 18, 20, 31])
+def test_the_length_of_a_stream_shared_by_workers_counts_the_last_batch_of_each(samples):
+    loader, _ = resizable(SizedStream(samples), batch_size=4, num_workers=2)
+    assert len(batches(loader)) == len(loader)
+
+
+def test_a_stream_without_length_stays_without():
+    loader, _ = resizable(Stream(5), batch_size=2)
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+# Resuming
+
+
+def resumed(make, sizes, read):
+    """The batches after ``read`` ones, of a pass that is left there and gone on with by another loader, and of the whole one."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    loader = make()
+    first = ResizableLoader(loader)
+    whole, position = [], None
+    for i, batch in enumerate(loader):
+        whole.append(batch.tolist())
+        if i < len(sizes):
+            first.batch_size = sizes[i]
+        if i + 1 == read:
+            position = first.position()
+    assume(position is not None)
+    torch.manual_seed(77)
+    random.seed(77)
+    np.random.seed(77)
+    another = make()
+    second = ResizableLoader(another)
+    second.resume(position)
+    rest = []
+    for i, batch in enumerate(another, start=read):
+        rest.append(batch.tolist())
+        if i < len(sizes):
+            second.batch_size = sizes[i]
+    return rest, whole[read:]
+
+
+class Global(Sampler):
+    """Shuffles by the generators of Python and NumPy."""
+
+    def __iter__(self):
+        order = np.random.permutation(30).tolist()
+        random.shuffle(order)
+        yield from order
+
+    def __len__(self):
+        return 30
+
+
+def weighted():
+    return WeightedRandomSampler([1.0, 2.0] * 15, 30, generator=torch.Generator().manual_seed(5))
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(range(30), batch_size=2),
+    "shuffled": lambda: DataLoader(range(30), batch_size=2, shuffle=True),
+    "seeded": lambda: DataLoader(range(30), 2, shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "weighted": lambda: DataLoader(range(30), batch_size=2, sampler=weighted()),
+    "global generators": lambda: DataLoader(range(30), batch_size=2, sampler=Global()),
+    "drop last": lambda: DataLoader(range(31), batch_size=2, shuffle=True, drop_last=True),
+    "foreign batches": lambda: DataLoader(range(30), batch_sampler=[[i, i + 1] for i in range(0, 30, 2)]),
+    "batches drawn": lambda: DataLoader(
+        range(30), batch_sampler=list(BatchSampler(RandomSampler(range(30), generator=torch.Generator()), 2, False))
+    ),
+    "workers": lambda: DataLoader(range(30), batch_size=2, shuffle=True, num_workers=2),
+    "stream": lambda: DataLoader(Stream(30), batch_size=2),
+    "shuffled stream": lambda: DataLoader(SizedStream(30, shuffle=True), batch_size=2),
+    "stream of workers": lambda: DataLoader(SizedStream(30), batch_size=2, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("loader", list(LOADERS))
+@pytest.mark.parametrize("read", [1, 3])
+def test_a_resumed_pass_goes_on_at_the_very_next_sample(loader, read):
+    rest, expected = resumed(LOADERS[loader], [2, 4, 4, 6], read)
+    assert rest == expected and rest
+
+
+@settings(max_examples=50)
+@given(SIZES, st.integers(1, 5), st.integers(1, 12))
+def test_a_pass_left_anywhere_goes_on_there(sizes, first, read):
+    rest, expected = resumed(lambda: DataLoader(range(60), first, shuffle=True), sizes, read)
+    assert rest == expected
+
+
+def test_a_resumed_pass_reads_no_sample_before_its_position():
+    class Counting(list):
+        read = 0
+
+        def __getitem__(self, index):
+            self.read += 1
+            return super().__getitem__(index)
+
+    loader, sizes = resizable(range(20), batch_size=4)
+    next(iter(loader))
+    data = Counting(range(20))
+    another, resumed = resizable(data, batch_size=4)
+    resumed.resume(sizes.position())
+    assert batches(another)[0] == [4, 5, 6, 7] and data.read == 16
+
+
+def test_what_was_fetched_but_not_used_is_read_again():
+    loader, sizes = resizable(range(20), batch_size=4)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    another, resumed = resizable(range(20), batch_size=4)
+    resumed.resume(sizes.position(unread=1))
+    assert batches(another)[0] == [4, 5, 6, 7]
+
+
+def test_the_order_goes_on_as_before_in_the_next_pass_too():
+    torch.manual_seed(0)
+    loader, sizes = resizable(range(20), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    for i, _ in enumerate(loader):
+        if i == 2:
+            position = sizes.position()
+    another, second = resizable(range(20), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    second.resume(position)
+    batches(another)
+    assert batches(another) == batches(loader)
+
+
+def test_random_numbers_of_others_are_not_disturbed_by_a_resume():
+    loader, sizes = resizable(range(20), batch_size=4, shuffle=True)
+    next(iter(loader))
+    another, second = resizable(range(20), batch_size=4, shuffle=True)
+    second.resume(sizes.position())
+    iterator = iter(another)
+    state = torch.get_rng_state()
+    next(iterator)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_position_is_plain_enough_for_a_checkpoint(tmp_path):
+    loader, sizes = resizable(range(20), batch_size=4, shuffle=True, generator=torch.Generator())
+    next(iter(loader))
+    torch.save(sizes.position(), tmp_path / "position")
+    assert torch.load(tmp_path / "position", weights_only=True)["delivered"] == 1
+
+
+# Restoring and refusing
+
+
+def test_a_restored_loader_is_as_it_was():
+    loader = DataLoader(range(20), batch_size=4)
+    kept = (type(loader), loader.batch_sampler)
+    sizes = ResizableLoader(loader)
+    sizes.batch_size = 7
+    sizes.restore()
+    assert (type(loader), loader.batch_sampler) == kept and [len(batch) for batch in loader] == [4] * 5
+
+
+def test_a_resized_loader_is_still_of_its_class():
+    class Special(DataLoader):
+        pass
+
+    loader = Special(range(20), batch_size=4)
+    ResizableLoader(loader)
+    assert isinstance(loader, Special) and type(loader).__name__ == "Special"
+
+
+DATA = range(10)
+REFUSED = {
+    "a list, which is not a torch DataLoader.* give Trainer.fit a DataLoader": lambda: [1, 2],
+    "batch_size=None": lambda: DataLoader(DATA, batch_size=None),
+    "a DrawLoader with batch_size=None": lambda: DrawLoader(DATA, IndependentDraws(DATA, 2, 2)),
+    "a Stateful, which keeps its own position": lambda: Stateful(DATA, batch_size=2),
+    "in_order=False.* leave in_order out": lambda: DataLoader(DATA, batch_size=2, num_workers=1, in_order=False),
+}
+
+
+class Stateful(DataLoader):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+@pytest.mark.parametrize("message", list(REFUSED))
+def test_what_cannot_be_resized_is_refused_with_the_remedy(message):
+    with pytest.raises(MisconfigurationException, match=message) as error:
+        ResizableLoader(REFUSED[message]())
+    assert "GrowingBatchSize(mode='accumulate')" in str(error.value)
+
+
+def test_a_loader_is_resized_by_one_only():
+    loader, _ = resizable(DATA, batch_size=2)
+    with pytest.raises(MisconfigurationException, match="is used twice"):
+        ResizableLoader(loader)
+
+
+def test_a_stream_cannot_be_gone_on_with_by_other_workers():
+    loader, sizes = resizable(Stream(10), batch_size=2)
+    next(iter(loader))
+    _, other = resizable(Stream(10), batch_size=2, num_workers=2)
+    with pytest.raises(MisconfigurationException, match="num_workers=0, but the loader has 2"):
+        other.resume(sizes.position())

@@ -220,11 +220,6 @@ class GrowingBatchSize(L.Callback):
                 f"Batches of {growth.batch_size} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
                 "start with smaller ones, or raise the limit"
             )
-        if self.mode == "batch" and growth.batch_size == 1 < self._limit:
-            rank_zero_warn(
-                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
-            )
-            growth.set_batch_size(2)
         self._last_step = trainer.global_step
         self._logged_here = None
         if self.validation_monitor is not None:
@@ -351,7 +346,10 @@ class GrowingBatchSize(L.Callback):
         if statistics is None:
             return
         self._acting.on_step(statistics.batch_size)
-        if not checks or statistics.batch_size < 2:
+        if not checks:
+            return
+        if statistics.batch_size < 2:
+            self._grow_from_one()
             return
         self._check(statistics, type(pl_module).__name__)
         decided = self.decide(self._acting.batch_size)
@@ -362,6 +360,14 @@ class GrowingBatchSize(L.Callback):
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
         self._log(trainer, pl_module, statistics)
+
+    def _grow_from_one(self) -> None:
+        if self._acting.batch_size == 1 < self._limit:  # else it is what was left of an epoch
+            rank_zero_warn(
+                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
+            )
+            self._batch_size = 2
+            self._acting.set_batch_size(2)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Take in the statistics of a step."""

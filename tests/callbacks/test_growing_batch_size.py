@@ -325,8 +325,8 @@ def test_batches_larger_than_the_limit_are_refused(tmp_path):
 def test_a_batch_of_one_grows_to_two_at_once(tmp_path):
     module = SHFNetwork()
     with pytest.warns(UserWarning, match="A batch of one has no gradient variance"):
-        fit(tmp_path, module, GrowingBatchSize(max_batch_size=2), draw_loader(1, draws=2))
-    assert [report.batch_size for report in module.reports] == [2, 2]
+        fit(tmp_path, module, GrowingBatchSize(max_batch_size=2), draw_loader(1, draws=3))
+    assert [report.batch_size for report in module.reports] == [1, 2, 2]
 
 
 def test_a_monitor_that_is_not_logged_is_named(tmp_path):

@@ -90,9 +90,15 @@ class Contribution(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Contribution):
-    """The cᵢ themselves, for small parameters. ``gradients`` is (n, *shape of the parameter)."""
+    """The cᵢ themselves, for small parameters.
+
+    Args:
+        gradients: (n, *shape of the parameter).
+        norms: (n,), their squared norms, if known.
+    """
 
     gradients: Tensor
+    norms: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +113,7 @@ class Dense(Contribution):
         return tuple(self.gradients.shape[1:])
 
     def squared_norms(self) -> Tensor:
-        return _row_norms(at_least_float32(self.gradients))
+        return row_norms(self.gradients) if self.norms is None else self.norms
 
     def per_sample(self, chunk: slice) -> Tensor:
         return at_least_float32(self.gradients[chunk])
@@ -128,12 +134,14 @@ class Outer(Contribution):
         cotangents: (n, T, out), δ.
         parameter_shape: of the parameter, in whose memory order cᵢ is; (out, in) if None.
         rows: the rows of the parameter that cᵢ fills, zero in the others; all of them if None. Needs ``parameter_shape``.
+        cotangent_norms: (n,), squared norms of the cotangents, if known and T = 1.
     """
 
     inputs: Tensor
     cotangents: Tensor
     parameter_shape: tuple[int, ...] | None = None
     rows: slice | None = None
+    cotangent_norms: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -153,7 +161,8 @@ class Outer(Contribution):
         """With T = 1 a product of two row norms, else ⟨A Aᵀ, Δ Δᵀ⟩ or the product ΔᵀA, whichever is cheaper."""
         positions, width, height = self._sizes()
         if positions == 1:
-            return _row_norms(at_least_float32(self.inputs)) * _row_norms(at_least_float32(self.cotangents))
+            known = self.cotangent_norms
+            return row_norms(self.inputs) * (row_norms(self.cotangents) if known is None else known)
         gram = positions * (width + height) <= width * height
         numbers = 2 * positions * positions if gram else width * height
         norms = []
@@ -163,7 +172,7 @@ class Outer(Contribution):
             if gram:
                 norms.append(((a @ a.mT) * (delta @ delta.mT)).sum((1, 2)))
             else:
-                norms.append(_row_norms(delta.mT @ a))
+                norms.append(row_norms(delta.mT @ a))
         return torch.cat(norms)
 
     def per_sample(self, chunk: slice) -> Tensor:
@@ -234,7 +243,7 @@ class Lookup(Contribution):
         keys, inverse = torch.unique(self.indices + offsets, return_inverse=True)
         delta = at_least_float32(self.cotangents)
         rows = delta.new_zeros(keys.shape[0], delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
-        return delta.new_zeros(self.samples).index_add_(0, keys // self.table_rows, _row_norms(rows))
+        return delta.new_zeros(self.samples).index_add_(0, keys // self.table_rows, row_norms(rows))
 
     def per_sample(self, chunk: slice) -> Tensor:
         delta, indices = at_least_float32(self.cotangents[chunk]), self.indices[chunk]
@@ -295,7 +304,7 @@ class Convolution(Contribution):
                 products = Outer(patches.mT.flatten(0, 1), delta.mT.flatten(0, 1)).squared_norms()
                 norms.append(products.unflatten(0, (-1, self.groups)).sum(1))
             else:
-                norms.append(_row_norms(self.per_sample(chunk)))
+                norms.append(row_norms(self.per_sample(chunk)))
         return torch.cat(norms)
 
     def per_sample(self, chunk: slice) -> Tensor:
@@ -405,16 +414,18 @@ def squared_norms(
     if any(contribution.samples != n for contribution in contributions):
         counts = sorted({contribution.samples for contribution in contributions})
         raise Uncovered(f"its uses saw batches of different sizes, {' and '.join(map(str, counts))}")
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        if probes is not None and _worth_estimating(contributions, probes):
-            # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
-            rows = contributions[0].shape[0]
-            of_rows, of_probes = (
-                torch.randint(0, 2, size, generator=generator, device=device) * 2 - 1
-                for size in ((n, rows, 1), (rows, probes))
-            )
-            contributions = [contribution.sketched(of_rows * of_probes) for contribution in contributions]
-        return _exact_squared_norms(contributions)
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            return squared_norms(contributions, probes=probes, generator=generator)
+    if probes is not None and _worth_estimating(contributions, probes):
+        # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
+        rows = contributions[0].shape[0]
+        of_rows, of_probes = (
+            torch.randint(0, 2, size, generator=generator, device=device) * 2 - 1
+            for size in ((n, rows, 1), (rows, probes))
+        )
+        contributions = [contribution.sketched(of_rows * of_probes) for contribution in contributions]
+    return _exact_squared_norms(contributions)
 
 
 def _worth_estimating(contributions: Sequence[Contribution], probes: int) -> bool:
@@ -439,7 +450,7 @@ def _exact_squared_norms(contributions: Sequence[Contribution]) -> Tensor:
         return _tied_squared_norms(outers, lookups)
     return torch.cat(
         [
-            _row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0))
+            row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0))
             for chunk in contributions[0]._chunks()
         ]
     )
@@ -465,6 +476,7 @@ def _concatenated(outers: Sequence[Outer]) -> Outer:
         outers[0],
         inputs=torch.cat([at_least_float32(outer.inputs) for outer in outers], 1),
         cotangents=torch.cat([at_least_float32(outer.cotangents) for outer in outers], 1),
+        cotangent_norms=None,
     )
 
 
@@ -496,6 +508,6 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _row_norms(rows: Tensor) -> Tensor:
-    """(n,), squared norms of rows of any shape."""
-    return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+def row_norms(rows: Tensor) -> Tensor:
+    """(n,), squared norms of rows of any shape, at least float32."""
+    return torch.linalg.vector_norm(at_least_float32(rows).flatten(1), dim=1).square()

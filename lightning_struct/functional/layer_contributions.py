@@ -29,6 +29,7 @@ from lightning_struct.functional.contributions import (
     Outer,
     Uncovered,
     at_least_float32,
+    row_norms,
 )
 from lightning_struct.functional.recurrent_contributions import recurrent_contributions
 
@@ -58,7 +59,7 @@ def contributions(
     cotangents: Sequence[Tensor | None],
     samples: Samples = None,
 ) -> dict[str, Contribution]:
-    """What one call of ``layer`` adds to the gradients of its own trainable parameters, for every sample.
+    """What one call of ``layer`` adds to the gradients of its own parameters, for every sample.
 
     In which dimension of the layer's input the samples are: the first, if its size may be n; else the second, of what is
     read with the sequence first, if its size may be n; else the first again, if its size is a multiple of n: then each
@@ -75,14 +76,13 @@ def contributions(
         samples: n, or the sizes that n may have; if None, the size of the first dimension, whatever it is.
 
     Returns:
-        By the name of the parameter below ``layer``.
+        By the name of the parameter below ``layer``; of all that are trainable.
 
     Raises:
         Uncovered: the shares of the samples cannot be told apart.
     """
     rule = _rule(layer)
-    shares = (rule.function if rule else _by_vmap)(layer, args, kwargs, outputs, cotangents, samples)
-    return {name: share for name, share in shares.items() if layer.get_parameter(name).requires_grad}
+    return (rule.function if rule else _by_vmap)(layer, args, kwargs, outputs, cotangents, samples)
 
 
 def owned_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -149,10 +149,10 @@ def _rule(layer: nn.Module) -> _Rule | None:
     for base in type(layer).__mro__:
         rule = _RULES.get(base)
         if rule is not None:
-            same = all(
+            same = type(layer) is base or all(
                 getattr(type(layer), name, None) is getattr(base, name, None) for name in ("forward", "_conv_forward")
             )
-            plain = set(layer._parameters) <= set(rule.parameters(layer)) and not hasattr(layer, "parametrizations")
+            plain = layer._parameters.keys() <= set(rule.parameters(layer)) and "parametrizations" not in layer._modules
             return rule if same and plain else None
     return None
 
@@ -171,7 +171,8 @@ class _Layout:
     def arranged(self, tensor: Tensor) -> Tensor:
         """(n, positions, *features) of (*leading, *features)."""
         features = tensor.shape[self.leading :]
-        return tensor.movedim(self.dimension, 0).reshape(self.samples, -1, *features)
+        tensor = tensor if self.dimension == 0 else tensor.movedim(self.dimension, 0)
+        return tensor.reshape(self.samples, -1, *features)
 
 
 def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool = True) -> _Layout:
@@ -223,19 +224,13 @@ def _linear(
     inputs = _input(args, kwargs)
     layout = _layout(inputs.shape, inputs.ndim - 1, samples)
     delta = layout.arranged(_cotangent(cotangents))
+    norms = row_norms(delta) if delta.shape[1] == 1 else None
     shares: dict[str, Contribution] = {}
     if _trainable(layer, "weight"):
-        shares["weight"] = Outer(layout.arranged(inputs), delta)
+        shares["weight"] = Outer(layout.arranged(inputs), delta, cotangent_norms=norms)
     if _trainable(layer, "bias"):
-        shares["bias"] = _bias(delta)
+        shares["bias"] = Dense(at_least_float32(delta).sum(1) if norms is None else delta.squeeze(1), norms)
     return shares
-
-
-def _bias(delta: Tensor) -> Dense:
-    """Of cotangents (n, positions, features)."""
-    if delta.shape[1] == 1:
-        return Dense(delta[:, 0])
-    return Dense(at_least_float32(delta).sum(1))
 
 
 def _embedding(

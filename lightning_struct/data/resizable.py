@@ -211,19 +211,22 @@ class ResizableLoader:
         self._resume, self.delivered = None, 0
         self.sampler.begin()
 
-    def position(self, unread: int = 0) -> Position:
+    def position(self, unread: int = 0, over: bool = False) -> Position:
         """Where the pass is, for :meth:`resume`.
 
         Args:
             unread: batches that were delivered but not used.
+            over: the pass is over, and it is the next one that is to come.
         """
+        sizes = [] if over else self.sampler.sizes()
         return {
-            "sizes": [[size, len(list(run))] for size, run in groupby(self.sampler.sizes())],
-            "delivered": self.delivered - unread,
+            "sizes": [[size, len(list(run))] for size, run in groupby(sizes)],
+            "delivered": 0 if over else self.delivered - unread,
             "size": self.sampler.size,
             "samples_of_unit": self.sampler.samples_of_unit,
             "workers": self.loader.num_workers,
             "random_states": self._began_from if self._replays_workers else self.sampler.started_from,
+            "generators": [generator.get_state() for generator in self._all_generators()],
         }
 
     def resume(self, position: Position) -> None:
@@ -233,7 +236,7 @@ class ResizableLoader:
             MisconfigurationException: the data set is iterable and the number of workers another one, so that the
                 samples would come in another order.
         """
-        if self.iterable and position["workers"] != self.loader.num_workers:
+        if self.iterable and position["delivered"] and position["workers"] != self.loader.num_workers:
             raise MisconfigurationException(
                 f"The checkpoint was written in the middle of an epoch over an iterable data set with "
                 f"num_workers={position['workers']}, but the loader has {self.loader.num_workers}: the samples would "
@@ -289,7 +292,10 @@ class ResizableLoader:
     def _begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass, by the loader's own ``__iter__``."""
         position = self._resume
-        if position is None:
+        if position is None or not position["delivered"]:
+            if position is not None:
+                for generator, state in zip(self._all_generators(), position["generators"], strict=True):
+                    generator.set_state(state)
             self.delivered = 0
             self.sampler.begin()
             self._began_from = random_states(self._generators()) if self._replays_workers else None
@@ -317,9 +323,13 @@ class ResizableLoader:
             self._resume = None
             self.delivered += 1
             yield batch
+        self._resume = None
 
     def _generators(self) -> list[torch.Generator]:
         return [g for g in (self.loader.generator,) if isinstance(g, torch.Generator)]
+
+    def _all_generators(self) -> list[torch.Generator]:
+        return list(dict.fromkeys([*self._generators(), *self.sampler.generators()]))
 
 
 class _Resizable(DataLoader):

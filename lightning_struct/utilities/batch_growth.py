@@ -105,6 +105,7 @@ class LoaderGrowth:
             self._set_limits()
 
     def on_train_epoch_start(self) -> None:
+        self._epoch_done = 0
         self._set_limits()
         self._plan_validation()
 
@@ -124,14 +125,13 @@ class LoaderGrowth:
     def state_dict(self) -> State:
         loaders = self._loaders
         done = loaders.batches_done if loaders.epoch_done else 0
-        positions = [part.position(loaders.unread) for part in self._parts]
-        begun = any(position is not None and position["delivered"] for position in positions)
-        mine = positions if begun and not done else None
+        mine = [part.position(loaders.unread, over=loaders.epoch_done) for part in self._parts]
         of_processes: list[Any] = [mine]
         if self._trainer.world_size > 1:
             of_processes = [None] * self._trainer.world_size
             torch.distributed.all_gather_object(of_processes, mine)
-        return {"decided": self._decided, "positions": of_processes, "epoch_done": done}
+        due = self._trainer.val_check_batch
+        return {"decided": self._decided, "positions": of_processes, "epoch_done": done, "val_check_batch": due}
 
     def load_state_dict(self, state: State) -> None:
         self._state, self._decided = state, state["decided"]
@@ -151,7 +151,9 @@ class LoaderGrowth:
             for part in self._parts:
                 part.restore()
             self._parts = []
-        draws = [s for name in ("sampler", "batch_sampler") if isinstance(s := getattr(loader, name, None), IndependentDraws)]
+        draws = [
+            s for name in ("sampler", "batch_sampler") if isinstance(s := getattr(loader, name, None), IndependentDraws)
+        ]
         if draws:
             self._parts.append(_Draws(loader, draws[0]))
         else:
@@ -178,12 +180,15 @@ class LoaderGrowth:
             if any(isinstance(part, _Resized) for part in self._parts):
                 self._loaders.iterate_anew()  # workers may have been asked for batches already
         self._set_limits()
+        if state is not None and (state["epoch_done"] or any(part.resumes for part in self._parts)):
+            self._trainer.val_check_batch = state["val_check_batch"]
         if state is not None and state["epoch_done"]:
             self._epoch_done = self._loaders.length = state["epoch_done"]
 
     def _resume(self, state: State) -> None:
         positions, processes = state["positions"], self._trainer.world_size
-        if all(position is None for position in positions):
+        begun = any(position is not None and position["delivered"] for mine in positions for position in mine)
+        if not begun and (len(positions) != processes or len(positions[0]) != len(self._parts)):
             return
         if len(positions) != processes:
             raise MisconfigurationException(
@@ -354,6 +359,11 @@ class _Resized:
     def length(self) -> int | None:
         return sized_len(self._loader.loader)
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the pass goes on where another was left."""
+        return self._loader.delivered > 0
+
     def set_batch_size(self, batch_size: int) -> None:
         self._loader.batch_size = math.ceil(batch_size / self._processes)
 
@@ -377,8 +387,8 @@ class _Resized:
     def begin_anew(self) -> None:
         self._loader.begin_anew()
 
-    def position(self, unread: int) -> Position | None:
-        return self._loader.position(unread)
+    def position(self, unread: int, over: bool) -> Position | None:
+        return self._loader.position(unread, over)
 
     def resume(self, position: Position | None) -> None:
         if position is not None:
@@ -392,6 +402,7 @@ class _Draws:
     """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
 
     length = None
+    resumes = False
 
     def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
         if loader.num_workers:
@@ -423,7 +434,7 @@ class _Draws:
 
     def begin_anew(self) -> None: ...
 
-    def position(self, unread: int) -> Position | None:
+    def position(self, unread: int, over: bool) -> Position | None:
         return None
 
     def resume(self, position: Position | None) -> None: ...

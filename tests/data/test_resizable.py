@@ -233,7 +233,8 @@ def resumed(make, sizes, read):
             first.batch_size = sizes[i]
         if i + 1 == read:
             position = first.position()
-    assume(position is not None)
+    if position is None:  # the pass has fewer batches
+        return [], []
     torch.manual_seed(77)
     random.seed(77)
     np.random.seed(77)
@@ -293,6 +294,7 @@ def test_a_resumed_pass_goes_on_at_the_very_next_sample(loader, read):
 @given(SIZES, st.integers(1, 5), st.integers(1, 12))
 def test_a_pass_left_anywhere_goes_on_there(sizes, first, read):
     rest, expected = resumed(lambda: DataLoader(range(60), first, shuffle=True), sizes, read)
+    assume(expected)
     assert rest == expected
 
 

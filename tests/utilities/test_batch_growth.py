@@ -1,0 +1,520 @@
+"""Batches that change size within a running epoch, in all the ways in which a Trainer reads them."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_struct import GrowingBatchSize
+from lightning_struct.strategies import GradientStatistics
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+    pytest.mark.filterwarnings("ignore:You requested to overfit"),
+    pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled"),
+]
+
+
+class Growing(GrowingBatchSize):
+    """Sets the sizes of a script: ``sizes[i]`` after step i of the whole run."""
+
+    def __init__(self, sizes=(), **options):
+        super().__init__(**options)
+        self.sizes = list(sizes)
+
+    def decide(self, batch_size):
+        return self.sizes[self._steps - 1] if self._steps <= len(self.sizes) else batch_size
+
+
+class Reader(L.LightningModule):
+    """Remembers what it reads, and what the Trainer said meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, dtype=torch.float64)
+        self.read, self.lengths, self.validated_after, self.epochs = [], [], [], []
+        self.read_in_step = 0
+
+    def on_train_epoch_start(self):
+        self.epochs.append([])
+
+    def training_step(self, batch, batch_idx):
+        rows = [part for part in (batch.values() if isinstance(batch, dict) else [batch]) if part is not None]
+        self.read.append([part.tolist() for part in rows] if isinstance(batch, dict) else batch.tolist())
+        self.lengths.append(self.trainer.num_training_batches)
+        if self.epochs:
+            self.epochs[-1].append(self.read[-1])
+        self.read_in_step += sum(len(part) for part in rows)
+        return sum(self.layer(part[:, None].double()).square().mean() for part in rows)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.size, self.read_in_step = self.read_in_step, 0
+
+    def gradient_statistics(self):
+        return GradientStatistics(self.size, 1.0, 1.0, None) if self.read else None
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking and batch_idx == 0:
+            self.validated_after.append(sum(len(batch) for batch in self.epochs[-1]))
+        self.log("val_loss", 1.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    @property
+    def sizes(self):
+        return [len(batch) for batch in self.read]
+
+
+def fit(
+    tmp_path, loader, sizes=(), module=None, callbacks=(), validation=None, ckpt_path=None, growing=None, **options
+):
+    module = module or Reader()
+    defaults = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+        "default_root_dir": tmp_path,
+    }
+    callback = growing or Growing(sizes)
+    trainer = L.Trainer(callbacks=[callback, *callbacks], **(defaults | options))
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
+    return module
+
+
+def loader(samples=40, batch_size=4, **options):
+    return DataLoader(range(samples), batch_size=batch_size, **options)
+
+
+def numbers(batches):
+    return [number for batch in batches for number in batch]
+
+
+# The epoch
+
+
+def test_the_size_changes_within_the_epoch_and_every_sample_is_read_once(tmp_path):
+    module = fit(tmp_path, loader(), [4, 8, 16])
+    assert module.sizes == [4, 4, 8, 16, 8] and numbers(module.read) == list(range(40))
+
+
+def test_the_number_of_batches_is_that_of_the_present_size(tmp_path):
+    assert fit(tmp_path, loader(), [4, 8, 16]).lengths == [10, 10, 6, 5, 5]
+
+
+def test_the_next_epoch_begins_with_the_grown_size(tmp_path):
+    module = fit(tmp_path, loader(), [20], max_epochs=2)
+    assert module.sizes == [4, 20, 16, 20, 20] and module.lengths[-2:] == [2, 2]
+
+
+def test_a_smaller_batch_makes_the_epoch_longer(tmp_path):
+    module = fit(tmp_path, loader(), [2])
+    assert module.sizes == [4] + 18 * [2] and numbers(module.read) == list(range(40))
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("sizes", [[], [40], [4, 4, 30], [4, 4, 4, 4, 4, 4, 4, 4, 40]])
+@pytest.mark.filterwarnings("ignore:StepLR is stepped after each")
+def test_schedulers_step_as_often_as_epochs_end_or_batches_come(tmp_path, interval, sizes):
+    class Scheduled(Reader):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return [optimizer], [{"scheduler": self.scheduler, "interval": interval}]
+
+    module = fit(tmp_path, loader(), sizes, Scheduled(), max_epochs=3)
+    assert module.scheduler.last_epoch == (3 if interval == "epoch" else len(module.read))
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_progress_bar_ends_where_the_epoch_ends(tmp_path, bar):
+    class Looking(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            shown = trainer.progress_bar_callback
+            total = shown.train_progress_bar.total
+            totals.append(total)
+
+    totals = []
+    fit(tmp_path, loader(), [4, 8, 16], callbacks=[bar(), Looking()], enable_progress_bar=True, max_epochs=2)
+    assert totals == [10, 6, 5, 5, 5, 3, 3, 3]
+
+
+def test_a_stop_in_mid_epoch_leaves_the_loader_as_it_was(tmp_path):
+    data = loader()
+    fit(tmp_path, data, [4, 8, 16], max_steps=2, max_epochs=-1)
+    assert type(data) is DataLoader and [len(batch) for batch in data] == 10 * [4]
+
+
+def test_a_second_fit_begins_with_the_grown_size(tmp_path):
+    growing = Growing([20])
+    fit(tmp_path, loader(), growing=growing)
+    assert fit(tmp_path, loader(), growing=growing).sizes == [20, 20]
+
+
+# Validation
+
+
+@pytest.mark.parametrize(
+    ("interval", "sizes", "after"),
+    [
+        (1.0, [4, 8, 16], [40]),
+        (0.5, [], [20, 40]),
+        (0.5, [20], [24, 40]),
+        (0.25, [8, 8, 16], [12, 20, 36, 40]),
+        (0.25, [36], [40]),
+        (0.3, [], [12, 24, 36]),
+        (0.3, [10], [14, 24, 40]),
+        (5, [4, 8, 8], [32]),
+        (2, [4, 8, 8], [8, 24, 40]),
+        (10, [16], [40]),
+    ],
+)
+def test_validation_runs_after_the_samples_or_batches_it_was_asked_for(tmp_path, interval, sizes, after):
+    module = fit(tmp_path, loader(), sizes, validation=loader(4), val_check_interval=interval)
+    assert module.validated_after == after
+
+
+def test_validation_runs_as_often_in_later_epochs(tmp_path):
+    options = {"val_check_interval": 0.5, "max_epochs": 3, "validation": loader(4)}
+    assert fit(tmp_path, loader(), [4, 10], **options).validated_after == [28, 40, 20, 40, 20, 40]
+
+
+def test_validation_counted_in_batches_of_all_epochs_is_left_alone(tmp_path):
+    options = {"val_check_interval": 7, "check_val_every_n_epoch": None, "max_epochs": 3, "validation": loader(4)}
+    module = fit(tmp_path, loader(), [20], **options)
+    assert module.sizes == [4, 20, 16, 20, 20, 20, 20] and module.validated_after == [40]
+
+
+def test_validation_every_other_epoch(tmp_path):
+    options = {"check_val_every_n_epoch": 2, "max_epochs": 4, "validation": loader(4)}
+    assert fit(tmp_path, loader(), [20], **options).validated_after == [40, 40]
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "sizes"),
+    [
+        ({"limit_train_batches": 3}, 32, [4, 8, 20]),
+        ({"limit_train_batches": 1.0}, 40, [4, 8, 20, 8]),
+        ({"limit_train_batches": 0.5}, 20, [4, 8, 8]),
+        ({"overfit_batches": 5}, 20, [4, 8, 8]),
+        ({"overfit_batches": 0.5}, 20, [4, 8, 8]),
+        ({"max_steps": 2}, 12, [4, 8]),
+        ({"fast_dev_run": True}, 4, [4]),
+        ({"fast_dev_run": 3}, 32, [4, 8, 20]),
+    ],
+)
+def test_limits_keep_their_meaning(tmp_path, options, samples, sizes):
+    module = fit(tmp_path, loader(), [8, 20], **options)
+    assert module.sizes == sizes and numbers(module.read) == list(range(samples))
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"overfit_batches": 2}])
+def test_limits_hold_in_later_epochs(tmp_path, options):
+    module = fit(tmp_path, loader(), [8], max_epochs=3, **options)
+    expected = {3: [24, 24], 0.5: [20, 20], 2: [8, 8]}[next(iter(options.values()))]
+    assert [sum(len(batch) for batch in epoch) for epoch in module.epochs[1:]] == expected
+
+
+def test_a_reloaded_loader_has_the_grown_size(tmp_path):
+    class Reloading(Reader):
+        def train_dataloader(self):
+            return loader(batch_size=2)
+
+    options = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 5, "validation": loader(4)}
+    module = fit(tmp_path, None, [20], Reloading(), max_epochs=3, **options)
+    assert module.sizes == [2, 20, 18, 20, 20, 20, 20] and module.validated_after == [40, 40, 40]
+
+
+def test_barebones_mode_trains_with_growing_batches(tmp_path):
+    trainer = L.Trainer(barebones=True, max_epochs=1, callbacks=[Growing([4, 8, 16])], accelerator="cpu")
+    module = Reader()
+    trainer.fit(module, loader())
+    assert module.sizes == [4, 4, 8, 16, 8]
+
+
+def test_asking_for_the_number_of_steps_sets_the_loaders_up_early_and_well(tmp_path):
+    class Asking(Reader):
+        def configure_optimizers(self):
+            self.steps = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module = fit(tmp_path, loader(), [4, 8, 16], Asking())
+    assert module.steps == 10 and module.sizes == [4, 4, 8, 16, 8]
+
+
+# Loaders
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}])
+def test_workers_read_every_sample_once(tmp_path, options):
+    module = fit(tmp_path, loader(60, num_workers=2, **options), [4, 8, 8, 8, 8, 8], max_epochs=2)
+    assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(60))]
+    assert module.sizes[0] == 4 and 8 in module.sizes and module.lengths[-1] == len(module.epochs[-1])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(40) if worker is None else range(worker.id, 40, worker.num_workers))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize("stream", [Stream, SizedStream])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_are_read_once(tmp_path, stream, workers):
+    module = fit(tmp_path, DataLoader(stream(), 2, num_workers=workers), [4, 4, 8], max_epochs=2)
+    assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(40))] and max(module.sizes) == 8
+
+
+def test_a_sized_stream_validates_as_often(tmp_path):
+    module = fit(tmp_path, DataLoader(SizedStream(), 4), [8, 8], validation=loader(4), val_check_interval=0.5)
+    assert module.validated_after == [20, 40]
+
+
+def test_a_stream_is_validated_at_its_end(tmp_path):
+    module = fit(tmp_path, DataLoader(Stream(), 4), [8, 8, 8], validation=loader(4))
+    assert module.validated_after == [40]
+
+
+def test_batches_of_a_foreign_batch_sampler_are_merged(tmp_path):
+    module = fit(tmp_path, DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)]), [2, 4])
+    assert module.sizes == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "second"),
+    [("min_size", 24, 12), ("max_size", 48, 12), ("max_size_cycle", 48, 24)],
+)
+def test_several_loaders_grow_in_proportion(tmp_path, mode, first, second):
+    loaders = CombinedLoader({"a": loader(48, 4), "b": loader(12, 2)}, mode)
+    module = fit(tmp_path, loaders, [6, 12])
+    sizes = [[len(part) for part in batch] for batch in module.read]
+    assert sizes[:3] == [[4, 2], [4, 2], [8, 4]]
+    a, b = (sum(batch[i] for batch in sizes if len(batch) > i) for i in (0, 1))
+    assert a == first and b >= second
+
+
+def test_a_dict_of_loaders_reads_every_sample_of_the_longest_once(tmp_path):
+    module = fit(tmp_path, {"a": loader(48, 4), "b": loader(12, 2)}, [6, 12, 24])
+    assert numbers(batch[0] for batch in module.read) == list(range(48)) and module.lengths[-1] == len(module.read)
+
+
+def test_accumulated_batches_count_as_one(tmp_path):
+    module = fit(tmp_path, loader(), [16], accumulate_grad_batches=2)
+    assert module.sizes == [4, 4, 8, 8, 8, 8]
+
+
+# Resuming
+
+
+def checkpoints(directory, **options):
+    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1, **options)
+
+
+MAKERS = {
+    "in order": lambda: loader(),
+    "seeded": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0)),
+    "workers": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=2),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "sized stream": lambda: DataLoader(SizedStream(), 4),
+    "stream of workers": lambda: DataLoader(SizedStream(), 4, num_workers=2),
+    "merged": lambda: DataLoader(range(40), batch_sampler=[[i, i + 1] for i in range(0, 40, 2)]),
+    "dict": lambda: {"a": loader(40, 4), "b": loader(14, 2)},
+}
+SCRIPT = [4, 6, 6, 8, 10, 12, 12, 14, 20]
+
+
+@pytest.mark.parametrize("maker", list(MAKERS))
+def test_a_resumed_run_reads_the_very_next_sample(tmp_path, maker):
+    options = {"max_epochs": 3, "enable_checkpointing": True}
+    whole = fit(tmp_path, MAKERS[maker](), SCRIPT, callbacks=[checkpoints(tmp_path)], **options)
+    for step in (2, len(whole.epochs[0])) if "workers" in maker else range(1, len(whole.read)):
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fit(tmp_path, MAKERS[maker](), SCRIPT, ckpt_path=path, **options)
+        assert resumed.read == whole.read[step:] and resumed.lengths == whole.lengths[step:], step
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.5, 2])
+def test_a_resumed_run_validates_where_the_whole_run_does(tmp_path, interval):
+    options = {"max_epochs": 2, "enable_checkpointing": True, "validation": loader(4), "val_check_interval": interval}
+    whole, steps = Reader(), []
+    whole.on_validation_end = lambda: steps.append(whole.trainer.global_step)
+    fit(tmp_path, loader(), SCRIPT, whole, callbacks=[checkpoints(tmp_path)], **options)
+    for step in range(1, len(whole.read)):
+        if step in steps:
+            continue  # Lightning passes over a validation that was due at the checkpoint
+        resumed, again = Reader(), []
+        resumed.epochs.append([])
+        resumed.on_validation_end = lambda: again.append(resumed.trainer.global_step)  # noqa: B023
+        fit(tmp_path, loader(), SCRIPT, resumed, ckpt_path=tmp_path / f"step={step}.ckpt", **options)
+        assert again == [s for s in steps if s > step], step
+
+
+@pytest.mark.parametrize("options", [{"save_on_train_epoch_end": True}, {"save_on_train_epoch_end": False}])
+def test_a_checkpoint_at_the_end_of_an_epoch_begins_the_next(tmp_path, options):
+    saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, **options)
+    settings = {"enable_checkpointing": True, "validation": loader(4)}
+    whole = fit(tmp_path, loader(), SCRIPT, callbacks=[saving], max_epochs=3, **settings)
+    resumed = Reader()
+    resumed.epochs.append([])
+    fit(tmp_path, loader(), SCRIPT, resumed, ckpt_path=tmp_path / "epoch=0.ckpt", max_epochs=3, **settings)
+    assert resumed.read == numbers(whole.epochs[1:])
+
+
+def test_the_position_is_right_when_the_loader_was_set_up_early(tmp_path):
+    class Asking(Reader):
+        def configure_optimizers(self):
+            _ = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    saving, options = checkpoints(tmp_path), {"enable_checkpointing": True}
+    whole = fit(tmp_path, loader(num_workers=1), SCRIPT, Asking(), callbacks=[saving], **options)
+    resumed = fit(tmp_path, loader(num_workers=1), SCRIPT, Asking(), ckpt_path=tmp_path / "step=3.ckpt", **options)
+    assert resumed.read == whole.read[3:]
+
+
+def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
+    fit(tmp_path, loader(), SCRIPT, callbacks=[checkpoints(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(MisconfigurationException, match="with 1 training loaders, but now there are 2"):
+        fit(tmp_path, {"a": loader(), "b": loader()}, SCRIPT, ckpt_path=tmp_path / "step=2.ckpt")
+
+
+# Accumulation
+
+
+class Windows(Reader):
+    """Remembers the batches of each step, and the factor by which Lightning scaled their losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.windows, self.window = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.window.append((len(batch), self.trainer.accumulate_grad_batches))
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.windows.append(self.window)
+        self.window = []
+
+
+def test_accumulation_grows_at_boundaries_where_the_scale_is_right(tmp_path):
+    module = Windows()
+    fit(tmp_path, loader(96), module=module, growing=Growing([4, 8, 8, 20, 20], mode="accumulate"))
+    windows = [len(window) for window in module.windows]
+    assert windows == [1, 1, 2, 2, 3, 3, 4, 4, 4] and module.sizes == 24 * [4]
+    assert all(len(window) == scale for window in module.windows[:-1] for _, scale in window)
+
+
+def test_at_the_start_of_an_epoch_any_number_is_accumulated(tmp_path):
+    module = Windows()
+    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], mode="accumulate"), max_epochs=2)
+    assert [len(window) for window in module.windows][-2:] == [5, 5]
+
+
+class Batches:
+    """Not a DataLoader."""
+
+    def __iter__(self):
+        yield from torch.arange(32).view(8, 4)
+
+    def __len__(self):
+        return 8
+
+
+def test_accumulation_takes_any_loader(tmp_path):
+    module = Windows()
+    fit(tmp_path, Batches(), module=module, growing=Growing(8 * [8], mode="accumulate"))
+    assert [len(window) for window in module.windows] == [1, 1, 2, 2, 2]
+
+
+def test_the_trainer_gets_its_accumulation_back(tmp_path):
+    module = Windows()
+    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], mode="accumulate"), max_epochs=2)
+    assert module.trainer.accumulate_grad_batches == 1
+
+
+def test_accumulation_resumes(tmp_path):
+    def run(directory, ckpt_path=None):
+        module = Windows()
+        growing, options = Growing([4, 8, 8, 20], mode="accumulate"), {"max_epochs": 2, "enable_checkpointing": True}
+        fit(directory, loader(96), module=module, growing=growing, callbacks=[checkpoints(directory)],
+            ckpt_path=ckpt_path, **options)  # fmt: skip
+        return module
+
+    whole, resumed = run(tmp_path / "a"), run(tmp_path / "b", tmp_path / "a" / "step=9.ckpt")
+    assert resumed.windows == whole.windows[9:] and len(resumed.windows[0]) == 5
+
+
+def test_accumulation_is_refused_under_manual_optimization(tmp_path):
+    class Manual(Reader):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match=r"Manual.training_step does itself: use mode='batch'"):
+        fit(tmp_path, loader(), module=Manual(), growing=Growing(mode="accumulate"))
+
+
+def test_two_who_set_the_accumulation_are_refused(tmp_path):
+    scheduler = GradientAccumulationScheduler({0: 2})
+    with pytest.raises(MisconfigurationException, match="both set accumulate_grad_batches: leave one of them out"):
+        fit(tmp_path, loader(), growing=Growing(mode="accumulate"), callbacks=[scheduler])
+
+
+# Refusals
+
+
+def test_what_is_no_loader_is_refused_at_the_start(tmp_path):
+    with pytest.raises(MisconfigurationException, match="a Batches, which is not a torch DataLoader"):
+        fit(tmp_path, Batches())
+
+
+def test_a_module_that_fetches_its_batches_is_refused(tmp_path):
+    class Fetching(Reader):
+        def training_step(self, dataloader_iter):
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    with pytest.raises(
+        MisconfigurationException, match=r"Fetching.training_step\(dataloader_iter\) fetches them itself"
+    ):
+        fit(tmp_path, loader(), module=Fetching())
+
+
+def test_after_a_refusal_the_trainer_and_its_loader_are_as_they_were(tmp_path):
+    good = loader()
+    with pytest.raises(MisconfigurationException):
+        fit(tmp_path, {"a": good, "b": Batches()})
+    assert type(good) is DataLoader
+
+
+def test_early_stopping_stops_in_mid_epoch(tmp_path):
+    stopping = EarlyStopping("val_loss", patience=2)
+    module = fit(
+        tmp_path, loader(), [8], callbacks=[stopping], validation=loader(4), val_check_interval=0.25, max_epochs=5
+    )
+    assert module.validated_after == [12, 20, 28]

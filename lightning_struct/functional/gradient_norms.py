@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.contributions import (
@@ -401,7 +402,7 @@ class GradientNormRecorder:
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Be told when the gradient of ``parameter`` has been accumulated, once for each backward pass."""
-        if parameter in self._watched or not parameter.requires_grad:
+        if parameter in self._watched or not parameter.requires_grad or is_lazy(parameter):
             return
         self._watched.add(parameter)
         self._handles.append(parameter.register_post_accumulate_grad_hook(self._after_accumulation()))

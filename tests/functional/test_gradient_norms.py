@@ -6,6 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,6 +284,40 @@ def test_a_parameter_that_is_unfrozen_later_is_measured() -> None:
         module[0].requires_grad_(True)
         loss_of(module(inputs)).backward()
     assert len(recorder.results()) == 4
+
+
+def test_parameters_that_get_their_shape_in_the_first_forward_pass_are_measured() -> None:
+    module = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)).double()
+    with GradientNormRecorder(module, check=True) as recorder:
+        loss_of(module(gaussian(5, 3, seed=1))).backward()
+    recorder.verify()
+    assert [norms.name for norms in recorder.results()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize("name", ["convolutional", "transformer"])
+def test_under_autocast_the_shares_add_up_to_the_gradient_but_for_its_rounding(name: str) -> None:
+    module, inputs = model(name)
+    module, inputs = module.float(), inputs.float()
+    with GradientNormRecorder(module, check=True) as recorder:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(module(inputs).float())
+        loss.backward()
+    recorder.verify()
+    assert not recorder.uncovered
+    assert all(norms.squared_norms[0].dtype == torch.float32 for norms in recorder.results())
+
+
+def test_the_wrapper_of_distributed_training_may_be_called_in_place_of_the_module(tmp_path: Path) -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapper = nn.parallel.DistributedDataParallel(module)
+        with per_sample_gradient_norms(module) as norms:
+            loss_of(wrapper(inputs)).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_in_the_inputs_are_not_counted() -> None:

@@ -232,6 +232,26 @@ def test_shf_grows_its_batches_as_algorithm_1_says(tmp_path):
     assert [r.batch_size for r in reports] == sizes and sizes[-1] == 40
 
 
+def test_shf_grows_the_batches_of_an_ordinary_loader(tmp_path):
+    module = SHFNetwork()
+    loader = DataLoader(regression_data(), batch_size=4, shuffle=True)
+    make_trainer(tmp_path, callbacks=[GrowingBatchSize(max_batch_size=30)], max_epochs=2).fit(module, loader)
+    sizes = [report.batch_size for report in module.reports]
+    assert sizes[0] == 4 and max(sizes) > 20 and sum(sizes) == 120
+
+
+def test_a_batch_shrinks_where_it_may():
+    assert next_batch_size(50, [20] * 6, [], max_batch_size=100, allow_shrinking=True) == 20
+
+
+def test_a_batch_does_not_shrink_below_two():
+    assert next_batch_size(50, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 2
+
+
+def test_the_validation_rule_comes_before_shrinking():
+    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=500, allow_shrinking=True) == 201
+
+
 # What is logged, drawn and saved
 
 
@@ -267,6 +287,14 @@ def test_plot_has_a_panel_for_what_was_recorded(tmp_path):
     fit(tmp_path, ScriptedNetwork([7.5] * 3, validation_values=[1.0] * 3), callback, draw_loader(10, draws=3))
     _, axes = callback.plot()
     assert [panel.get_ylabel() for panel in axes] == ["samples in a batch", "‖Var‖₁ / (n ‖ḡ‖²)", "validation value"]
+
+
+def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_struct.callbacks.growing_batch_size.MOST_RECORDS", 8)
+    callback = GrowingBatchSize()
+    fit(tmp_path, ScriptedNetwork(), callback, draw_loader(10, draws=12))
+    samples = [record["samples"] for record in callback.records]
+    assert len(samples) <= 8 and samples == sorted(samples) and samples[-4:] == [90, 100, 110, 120]
 
 
 def test_plot_leaves_out_what_was_not(tmp_path):
@@ -338,7 +366,16 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"theta": 0.0}, {"growth": 0.9}, {"window": 0}, {"every_n_steps": 0}, {"max_batch_size": 0}, {"theta": math.nan}],
+    [
+        {"theta": 0.0},
+        {"growth": 0.9},
+        {"window": 0},
+        {"every_n_steps": 0},
+        {"max_batch_size": 0},
+        {"theta": math.nan},
+        {"mode": "both"},
+        {"probes": 0},
+    ],
 )
 def test_wrong_arguments_are_named(arguments):
     with pytest.raises(MisconfigurationException, match=next(iter(arguments))):

@@ -174,6 +174,7 @@ class GrowingBatchSize(L.Callback):
         self.validation_values: list[float] = []
         self.records: list[Record] = []
         self._samples = 0
+        self._samples_of_step = 0
         self._steps = 0
         self._last_step = 0
         self._batch_size: int | None = None
@@ -221,6 +222,7 @@ class GrowingBatchSize(L.Callback):
                 "start with smaller ones, or raise the limit"
             )
         self._last_step = trainer.global_step
+        self._samples_of_step = 0
         self._logged_here = None
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
@@ -253,7 +255,9 @@ class GrowingBatchSize(L.Callback):
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
         if self._measurement is not None:
-            self._samples += samples_in(batch, self._acting.expected_sizes()) * trainer.world_size
+            read = samples_in(batch, self._acting.expected_sizes()) * trainer.world_size
+            self._samples += read
+            self._samples_of_step += read
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._after_step(trainer, pl_module)
@@ -339,7 +343,8 @@ class GrowingBatchSize(L.Callback):
         checks = self._checks_next_step
         self._steps += 1
         if self._measurement is not None:
-            statistics = self._measurement.statistics() if checks else None
+            statistics = self._measurement.statistics(self._samples_of_step) if checks else None
+            self._samples_of_step = 0
         else:
             statistics = pl_module.gradient_statistics()  # type: ignore[operator]
             self._samples += 0 if statistics is None else statistics.batch_size
@@ -377,7 +382,11 @@ class GrowingBatchSize(L.Callback):
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
                 "couples the samples. Take another normalisation, or leave GrowingBatchSize out"
             )
-        predicted = required_batch_size(variance, squared_norm, self._acting.dataset_size, self.theta)
+        samples = self._acting.dataset_size
+        if squared_norm > 0 or samples is not None:
+            predicted = required_batch_size(variance, squared_norm, samples, self.theta)
+        else:  # of a stream no batch is large enough
+            predicted = self.max_batch_size or size
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if squared_norm > 0:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_struct.functional.gradient_norms import GradientNormRecorder, ParameterNorms
+from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.vectors import squared_norm
 from lightning_struct.optim.collective import all_reduce, world_size
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
@@ -19,7 +19,8 @@ from lightning_struct.utilities.lightning_internals import accumulates, loss_sca
 
 CHANGED = (
     "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, penalised "
-    "in the loss or differentiated twice, or the gradient was changed after the backward pass"
+    "in the loss or differentiated twice, or the gradient was changed after the backward pass, as by clipping after "
+    "loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
 )
 
 # Batches whose gradients are compared with what was measured, from the start of each fit.
@@ -46,6 +47,8 @@ class GradientMeasurement:
         self._trainer, self._module = trainer, module
         self._recorder = GradientNormRecorder(module, probes=probes, uncovered="skip")
         self._squared_norms: dict[nn.Parameter, Tensor] = {}
+        self._checksums: dict[str, Checksums] = {}
+        self._unmeasured: set[Optimizer] = set()
         self._of_batch: list[GradientStatistics] = []
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._left_out: dict[str, str] = {}
@@ -64,8 +67,7 @@ class GradientMeasurement:
         if not self._measuring:
             self._recorder.attach()
             self._measuring = True
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        first, second = ({t.shape[dim] for t in tensors if t.ndim > dim} for dim in (0, 1))
+        first, second = _leading_sizes(batch)
         expected = set(expected_sizes)
         self._recorder.samples = expected & first or expected & second or first or expected or None
         self._recorder.check = self._checked < CHECKED_BATCHES
@@ -79,6 +81,7 @@ class GradientMeasurement:
             self._recorder.remove()
             self._recorder.reset()
             self._squared_norms.clear()
+            self._checksums.clear()
             self._measuring = False
 
     def after_backward(self) -> None:
@@ -86,7 +89,7 @@ class GradientMeasurement:
         if not self._measuring or (self._module.automatic_optimization and accumulates(self._trainer)):
             return
         if self._recorder.check:
-            self._verify()
+            self._checksums = self._recorder.checksums()
         for norms in self._recorder.results():
             gradient = norms.parameter.grad
             assert gradient is not None
@@ -98,7 +101,7 @@ class GradientMeasurement:
 
         Raises:
             ValueError: a gradient is NaN or infinite, where no GradScaler skips such steps.
-            MisconfigurationException: none of the gradients could be measured.
+            MisconfigurationException: none of the gradients could be measured, nor those of any other optimizer.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._names]
         if not self._measuring or not any(p.grad is not None for p in parameters):
@@ -106,17 +109,22 @@ class GradientMeasurement:
         results = {norms.parameter: norms for norms in self._recorder.results()}
         if not results.keys() & set(parameters) <= self._squared_norms.keys():
             self.after_backward()  # of loss.backward(), which calls no hook
+        if self._recorder.check:
+            self._verify(parameters)
         n, variance, gradient = self._reduced(parameters, results)
         self._recorder.reset(parameters)
         for parameter in parameters:
             self._squared_norms.pop(parameter, None)
         if n == 0:
-            raise MisconfigurationException(
-                f"GrowingBatchSize could measure none of the gradients of {type(optimizer).__name__}"
-                + "".join(f"; {name}: {reason}" for name, reason in self._left_out.items())
-                + f". Where layers are compiled, or are not called as modules, give {type(self._module).__name__} a method "
-                "gradient_statistics() that returns GradientStatistics, or leave the callback out"
-            )
+            self._unmeasured.add(optimizer)
+            if self._unmeasured.issuperset(self._trainer.optimizers):
+                raise MisconfigurationException(
+                    f"GrowingBatchSize could measure none of the gradients of {type(optimizer).__name__}"
+                    + "".join(f"; {names}: {reason}" for names, reason in _by_reason(self._left_out))
+                    + f". Where layers are compiled, or are not called as modules, give {type(self._module).__name__} a "
+                    "method gradient_statistics() that returns GradientStatistics, or leave the callback out"
+                )
+            return
         scale = loss_scale(self._trainer)
         if math.isfinite(variance) and math.isfinite(gradient):
             unscaled = (scale or 1.0) ** 2
@@ -130,9 +138,19 @@ class GradientMeasurement:
                 "it comes from"
             )
 
-    def statistics(self) -> GradientStatistics | None:
-        """Of the batch under way; None if no optimizer stepped, or only by gradients that a GradScaler skips."""
-        return max(self._of_batch, key=_relative_variance, default=None)
+    def statistics(self, samples: int) -> GradientStatistics | None:
+        """Of the batch under way; None if no optimizer stepped, or only by gradients that a GradScaler skips.
+
+        Args:
+            samples: that were read for the step, over all processes. The layers may have seen more: a discriminator, in
+                two backward passes, those of the data and those of the generator; or fewer: pairs. The relative variance
+                stays as it was measured.
+        """
+        measured = max(self._of_batch, key=_relative_variance, default=None)
+        if measured is None or measured.variance is None:
+            return measured
+        variance = measured.variance * samples / measured.batch_size
+        return GradientStatistics(samples, variance, measured.gradient_squared_norm, None)
 
     def _reduced(
         self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]
@@ -171,35 +189,56 @@ class GradientMeasurement:
         variance = (m / (m - 1) * (c - g / m)).sum().item() if n > 1 else 0.0
         return n, n * max(variance, 0.0), g.sum().item()
 
-    def _verify(self) -> None:
-        """Leave out the parameters whose gradients are not the sum of what was measured, over all processes."""
-        checksums, device = self._recorder.checksums(), self._module.device
-        nothing = torch.zeros(5, dtype=torch.float64, device=device)
-        rows = []
-        for name in self._names.values():
-            of = checksums.get(name)
+    def _verify(self, parameters: list[nn.Parameter]) -> None:
+        """Leave out those whose gradients are not the sum of what was measured, over all processes.
+
+        Of an optimizer's own parameters alone, and when it steps: others may have got gradients that are never used, as
+        those of a discriminator from the loss of a generator.
+        """
+        nothing = torch.zeros(5, dtype=torch.float64, device=self._module.device)
+        names, rows = [self._names[parameter] for parameter in parameters], []
+        for name in names:
+            of = self._checksums.get(name)
             error = None if of is None else torch.cat([of.measured - of.gradient, (of.scale * of.tolerance)[None]])
             rows.append(nothing if error is None else error.double())
         errors = (all_reduce(torch.stack(rows)) / world_size()).cpu()
         differs = errors[:, :-1].square().mean(1).sqrt() > errors[:, -1]
-        self._leave_out({name: CHANGED for name, wrong in zip(self._names.values(), differs, strict=True) if wrong})
+        self._leave_out({name: CHANGED for name, wrong in zip(names, differs, strict=True) if wrong})
 
     def _leave_out(self, reasons: dict[str, str]) -> None:
         new = {name: reason for name, reason in reasons.items() if name not in self._left_out}
         self._left_out.update(new)
-        for reason in dict.fromkeys(new.values()):
-            names = ", ".join(name for name, why in new.items() if why == reason)
+        for names, reason in _by_reason(new):
             rank_zero_warn(
                 f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: {reason}"
             )
 
 
 def samples_in(batch: Any, expected_sizes: list[int]) -> int:
-    """Samples of a batch of this process: those that were to be read, or what its tensors hold in their first dimension."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    if expected_sizes and (len(expected_sizes) > 1 or not sizes or expected_sizes[0] in sizes):
-        return sum(expected_sizes)
-    return max(sizes, default=1)
+    """Samples of a batch of this process.
+
+    Those that were to be read of the loaders that take part in it (in ``"max_size"`` mode some are at their end); fewer if
+    a ``collate_fn`` has left some out.
+    """
+    first, second = _leading_sizes(batch)
+    read = sum(size for size in expected_sizes if size in first | second) or sum(expected_sizes)
+    if not first or read in first | second or len(expected_sizes) > 1:
+        return read or 1
+    return min(read or max(first), max(first))
+
+
+def _leading_sizes(batch: Any) -> tuple[set[int], set[int]]:
+    """Of the first and of the second dimensions of the tensors in it."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return {t.shape[0] for t in tensors if t.ndim}, {t.shape[1] for t in tensors if t.ndim > 1}
+
+
+def _by_reason(reasons: dict[str, str]) -> list[tuple[str, str]]:
+    """The names that have a reason in common, and the reason."""
+    return [
+        (", ".join(name for name, why in reasons.items() if why == reason), reason)
+        for reason in dict.fromkeys(reasons.values())
+    ]
 
 
 def _relative_variance(statistics: GradientStatistics) -> float:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
-from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
@@ -189,6 +188,72 @@ class PlainBackward(Manual):
     def clip_gradients(self, *args, **kwargs): ...
 
 
+class GAN(L.LightningModule):
+    """A generator and a discriminator, trained in turns; the fakes that the discriminator learns from are detached."""
+
+    toggles, backward_passes = True, 1
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.discriminator = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+    def verdicts(self, samples, real):
+        """(n,), the losses of taking ``samples`` for what they are, or are not."""
+        target = torch.full((len(samples), 1), float(real))
+        return F.binary_cross_entropy_with_logits(self.discriminator(samples), target, reduction="none").squeeze(1)
+
+    def generator_losses(self, batch):
+        return self.verdicts(self.generator(batch[0][:, :2]), real=True)
+
+    def discriminator_losses(self, batch):
+        return self.verdicts(batch[0], real=True), self.verdicts(self.generator(batch[0][:, :2]).detach(), real=False)
+
+    def training_step(self, batch, batch_idx):
+        generator, discriminator = self.optimizers()
+        self.begin(discriminator)
+        losses = [part.mean() for part in self.discriminator_losses(batch)]
+        for loss in [sum(losses)] if self.backward_passes == 1 else losses:
+            self.manual_backward(loss)
+        discriminator.step()
+        self.end(discriminator)
+        self.begin(generator)
+        self.manual_backward(self.generator_losses(batch).mean())
+        generator.step()
+        self.end(generator)
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+    def begin(self, optimizer):
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+
+    def end(self, optimizer):
+        if self.toggles:
+            self.untoggle_optimizer(optimizer)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.generator_losses(batch).mean())
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.generator, self.discriminator)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.9)]
+
+
+class GANWithoutToggling(GAN):
+    """What the generator's loss leaves in the gradients of the discriminator is zeroed before it is used."""
+
+    toggles = False
+
+
+class GANWithTwoPasses(GAN):
+    """The discriminator learns from real and fake samples in separate backward passes."""
+
+    backward_passes = 2
+
+
 class Frozen(Regressor):
     """A trained backbone, without gradient, and a head."""
 
@@ -283,6 +348,9 @@ PROJECTS = {
     "frozen backbone": lambda: Project(Frozen(), losses=squared_errors),
     "moving average": lambda: Project(Averaged(), losses=squared_errors),
     "sum of errors": lambda: Project(SumOfErrors(), losses=squared_errors),
+    "GAN": lambda: Project(GAN()),
+    "GAN without toggling": lambda: Project(GANWithoutToggling()),
+    "GAN with two backward passes": lambda: Project(GANWithTwoPasses()),
     "LBFGS": lambda: Project(SecondOrder()),
     "bfloat16": lambda: Project(Regressor(), options={"precision": "bf16-mixed"}),
     "clipping": lambda: Project(Regressor(), losses=squared_errors, options={"gradient_clip_val": 0.05}),
@@ -464,3 +532,44 @@ def test_variance_is_that_of_the_gradients_of_single_samples(runs, name):
     run = runs(name)
     measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
     assert measured == pytest.approx(run.reference.ratios, rel=1e-9)
+
+
+# --- several optimizers ------------------------------------------------------------------------------------------------
+
+
+class GANReference(L.Callback):
+    """As :class:`Reference`, of the optimizer with the larger ratio."""
+
+    def __init__(self):
+        self.ratios, self._batch, self._of_batch = [], None, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._batch, self._of_batch = batch, []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if len(self.ratios) == CHECKED_STEPS:
+            return
+        parameters = optimizer.param_groups[0]["params"]
+        of_generator = parameters[0] is next(pl_module.generator.parameters())
+        losses = (
+            pl_module.generator_losses(self._batch)
+            if of_generator
+            else sum(pl_module.discriminator_losses(self._batch))
+        )
+        shares = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses / len(losses)]
+        self._of_batch.append(
+            variance_ratio(torch.stack([torch.cat([g.flatten() for g in share]) for share in shares]))
+        )
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self._of_batch:
+            self.ratios.append(max(self._of_batch))
+
+
+@pytest.mark.parametrize("module", [GAN, GANWithoutToggling])
+def test_of_several_optimizers_the_larger_variance_counts(tmp_path, module):
+    reference = GANReference()
+    L.seed_everything(1)
+    run = fit(tmp_path, Project(module(), options={"callbacks": [reference]}))
+    measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
+    assert measured == pytest.approx(reference.ratios, rel=1e-9)

@@ -510,4 +510,4 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 def row_norms(rows: Tensor) -> Tensor:
     """(n,), squared norms of rows of any shape, at least float32."""
-    return torch.linalg.vector_norm(at_least_float32(rows).flatten(1), dim=1).square()
+    return torch.linalg.vector_norm(at_least_float32(rows)[:, None].flatten(1), dim=1).square()

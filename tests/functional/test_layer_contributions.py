@@ -65,10 +65,13 @@ def assert_shares_are_right(
     for name, gradients in expected.items():
         reference, share = torch.stack(gradients), shares[name]
         torch.testing.assert_close(share.per_sample(slice(None)), reference, rtol=1e-10, atol=1e-12, msg=name)
-        torch.testing.assert_close(share.squared_norms(), reference.flatten(1).square().sum(1), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            share.squared_norms(), reference.reshape(n, -1).square().sum(1), rtol=1e-10, atol=1e-12
+        )
         torch.testing.assert_close(share.total(), reference.sum(0), rtol=1e-10, atol=1e-12)
-        left, right = gaussian(reference.shape[1]), gaussian(reference[0, 0].numel())
-        projection = left @ reference.sum(0).reshape(len(left), -1) @ right
+        total = reference.sum(0).flatten(1) if reference.ndim > 2 else reference.sum(0).reshape(-1, 1)
+        left, right = gaussian(total.shape[0]), gaussian(total.shape[1])
+        projection = left @ total @ right
         torch.testing.assert_close(share.projection(left, right), projection, rtol=1e-10, atol=1e-12)
 
 
@@ -231,6 +234,15 @@ class Scale(nn.Module):
         return {"scaled": (x + self.offset) * self.factor, "both": [x * y * self.factor.exp()]}
 
 
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponent = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.exponent.exp()
+
+
 class Cosine(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, nn.functional.normalize(self.weight), self.bias)
@@ -266,6 +278,7 @@ def weight_normed() -> nn.Module:
     [
         (Scale, (gaussian(5, 3), gaussian(5, 1))),
         (Scale, (gaussian(5, 2, 3), gaussian(3))),
+        (Temperature, (gaussian(5, 3),)),
         (lambda: Cosine(3, 4), (gaussian(5, 3),)),
         (lambda: nn.Bilinear(3, 2, 4), (gaussian(5, 3), gaussian(5, 2))),
         (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), (gaussian(5, 3),)),
@@ -273,7 +286,7 @@ def weight_normed() -> nn.Module:
         (weight_normed, (gaussian(5, 3),)),
         (lambda: prune.l1_unstructured(nn.Linear(3, 4), "weight", 0.5), (gaussian(5, 3),)),
     ],
-    ids=["two inputs", "common input", "subclass", "bilinear", "weight_norm", "spectral_norm", "old weight_norm", "pruned"],
+    ids=["two inputs", "common input", "scalar", "subclass", "bilinear", "weight_norm", "spectral_norm", "old weight_norm", "pruned"],
 )  # fmt: skip
 def test_the_shares_of_a_layer_without_a_rule(make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]) -> None:
     layer = made(make)

@@ -85,13 +85,17 @@ class LevenbergMarquardtDamping(L.Callback):
 
     def _follow(self, optimizer: Any, trainer: L.Trainer) -> None:
         """Hooks of the optimizer itself: ``global_step`` does not tell which of several has made a step."""
-        before = optimizer.damping
+        before, depth = optimizer.damping, 0
 
         def before_step(*_: Any) -> None:
-            nonlocal before
-            before = optimizer.damping
+            nonlocal before, depth
+            before, depth = optimizer.damping if depth == 0 else before, depth + 1
 
         def after_step(*_: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if depth:  # the step of a base class, called by that of the optimizer, which is not done
+                return
             report = getattr(optimizer, "report", None)
             ratio = getattr(optimizer if report is None else report, "reduction_ratio", None)
             if ratio is not None:

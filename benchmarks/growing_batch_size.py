@@ -5,7 +5,8 @@
 
 An ordinary project, in which only the batch differs: a ``Classifier`` in Lightning's automatic optimization, SGD with
 momentum 0.9 at a fixed rate, an ordinary shuffling ``DataLoader`` of batches of 32 or of 1024, and batches of 32 with
-``GrowingBatchSize()`` in the callbacks. The networks are those of ``recipes/mnist_fnn`` (784-512-10, on 50,000 images)
+``GrowingBatchSize()`` in the callbacks, also with theta=1 (the gradient may err by its own length, not by half of it) and
+with a look at every tenth step only. The networks are those of ``recipes/mnist_fnn`` (784-512-10, on 50,000 images)
 and of ``recipes/cifar_cnn`` narrowed to 16 channels and 128 hidden units (on 10,000 images). The validation loss is taken
 five times an epoch; a run ends when it is at the target, or at a bound on CPU seconds. A rate that suits one batch may not
 suit another: hence several, and each way may be judged at its best.
@@ -39,9 +40,17 @@ from lightning_struct.data.in_memory import keep_batch
 from lightning_struct.models import Classifier, fully_connected, mini_vgg
 
 SMALL, LARGE = 32, 1024
-WAYS = {f"fixed {SMALL}": SMALL, f"fixed {LARGE}": LARGE, f"growing from {SMALL}": SMALL}
+WAYS: dict[
+    str, tuple[int, dict[str, Any] | None]
+] = {  # size at the start, arguments of GrowingBatchSize if there is one
+    f"fixed {SMALL}": (SMALL, None),
+    f"fixed {LARGE}": (LARGE, None),
+    "growing": (SMALL, {}),
+    "growing, theta 1": (SMALL, {"theta": 1.0}),
+    "growing, theta 1, every 10 steps": (SMALL, {"theta": 1.0, "every_n_steps": 10}),
+}
 TARGETS = {"mnist": 0.1, "cifar": 1.2}
-COLORS = dict(zip(WAYS, ("C1", "C2", "C0"), strict=True))
+COLORS = dict(zip(WAYS, ("C1", "C2", "C3", "C0", "C4"), strict=True))
 MEASURES = {"samples": "samples seen", "steps": "optimizer steps", "seconds": "CPU seconds"}
 
 
@@ -91,7 +100,8 @@ def run_job(options: argparse.Namespace, way: str, rate: float, seed: int) -> di
     data.prepare_data()
     data.setup("fit")
     assert data.splits is not None
-    growing = [GrowingBatchSize()] if way.startswith("growing") else []
+    batch_size, arguments = WAYS[way]
+    growing = [] if arguments is None else [GrowingBatchSize(**arguments)]
     progress = Progress(options.target or TARGETS[options.task], options.seconds)
     trainer = L.Trainer(
         max_epochs=-1,
@@ -106,14 +116,11 @@ def run_job(options: argparse.Namespace, way: str, rate: float, seed: int) -> di
     )
     trainer.fit(
         Classifier(network, optimizer=partial(torch.optim.SGD, lr=rate, momentum=0.9)),
-        DataLoader(data.splits.train, batch_size=WAYS[way], shuffle=True, collate_fn=keep_batch),
+        DataLoader(data.splits.train, batch_size=batch_size, shuffle=True, collate_fn=keep_batch),
         DataLoader(data.splits.val, batch_size=1000, collate_fn=keep_batch),
     )
-    sizes = (
-        [{"samples": record["samples"], "size": record["batch_size"]} for record in growing[0].records[::10]]
-        if growing
-        else []
-    )
+    records = growing[0].records if growing else []
+    sizes = [{"samples": record["samples"], "size": record["batch_size"]} for record in (*records[::10], *records[-1:])]
     return {"way": way, "rate": rate, "seed": seed, "validations": progress.validations, "sizes": sizes}
 
 
@@ -127,7 +134,7 @@ def report(runs: list[dict[str, Any]], target: float) -> None:
     print("| batch | rate | samples | steps | CPU seconds | accuracy there | last batch |")
     print("|---|---|---|---|---|---|---|")
     for rate in sorted({run["rate"] for run in runs}):
-        for way, start in WAYS.items():
+        for way, (start, _) in WAYS.items():
             chosen = [run for run in runs if run["way"] == way and run["rate"] == rate]
             if not chosen:
                 continue
@@ -155,7 +162,7 @@ def draw(runs: list[dict[str, Any]], target: float) -> Figure:
     figure = Figure(figsize=(15, 3.6 * len(rates)), layout="constrained")
     rows = figure.subplots(len(rates), 4, squeeze=False)
     for rate, row in zip(rates, rows, strict=True):
-        for way, start in WAYS.items():
+        for way, (start, _) in WAYS.items():
             for i, run in enumerate(run for run in runs if run["way"] == way and run["rate"] == rate):
                 style: dict[str, Any] = {
                     "color": COLORS[way],
@@ -203,7 +210,7 @@ def main() -> None:
 
     def start(job: tuple[str, float, int]) -> Path:
         way, rate, seed = job
-        file = output / f"{way.replace(' ', '_')}_{rate:g}_{seed}.json"
+        file = output / f"{way.replace(',', '').replace(' ', '_')}_{rate:g}_{seed}.json"
         if not file.exists():
             call = json.dumps([way, rate, seed, str(file)])
             command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *given, "--job", call]

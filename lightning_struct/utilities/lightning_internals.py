@@ -107,9 +107,13 @@ class TrainingLoaders:
 
     @property
     def unread(self) -> int:
-        """Batches that Lightning has fetched ahead, which it does of loaders without a length."""
+        """Batches that Lightning has fetched but not trained on.
+
+        Of loaders without a length it fetches ahead; and an exception may have ended the training on a batch.
+        """
         fetcher = self._loop._data_fetcher
-        return len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        ahead = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        return ahead + self._loop.epoch_loop.batch_progress.current.ready - self.batches_done
 
     @property
     def batches_done(self) -> int:
@@ -119,7 +123,8 @@ class TrainingLoaders:
     @property
     def epoch_done(self) -> bool:
         """Whether the last of them was the epoch's last."""
-        return self._loop.epoch_loop.batch_progress.is_last_batch
+        progress = self._loop.epoch_loop.batch_progress
+        return progress.is_last_batch and progress.current.ready == self.batches_done
 
     @property
     def overfits(self) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -396,19 +396,20 @@ class Watch(L.Callback):
     """What the module was given, and what Lightning counted."""
 
     def __init__(self):
-        self.epochs, self.lengths, self.validations = [], [], 0
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.epochs.append([])
+        self.by_epoch, self.lengths, self.validations = defaultdict(list), [], 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.epochs[-1].append(rows(batch))
+        self.by_epoch[trainer.current_epoch].append(rows(batch))
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.lengths.append(trainer.num_training_batches)
 
     def on_validation_end(self, trainer, pl_module):
         self.validations += not trainer.sanity_checking
+
+    @property
+    def epochs(self):
+        return list(self.by_epoch.values())
 
     @property
     def sizes(self):

@@ -1,0 +1,483 @@
+"""What goes wrong in other people's projects: it is named where it happens, or the run goes on where it was."""
+
+import os
+import signal
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
+
+from lightning_struct import GrowingBatchSize
+
+EPOCHS = 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
+    pytest.mark.filterwarnings("ignore:A batch of one has no gradient variance"),
+    pytest.mark.filterwarnings("ignore:Total length of"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*dataloader_iter"),
+]
+
+
+def regression(samples=40, seed=0, kind=TensorDataset):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 3, generator=generator)
+    return kind(inputs, inputs[:, :2] + torch.randn(samples, 2, generator=generator))
+
+
+class Regressor(L.LightningModule):
+    """Notes the samples that it is trained on; ``at_step`` is called with the number of the step to be."""
+
+    def __init__(self, at_step=lambda step: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.at_step, self.seen, self.sizes = at_step, [], []
+
+    def loss(self, batch):
+        return F.mse_loss(self.network(batch[0]), batch[1])
+
+    def note(self, inputs):
+        self.sizes.append(len(inputs))
+        self.seen += inputs[:, 0].tolist()
+
+    def training_step(self, batch, batch_idx):
+        self.note(batch[0])
+        factor = self.at_step(self.trainer.global_step)
+        return self.loss(batch) * (1.0 if factor is None else factor)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Manual(Regressor):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class TwoTasks(Regressor):
+    """Each of two loaders has its own network."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        losses = []
+        for network, part in zip((self.network, self.other), batch, strict=True):
+            if part is not None:
+                self.note(part[0])
+                losses.append(F.mse_loss(network(part[0]), part[1]))
+        return sum(losses)
+
+
+def trainer_for(tmp_path, *callbacks, **options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 0}
+    checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    options = quiet | {"enable_checkpointing": checkpointing, "max_epochs": EPOCHS} | options
+    return L.Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=list(callbacks), **options)
+
+
+def growing(**options):
+    return GrowingBatchSize(**{"max_batch_size": 12, "window": 2} | options)
+
+
+def weights(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+# --- gradients that are not numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [Regressor, Manual])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_named_with_its_batch(tmp_path, module, value):
+    poisoned = module(lambda step: value if step == 5 else None)
+    message = r"The gradient of batch 5 in epoch 0 is NaN or infinite.* Trainer\(detect_anomaly=True\)"
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, growing()).fit(poisoned, DataLoader(regression(), batch_size=4))
+
+
+def test_a_loss_that_is_no_number_leaves_the_weights_finite(tmp_path):
+    poisoned = Regressor(lambda step: float("nan") if step == 5 else None)
+    with pytest.raises(ValueError):
+        trainer_for(tmp_path, growing()).fit(poisoned, DataLoader(regression(), batch_size=4))
+    assert weights(poisoned).isfinite().all()
+
+
+# --- little data -------------------------------------------------------------------------------------------------------
+
+
+def fitted_sizes(tmp_path, loader, **options):
+    module = Regressor()
+    trainer_for(tmp_path, growing(), max_epochs=2, **options).fit(module, loader)
+    return module.sizes
+
+
+def test_batches_of_one_grow(tmp_path):
+    sizes = fitted_sizes(tmp_path, DataLoader(regression(), batch_size=1))
+    assert sizes[:2] == [1, 2] and max(sizes) == 12
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_data_set_of_one_is_trained_on(tmp_path, batch_size):
+    assert fitted_sizes(tmp_path, DataLoader(regression(1), batch_size=batch_size)) == [1, 1]
+
+
+def test_a_data_set_smaller_than_a_batch_is_trained_on(tmp_path):
+    assert fitted_sizes(tmp_path, DataLoader(regression(3), batch_size=4)) == [3, 3]
+
+
+@pytest.mark.parametrize("samples", [0, 3])
+def test_nothing_is_trained_on_where_no_batch_is_filled(tmp_path, samples):
+    data = regression(4)
+    data.tensors = tuple(tensor[:samples] for tensor in data.tensors)
+    loader = DataLoader(data, sampler=range(samples), batch_size=4, drop_last=True)
+    assert fitted_sizes(tmp_path, loader) == []
+
+
+# --- workers that fail -------------------------------------------------------------------------------------------------
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        if index == 30:
+            raise KeyError("sample 30 is broken")
+        return super().__getitem__(index)
+
+
+class Deadly(TensorDataset):
+    def __getitem__(self, index):
+        if index == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+FAILING = [
+    pytest.param(Broken, KeyError, "sample 30 is broken", id="raises"),
+    pytest.param(Deadly, (RuntimeError, OSError), None, id="dies"),  # what is said depends on who notices first
+]
+
+
+def failed(tmp_path, kind, error, message):
+    module, callback = Regressor(), growing()
+    loader = DataLoader(regression(kind=kind), batch_size=4, num_workers=1)
+    trainer = trainer_for(tmp_path, callback)
+    with pytest.raises(error, match=message):
+        trainer.fit(module, loader)
+    return trainer, module, loader, callback
+
+
+@pytest.mark.parametrize("kind, error, message", FAILING)
+def test_after_a_worker_failed_the_trainer_is_as_it_was(tmp_path, kind, error, message):
+    trainer, module, loader, _ = failed(tmp_path, kind, error, message)
+    hooks = [hook for layer in module.modules() for hook in layer._forward_hooks]
+    patched = {"process_dataloader", "setup_data"} & {*vars(trainer.strategy), *vars(trainer.fit_loop)}
+    assert (type(loader), type(loader.batch_sampler), hooks, patched) == (DataLoader, BatchSampler, [], set())
+
+
+@pytest.mark.parametrize("kind, error, message", FAILING)
+def test_after_a_worker_failed_another_fit_works(tmp_path, kind, error, message):
+    *_, callback = failed(tmp_path, kind, error, message)
+    module = Regressor()
+    trainer_for(tmp_path, callback, max_epochs=1).fit(module, DataLoader(regression(), batch_size=4))
+    assert sorted(module.seen) == sorted(regression().tensors[0][:, 0].tolist())
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """An iterable over batches, with a length."""
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter(DataLoader(regression(), batch_size=4))
+
+
+class WithState(DataLoader):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def batched():
+    return TensorDataset(*(tensor.view(10, 4, -1) for tensor in regression().tensors))
+
+
+REFUSED = [
+    pytest.param(Batches, "a Batches, which is not a torch DataLoader", id="not a DataLoader"),
+    pytest.param(lambda: DataLoader(batched(), batch_size=None), "a DataLoader with batch_size=None", id="unbatched"),
+    pytest.param(lambda: WithState(regression()), "a WithState, which keeps its own position", id="stateful"),
+    pytest.param(
+        lambda: DataLoader(regression(), num_workers=1, in_order=False),
+        "a DataLoader with in_order=False",
+        id="unordered",
+    ),
+]
+
+
+@pytest.mark.parametrize("loader, message", REFUSED)
+def test_a_loader_that_cannot_be_resized_is_refused(tmp_path, loader, message):
+    with pytest.raises(MisconfigurationException, match=rf"{message}.*GrowingBatchSize\(mode='accumulate'\)"):
+        trainer_for(tmp_path, growing()).fit(Regressor(), loader())
+
+
+@pytest.mark.parametrize("loader", [param.values[0] for param in REFUSED[:2]], ids=["not a DataLoader", "unbatched"])
+def test_what_cannot_be_resized_can_be_accumulated(tmp_path, loader):
+    callback = growing(mode="accumulate")
+    trainer_for(tmp_path, callback).fit(Regressor(), loader())
+    assert callback.records[0]["batch_size"] == 4 and max(r["batch_size"] for r in callback.records) == 12
+
+
+class Fetching(Regressor):
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def test_a_step_that_fetches_its_batches_is_refused(tmp_path):
+    with pytest.raises(
+        MisconfigurationException, match=r"Fetching.training_step\(dataloader_iter\) fetches them itself"
+    ):
+        trainer_for(tmp_path, growing()).fit(Fetching(), DataLoader(regression(), batch_size=4))
+
+
+def test_a_step_that_fetches_its_batches_can_accumulate(tmp_path):
+    callback = growing(mode="accumulate")
+    trainer_for(tmp_path, callback).fit(Fetching(), DataLoader(regression(), batch_size=4))
+    assert max(record["batch_size"] for record in callback.records) == 12
+
+
+def test_accumulation_is_refused_under_manual_optimization(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"Manual.training_step does itself: use mode='batch'"):
+        trainer_for(tmp_path, growing(mode="accumulate")).fit(Manual(), DataLoader(regression(), batch_size=4))
+
+
+def test_gradients_clipped_after_a_plain_backward_are_named(tmp_path):
+    class Clipping(Manual):
+        def manual_backward(self, loss):
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+    message = r"none of the gradients of Adam; network.0.weight, .*network.2.bias: .* self.manual_backward\(loss\)"
+    with (
+        pytest.warns(UserWarning, match="leaves network.0.weight, "),
+        pytest.raises(MisconfigurationException, match=message),
+    ):
+        trainer_for(tmp_path, growing()).fit(Clipping(), DataLoader(regression(), batch_size=4))
+
+
+# --- interrupted and resumed -------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        data = regression()
+        return (data[i] for i in range(start, len(data), step))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return 40
+
+
+def generator():
+    return torch.Generator().manual_seed(7)
+
+
+def two_loaders(mode):
+    first = DataLoader(regression(), batch_size=4, shuffle=True, generator=generator())
+    second = DataLoader(regression(24, seed=1), batch_size=2, shuffle=True, generator=generator())
+    return CombinedLoader([first, second], mode)
+
+
+LOADERS = {
+    "ordered": lambda: DataLoader(regression(), batch_size=4),
+    "shuffled": lambda: DataLoader(regression(), batch_size=4, shuffle=True, generator=generator()),
+    "drop_last": lambda: DataLoader(regression(42), batch_size=4, shuffle=True, generator=generator(), drop_last=True),
+    "batch sampler": lambda: DataLoader(
+        regression(), batch_sampler=BatchSampler(RandomSampler(regression(), generator=generator()), 4, False)
+    ),
+    "workers": lambda: DataLoader(regression(), batch_size=4, shuffle=True, generator=generator(), num_workers=2),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "stream with length": lambda: DataLoader(SizedStream(), batch_size=4),
+    "stream with workers": lambda: DataLoader(Stream(), batch_size=4, num_workers=2),
+    "two loaders, the shorter ends": lambda: two_loaders("min_size"),
+    "two loaders, the longer ends": lambda: two_loaders("max_size"),
+    "two loaders in cycles": lambda: two_loaders("max_size_cycle"),
+}
+
+
+def train(tmp_path, module, loader, validation=None, ckpt_path=None, callback=None, **options):
+    """With a checkpoint after each step."""
+    checkpoints = ModelCheckpoint(
+        tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
+    )
+    callback = growing() if callback is None else callback
+    trainer = trainer_for(tmp_path, callback, checkpoints, **options)
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
+    return trainer, module, callback
+
+
+def module_for(name):
+    return TwoTasks() if name.startswith("two loaders") else Regressor()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run of each loader, trained once, and where its checkpoints are."""
+    runs = {}
+
+    def run(name):
+        if name not in runs:
+            directory = tmp_path_factory.mktemp("whole")
+            runs[name] = (directory, *train(directory, module_for(name), LOADERS[name]()))
+        return runs[name]
+
+    return run
+
+
+@pytest.mark.parametrize("step", [2, 5, 9])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, whole, name, step):
+    directory, trainer, uninterrupted, callback = whole(name)
+    again, resumed, growing_again = train(
+        tmp_path, module_for(name), LOADERS[name](), ckpt_path=directory / f"step={step}.ckpt"
+    )
+    assert resumed.seen == uninterrupted.seen[-len(resumed.seen) :]
+    assert torch.equal(weights(resumed), weights(uninterrupted))
+    assert (again.global_step, growing_again.records) == (trainer.global_step, callback.records)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_checkpoints_hold_plain_values(whole, name):
+    directory, *_ = whole(name)
+    assert torch.load(directory / "step=5.ckpt", weights_only=True)["global_step"] == 5
+
+
+def stop(step_to_stop):
+    def at_step(step):
+        if step == step_to_stop:
+            raise KeyboardInterrupt
+
+    return at_step
+
+
+def test_a_run_stopped_by_the_keyboard_goes_on_at_the_next_sample(tmp_path, whole):
+    _, _, uninterrupted, _ = whole("shuffled")
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train(tmp_path, Regressor(stop(5)), LOADERS["shuffled"]())
+    _, resumed, _ = train(tmp_path, Regressor(), LOADERS["shuffled"](), ckpt_path=tmp_path / "step=5.ckpt")
+    assert resumed.seen == uninterrupted.seen[-len(resumed.seen) :]
+    assert torch.equal(weights(resumed), weights(uninterrupted))
+
+
+@pytest.mark.parametrize("step_to_fail", [0, 4, 5])  # the last one is the epoch's last
+def test_a_checkpoint_of_the_exception_itself_can_be_resumed(tmp_path, whole, step_to_fail):
+    _, _, uninterrupted, _ = whole("ordered")
+
+    class Save(L.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            trainer.save_checkpoint(tmp_path / "exception.ckpt")
+
+    def fail(step):
+        if step == step_to_fail:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError):
+        trainer_for(tmp_path, growing(), Save()).fit(Regressor(fail), LOADERS["ordered"]())
+    _, resumed, _ = train(tmp_path, Regressor(), LOADERS["ordered"](), ckpt_path=tmp_path / "exception.ckpt")
+    assert resumed.seen == uninterrupted.seen[-len(resumed.seen) :]
+    assert torch.equal(weights(resumed), weights(uninterrupted))
+
+
+@pytest.mark.parametrize("interval", [0.5, 3])
+def test_a_run_stopped_in_a_validation_within_the_epoch_can_be_resumed(tmp_path, interval):
+    def validation():
+        return DataLoader(regression(8, seed=3), batch_size=4)
+
+    class Stopping(Regressor):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            if self.trainer.global_step >= 3 and batch_idx == 1:
+                raise KeyboardInterrupt
+
+    options = {"val_check_interval": interval}
+    callbacks = [growing(validation_monitor="val_loss") for _ in range(3)]
+    _, uninterrupted, _ = train(
+        tmp_path / "whole", Regressor(), LOADERS["shuffled"](), validation(), callback=callbacks[0], **options
+    )
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train(tmp_path, Stopping(), LOADERS["shuffled"](), validation(), callback=callbacks[1], **options)
+    last = max(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    _, resumed, _ = train(
+        tmp_path, Regressor(), LOADERS["shuffled"](), validation(), last, callback=callbacks[2], **options
+    )
+    assert resumed.seen == uninterrupted.seen[-len(resumed.seen) :]
+    assert torch.equal(weights(resumed), weights(uninterrupted))
+    assert callbacks[2].records == callbacks[0].records
+
+
+# --- resumed with something else ---------------------------------------------------------------------------------------
+
+
+def test_other_workers_of_a_stream_are_refused_within_an_epoch(tmp_path, whole):
+    directory, *_ = whole("stream with workers")
+    with pytest.raises(MisconfigurationException, match=r"num_workers=2, but the loader has 0.* end of an epoch"):
+        train(tmp_path, Regressor(), LOADERS["stream"](), ckpt_path=directory / "step=2.ckpt")
+
+
+def test_other_workers_of_a_stream_are_taken_at_the_end_of_an_epoch(tmp_path, whole):
+    directory, _, uninterrupted, _ = whole("stream with workers")
+    ended = uninterrupted.sizes.index(12)  # the first epoch is read ahead with the first size
+    assert sum(uninterrupted.sizes[:ended]) == 40
+    _, resumed, _ = train(tmp_path, Regressor(), LOADERS["stream"](), ckpt_path=directory / f"step={ended}.ckpt")
+    assert len(resumed.seen) == 2 * 40
+
+
+def test_other_workers_of_a_map_style_data_set_are_taken_anywhere(tmp_path, whole):
+    directory, _, uninterrupted, _ = whole("workers")
+    _, resumed, _ = train(tmp_path, Regressor(), LOADERS["shuffled"](), ckpt_path=directory / "step=2.ckpt")
+    assert sorted(resumed.seen[:32]) == sorted(uninterrupted.seen[8:40])
+
+
+def test_other_loaders_are_refused_within_an_epoch(tmp_path, whole):
+    directory, *_ = whole("two loaders, the shorter ends")
+    with pytest.raises(MisconfigurationException, match="with 2 training loaders, but now there are 1"):
+        train(tmp_path, TwoTasks(), LOADERS["ordered"](), ckpt_path=directory / "step=2.ckpt")
+
+
+def test_other_processes_are_refused_within_an_epoch(tmp_path, whole):
+    directory, *_ = whole("ordered")
+    checkpoint = torch.load(directory / "step=2.ckpt", weights_only=True)
+    positions = checkpoint["callbacks"]["GrowingBatchSize"]["growth"]["positions"]
+    positions.append(positions[0])
+    torch.save(checkpoint, tmp_path / "two.ckpt")
+    with pytest.raises(MisconfigurationException, match="by 2 processes, but now there are 1"):
+        train(tmp_path, Regressor(), LOADERS["ordered"](), ckpt_path=tmp_path / "two.ckpt")

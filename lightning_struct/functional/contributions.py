@@ -396,7 +396,11 @@ def _pad_argument(padding: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def squared_norms(
-    contributions: Sequence[Contribution], *, probes: int | None = None, generator: torch.Generator | None = None
+    contributions: Sequence[Contribution],
+    *,
+    probes: int | None = None,
+    generator: torch.Generator | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Tensor:
     """(n,), the squared norm of each sample's share of ONE parameter's gradient, over all its uses, at least float32.
 
@@ -406,6 +410,8 @@ def squared_norms(
             r of random signs, where the exact norms would cost more than a tenth of training the layer and the estimate
             costs less than they do. The relative variance of one estimate is at most 2/probes.
         generator: of the signs.
+        part: (r, P): the samples are the r-th of P·n and every P-th after it; their signs are those that they would have
+            among all.
 
     Raises:
         Uncovered: the uses have different numbers of samples.
@@ -416,15 +422,15 @@ def squared_norms(
         raise Uncovered(f"its uses saw batches of different sizes, {' and '.join(map(str, counts))}")
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
-            return squared_norms(contributions, probes=probes, generator=generator)
+            return squared_norms(contributions, probes=probes, generator=generator, part=part)
     if probes is not None and _worth_estimating(contributions, probes):
         # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
-        rows = contributions[0].shape[0]
-        of_rows, of_probes = (
+        rows, (r, every) = contributions[0].shape[0], part
+        of_probes, of_rows = (
             torch.randint(0, 2, size, generator=generator, device=device) * 2 - 1
-            for size in ((n, rows, 1), (rows, probes))
+            for size in ((rows, probes), (every * n, rows, 1))
         )
-        contributions = [contribution.sketched(of_rows * of_probes) for contribution in contributions]
+        contributions = [contribution.sketched(of_rows[r::every] * of_probes) for contribution in contributions]
     return _exact_squared_norms(contributions)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from lightning_struct.functional.layer_contributions import (
     runs_again,
     tensors_in,
 )
+from lightning_struct.functional.projections import Projection, is_recorded, start_recording, stop_recording
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 
 if TYPE_CHECKING:
@@ -142,6 +144,8 @@ class GradientNormRecorder:
         uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out.
         check: keep what :meth:`verify` needs. May be set before each backward pass.
         seed: of the random projections.
+        part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the random
+            projections are those that one process would take.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class GradientNormRecorder:
         uncovered: Literal["raise", "skip"] = "raise",
         check: bool = False,
         seed: int = 0,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         if uncovered not in ("raise", "skip"):
             raise ValueError(f"uncovered must be 'raise' or 'skip', got {uncovered!r}")
@@ -166,8 +171,9 @@ class GradientNormRecorder:
         self._handles: list[RemovableHandle] = []
         self._watched: set[nn.Parameter] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._projection_seed = seed
+        self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
+        self._recording: set[nn.Module] = set()
         self._silent = False
         self._said: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
@@ -201,6 +207,12 @@ class GradientNormRecorder:
             self._layers[layer] = parameters
             if not has_rule(layer):
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
+            elif is_recorded(layer):
+                self._handles += [
+                    layer.register_forward_pre_hook(self._before_projections()),
+                    layer.register_forward_hook(self._after_projections(), with_kwargs=True, always_call=True),
+                ]
+                continue
             elif runs_again(layer):
                 self._handles.append(layer.register_forward_pre_hook(self._before_forward(), with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._after_forward(), with_kwargs=True))
@@ -216,6 +228,9 @@ class GradientNormRecorder:
         self._layers.clear()
         self._arrived.clear()
         self._random_states.clear()
+        for _ in self._recording:
+            stop_recording()
+        self._recording.clear()
 
     def results(self) -> list[ParameterNorms]:
         """Of each parameter that got a gradient and is covered, in the order of the module.
@@ -328,6 +343,40 @@ class GradientNormRecorder:
 
         return hook
 
+    def _before_projections(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if layer in self._layers and torch.is_grad_enabled() and not self._silent:
+                self._recording.add(layer)
+                start_recording()
+
+        return hook
+
+    def _after_projections(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+            if layer not in self._recording:
+                return
+            self._recording.discard(layer)
+            calls = stop_recording()
+            if outputs is None:
+                return  # it has failed
+            query = args[0] if args else kwargs["query"]
+            sequences = query.shape[0 if layer.batch_first else 1] if query.ndim == 3 else None
+            parameters = {name: p for name, p in self._layers[layer].items() if p.requires_grad}
+            for parameter in parameters.values():
+                self._watch(parameter)
+            for made in calls:
+                if not made.outputs.requires_grad or not parameters:
+                    continue
+                projection = Projection(made, parameters, sequences)
+                call = _Call(layer, projection.parameters, (), {}, self.samples, _current_backward())
+                call.projection = projection
+                made.outputs.register_hook(partial(self._arrive_at_one, call))
+
+        return hook
+
+    def _arrive_at_one(self, call: _Call, cotangent: Tensor) -> None:
+        self._arrive(call, [cotangent])
+
     def _recorded(
         self,
         layer: nn.Module,
@@ -379,6 +428,10 @@ class GradientNormRecorder:
     def _contributions(self, call: _Call, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
+        if call.projection is not None:
+            (cotangent,) = cotangents
+            assert cotangent is not None
+            return call.projection.contributions(cotangent, call.samples)
         if call.again is None:
             return contributions(call.layer, call.args, call.kwargs, None, cotangents, call.samples)
         if call.layer in self._without_rule:
@@ -439,7 +492,7 @@ class GradientNormRecorder:
             call.accumulated.add(parameter)
         if reason is None:
             try:
-                norms = squared_norms(arrived.shares, probes=self._probes, generator=self._generator(parameter.device))
+                norms = self._norms(arrived, parameter.device)
             except Uncovered as problem:
                 reason = str(problem)
         if reason is not None:
@@ -448,6 +501,16 @@ class GradientNormRecorder:
         measured.squared_norms.append(norms)
         measured.passes.append(arrived.outer)
         self._add_checksum(parameter, measured, arrived.shares)
+
+    def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
+        """Of the samples of all uses. Uses by different numbers of samples, where there may be, are by different samples."""
+        shares, may_be = arrived.shares, arrived.calls[0].samples
+        sizes = sorted({share.samples for share in shares})
+        groups = [shares]
+        if len(sizes) > 1 and isinstance(may_be, Collection) and set(sizes) <= set(may_be):
+            groups = [[share for share in shares if share.samples == size] for size in sizes]
+        options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
+        return torch.cat([squared_norms(group, **options) for group in groups])
 
     def _add_checksum(self, parameter: nn.Parameter, measured: _Measured, shares: Sequence[Contribution]) -> None:
         if not self.check:
@@ -503,6 +566,7 @@ class _Call:
     samples: Samples
     backward: int
     again: _Again | None = None
+    projection: Projection | None = None
     accumulated: set[nn.Parameter] = field(default_factory=set)
 
 

@@ -45,7 +45,9 @@ class GradientMeasurement:
 
     def __init__(self, trainer: L.Trainer, module: L.LightningModule, probes: int | None) -> None:
         self._trainer, self._module = trainer, module
-        self._recorder = GradientNormRecorder(module, probes=probes, uncovered="skip")
+        self._recorder = GradientNormRecorder(
+            module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
+        )
         self._squared_norms: dict[nn.Parameter, Tensor] = {}
         self._checksums: dict[str, Checksums] = {}
         self._unmeasured: set[Optimizer] = set()

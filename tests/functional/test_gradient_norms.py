@@ -668,3 +668,54 @@ def test_the_example_of_the_docstring_runs() -> None:
     tests = doctest.DocTestFinder().find(per_sample_gradient_norms, module=module)
     results = [doctest.DocTestRunner().run(test) for test in tests]
     assert sum(result.attempted for result in results) == 3 and not any(result.failed for result in results)
+
+
+# Random projections and processes
+
+
+def projected_norms(rows, **options):
+    """Σ of what is estimated for a layer with many positions, of some rows of a batch."""
+    torch.manual_seed(0)
+    layer, inputs = nn.Conv2d(8, 8, 3, dtype=torch.float64), torch.randn(6, 8, 12, 12, dtype=torch.float64)[rows]
+    with GradientNormRecorder(layer, probes=2, **options) as recorder:
+        layer(inputs).tanh().sum().backward()
+    return recorder.results()[0].squared_norms[0]
+
+
+def test_projections_are_those_of_the_seed():
+    torch.testing.assert_close(projected_norms(slice(None), seed=1), projected_norms(slice(None), seed=1))
+    assert not torch.equal(projected_norms(slice(None), seed=1), projected_norms(slice(None), seed=2))
+
+
+def test_a_new_seed_begins_its_projections_anew():
+    layer, inputs = nn.Conv2d(8, 8, 3), torch.randn(6, 8, 12, 12)
+    norms = []
+    with GradientNormRecorder(layer, probes=2) as recorder:
+        for seed in (1, 2, 1):
+            recorder.reseed(seed)
+            layer.zero_grad()
+            layer(inputs).tanh().sum().backward()
+            norms.append(recorder.results()[0].squared_norms[0])
+    assert torch.equal(norms[0], norms[2]) and not torch.equal(norms[0], norms[1])
+
+
+def test_processes_take_the_projections_that_one_process_takes():
+    whole = projected_norms(slice(None))
+    parts = [projected_norms(slice(rank, None, 2), part=(rank, 2)) for rank in range(2)]
+    torch.testing.assert_close(torch.stack(parts, 1).flatten(), whole, rtol=1e-10, atol=0)
+
+
+def test_uses_by_different_samples_are_measured_one_after_the_other():
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2, dtype=torch.float64)
+    labelled, unlabelled = torch.randn(4, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    with GradientNormRecorder(layer, samples={4, 6}) as recorder:
+        (layer(labelled).square().mean() + layer(unlabelled).tanh().mean()).backward()
+    (measured,) = recorder.results()[0].squared_norms
+    layer.zero_grad()
+    separate = []
+    for inputs, function in ((labelled, torch.square), (unlabelled, torch.tanh)):
+        with GradientNormRecorder(layer) as alone:
+            function(layer(inputs)).mean().backward()
+        separate.append(alone.results()[0].squared_norms[-1])
+    torch.testing.assert_close(measured, torch.cat(separate), rtol=1e-10, atol=0)

@@ -1,0 +1,178 @@
+"""The inverse autocorrelation matrix P of recursive least squares (Zhang et al., equations 37 to 39 and 94 to 96).
+
+Of one trained matrix with d inputs, P is d x d; ``groups`` of outputs that read different inputs have one each. Everything
+here has the groups in the first dimension. The last ``constants`` of the d inputs are those of the biases: they are kept
+apart from the others, the features, where matrices are multiplied, so that weights and biases need not be joined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+# Of P where λ < 1; it starts at 1.
+LARGEST_DIAGONAL = 2.0
+
+
+class InverseAutocorrelation(Protocol):
+    """P of each group, symmetric and positive definite; A = P⁻¹."""
+
+    @property
+    def forgetting(self) -> float:
+        """λ."""
+
+    def apply(self, mean: Tensor) -> Tensor:
+        """u = P x̄: (groups, d) of (groups, d)."""
+
+    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows times P: (groups, r, d - m) and (groups, r, m) of rows [features, constants] of the same shapes."""
+
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+        """Replace A by λA + w x̄x̄ᵀ, in place.
+
+        Args:
+            mean: x̄, (groups, d).
+            applied: u = P x̄, (groups, d).
+            gain: h of :func:`gain`, (groups,).
+            weight: w = kT, (groups,).
+        """
+
+
+def gain(mean: Tensor, applied: Tensor, weight: Tensor, forgetting: float) -> Tensor:
+    """h = λ + w x̄·u, (groups,), by which the step and the update are divided.
+
+    Args:
+        mean: x̄, (groups, d).
+        applied: u = P x̄, (groups, d).
+        weight: w = kT, (groups,).
+        forgetting: λ.
+    """
+    return forgetting + weight * torch.linalg.vecdot(mean, applied)
+
+
+@dataclass(frozen=True)
+class FullInverse:
+    """P itself, for λ = 1: (I + Σ w x̄x̄ᵀ)⁻¹ exactly, by the symmetric update P ← P - vvᵀ with v = √(w/h) u.
+
+    Args:
+        matrix: (groups, d, d), float32 or float64, changed in place.
+    """
+
+    matrix: Tensor
+
+    @staticmethod
+    def identity(groups: int, size: int, like: Tensor) -> FullInverse:
+        """P₀ = I, (groups, size, size), in the dtype and on the device of ``like``."""
+        return FullInverse(_identity(groups, size, like))
+
+    @property
+    def forgetting(self) -> float:
+        return 1.0
+
+    def apply(self, mean: Tensor) -> Tensor:
+        return torch.bmm(self.matrix, mean[..., None])[..., 0]
+
+    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        n = features.shape[-1]
+        return _product(features, constants, self.matrix[:, :, :n]), _product(
+            features, constants, self.matrix[:, :, n:]
+        )
+
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+        v = applied * (weight / gain).sqrt()[:, None]
+        self.matrix.addcmul_(v[:, :, None], v[:, None, :], value=-1)
+
+
+@dataclass(frozen=True)
+class SquareRootInverse:
+    """S with P = S Sᵀ, for λ < 1, with a bound.
+
+    Where λ < 1 the formulas of the paper let all directions in which no x̄ points grow as λ⁻ˢ, and rounding makes P
+    indefinite. Here no diagonal entry of P exceeds :data:`LARGEST_DIAGONAL`: where one would, its row and column are scaled
+    down to it, P ← DPD with D = min(1, (2/diag(P))^½). So |P_ij| <= 2 and all eigenvalues are below 2d: no step is longer
+    than 2d times that of gradient descent, and the scale of an input that stays zero is at most doubled. Until an entry
+    gets there, P is what the paper's formulas give. The root keeps it positive definite in float32 too; multiplying by it
+    takes twice as long.
+
+    S ← (S - β u fᵀ)/√λ with f = Sᵀx̄ and β = w/(h + √(λh)) (Potter's form of the update).
+
+    Args:
+        root: (groups, d, d), float32 or float64, changed in place.
+        forgetting: λ, in (0, 1).
+    """
+
+    root: Tensor
+    forgetting: float
+
+    @staticmethod
+    def identity(groups: int, size: int, like: Tensor, forgetting: float) -> SquareRootInverse:
+        """P₀ = I, (groups, size, size), in the dtype and on the device of ``like``."""
+        return SquareRootInverse(_identity(groups, size, like), forgetting)
+
+    def apply(self, mean: Tensor) -> Tensor:
+        return torch.bmm(self.root, torch.bmm(self.root.mT, mean[..., None]))[..., 0]
+
+    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        n = features.shape[-1]
+        rows = _product(features, constants, self.root)
+        return torch.bmm(rows, self.root[:, :n].mT), torch.bmm(rows, self.root[:, n:].mT)
+
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+        factors = torch.bmm(self.root.mT, mean[..., None])[..., 0]
+        step = applied * (weight / (gain + (self.forgetting * gain).sqrt()))[:, None]
+        self.root.addcmul_(step[:, :, None], factors[:, None, :], value=-1)
+        diagonal = torch.linalg.vecdot(self.root, self.root) / self.forgetting
+        self.root.mul_((self.forgetting * (diagonal / LARGEST_DIAGONAL).clamp(min=1)).rsqrt()[:, :, None])
+
+
+@dataclass(frozen=True)
+class RankOneInverse:
+    """P ≈ (I + μ m mᵀ)⁻¹ = I - μ/(1 + μ|m|²) m mᵀ with μ = Σ w and m the mean of x̄: two vectors in place of a matrix.
+
+    With λ < 1, μ and m forget; the identity does not, so that all eigenvalues are in (0, 1].
+
+    Args:
+        mean: m, (groups, d), changed in place.
+        mass: μ, (groups,), changed in place.
+        forgetting: λ, in (0, 1].
+    """
+
+    mean: Tensor
+    mass: Tensor
+    forgetting: float = 1.0
+
+    @staticmethod
+    def identity(groups: int, size: int, like: Tensor, forgetting: float = 1.0) -> RankOneInverse:
+        """P₀ = I of this size, in the dtype and on the device of ``like``."""
+        return RankOneInverse(like.new_zeros(groups, size), like.new_zeros(groups), forgetting)
+
+    def _scaled(self) -> Tensor:
+        """c m, (groups, d)."""
+        c = self.mass / (1 + self.mass * torch.linalg.vecdot(self.mean, self.mean))
+        return c[:, None] * self.mean
+
+    def apply(self, mean: Tensor) -> Tensor:
+        return mean - torch.linalg.vecdot(self.mean, mean)[:, None] * self._scaled()
+
+    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        n = features.shape[-1]
+        along, scaled = _product(features, constants, self.mean[:, :, None]), self._scaled()[:, None]
+        return features - along * scaled[..., :n], constants - along * scaled[..., n:]
+
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+        self.mass.mul_(self.forgetting).add_(weight)
+        self.mean.add_((weight / self.mass)[:, None] * (mean - self.mean))
+
+
+def _identity(groups: int, size: int, like: Tensor) -> Tensor:
+    return torch.eye(size, dtype=like.dtype, device=like.device).repeat(groups, 1, 1)
+
+
+def _product(features: Tensor, constants: Tensor, matrix: Tensor) -> Tensor:
+    """[features, constants] @ matrix."""
+    n = features.shape[-1]
+    return torch.bmm(features, matrix[:, :n]).baddbmm_(constants, matrix[:, n:])

@@ -112,7 +112,7 @@ class GrowingBatchSize(L.Callback):
     Override :meth:`decide` for another rule.
 
     Args:
-        max_batch_size: n_max; the size of the data set if None.
+        max_batch_size: n_max: what memory allows; the size of the data set if None.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have.
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
             each validation; if None, the validation value in the module's own statistics, applied in each step.
@@ -295,11 +295,21 @@ class GrowingBatchSize(L.Callback):
         figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
         axes = list(figure.subplots(1, len(names), squeeze=False)[0])
         for panel, name in zip(axes, names, strict=True):
-            points = [(record["samples"], record[name]) for record in self.records if name in record]
-            panel.plot(*zip(*points, strict=True), drawstyle="steps-post" if name == "batch_size" else "default")
+            self._draw(panel, name, "steps-pre" if name == "batch_size" else "default", label="batch")
             panel.set(xlabel="samples seen", ylabel=PANELS[name])
             panel.grid(alpha=0.25)
+            if name == "batch_size":
+                self._draw(panel, "batch_size_predicted", alpha=0.4, linewidth=0.8, zorder=1, label="predicted")
+                panel.legend()
+            elif name == "variance_ratio":
+                panel.axhline(self.theta**2, color="grey", linestyle="--", linewidth=0.8, label="θ²")
+                panel.set_yscale("log")
+                panel.legend(handles=[panel.lines[-1]])
         return figure, axes
+
+    def _draw(self, panel: "Axes", name: str, drawstyle: str = "default", **style: Any) -> None:
+        points = [(record["samples"], record[name]) for record in self.records if name in record]
+        panel.plot(*zip(*points, strict=True), drawstyle=drawstyle, **style)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -94,7 +94,7 @@ class LoaderGrowth:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def expected_sizes(self) -> list[int]:
-        return [size for part in self._parts for size in part.last_sizes()]
+        return [size for part in self._parts for size in part.sizes_read(self._loaders.unread)]
 
     def on_step(self, samples: int) -> None: ...
 
@@ -367,8 +367,9 @@ class _Resized:
     def set_batch_size(self, batch_size: int) -> None:
         self._loader.batch_size = math.ceil(batch_size / self._processes)
 
-    def last_sizes(self) -> list[int]:
-        sampler, number = self._loader.sampler, self._loader.delivered
+    def sizes_read(self, unread: int) -> list[int]:
+        """Samples of the last batch but ``unread``; empty if there is none."""
+        sampler, number = self._loader.sampler, self._loader.delivered - unread
         if not 0 < number <= len(sampler.ends):
             return []
         start = sampler.ends[number - 2] if number > 1 else 0
@@ -424,7 +425,7 @@ class _Draws:
     def set_batch_size(self, batch_size: int) -> None:
         self._sampler.batch_size = min(batch_size, self.dataset_size)
 
-    def last_sizes(self) -> list[int]:
+    def sizes_read(self, unread: int) -> list[int]:
         return []
 
     def first_batch_beyond(self, fraction: float, length: int) -> int:

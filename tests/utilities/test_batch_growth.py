@@ -288,6 +288,17 @@ def test_streams_are_read_once(tmp_path, stream, workers):
     assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(40))] and max(module.sizes) == 8
 
 
+@pytest.mark.parametrize("stream", [Stream, SizedStream])
+def test_the_sizes_expected_of_a_stream_are_those_that_were_read(tmp_path, stream):
+    class Looking(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            expected.append((growing._acting.expected_sizes(), [len(batch)]))
+
+    growing, expected = Growing([4, 4, 8]), []
+    fit(tmp_path, DataLoader(stream(), 2), growing=growing, callbacks=[Looking()])
+    assert all(told == read for told, read in expected[:-1]) and len(expected) > 4
+
+
 def test_a_sized_stream_validates_as_often(tmp_path):
     module = fit(tmp_path, DataLoader(SizedStream(), 4), [8, 8], validation=loader(4), val_check_interval=0.5)
     assert module.validated_after == [20, 40]

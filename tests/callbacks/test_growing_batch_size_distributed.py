@@ -1,0 +1,143 @@
+"""Two processes with half of each batch decide, read and learn what one does with the whole."""
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_struct import GrowingBatchSize
+
+SAMPLES, FIRST, EPOCHS = 48, 8, 3
+STOPPED = 4  # steps, in the middle of the first epoch
+
+pytestmark = pytest.mark.slow
+
+
+class Even(GrowingBatchSize):
+    """Decides on sizes that two processes can share."""
+
+    def decide(self, batch_size):
+        size = super().decide(batch_size)
+        return size + size % 2
+
+
+class Regressor(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        self.seen, self.sizes = {}, []
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        self.sizes.append(len(inputs))
+        self.seen.setdefault(self.current_epoch, []).extend(inputs[:, 0].tolist())
+        return F.mse_loss(self.network(inputs), targets)
+
+    def train_dataloader(self):
+        # Lightning's own sampler would shuffle
+        sampler = DistributedSampler(data(), self.trainer.world_size, self.trainer.global_rank, shuffle=False)
+        return DataLoader(data(), batch_size=FIRST // self.trainer.world_size, sampler=sampler)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Notes(L.Callback):
+    """Writes what each process has at the end to a file."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_end(self, trainer, pl_module):
+        weights = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()])
+        notes = {
+            "weights": weights,
+            "seen": pl_module.seen,
+            "sizes": pl_module.sizes,
+            "records": trainer.callbacks[0].records,
+        }
+        torch.save(notes, self.directory / f"{trainer.global_rank}.pt")
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs[:, :2] + torch.randn(SAMPLES, 2, generator=generator, dtype=torch.float64))
+
+
+def fit(directory, processes, ckpt_path=None):
+    directory.mkdir()
+    callbacks = [
+        Even(window=2, max_batch_size=16, probes=None),
+        Notes(directory),
+        ModelCheckpoint(
+            directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
+        ),
+    ]
+    options = {"strategy": "ddp_spawn", "devices": 2} if processes == 2 else {}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=EPOCHS,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **options,
+    )
+    trainer.fit(Regressor(), ckpt_path=ckpt_path)
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory):
+    """By run, and in each by process."""
+    directory = tmp_path_factory.mktemp("notes")
+    fit(directory / "one", 1)
+    fit(directory / "two", 2)
+    fit(directory / "resumed", 2, directory / f"two/step={STOPPED}.ckpt")
+    processes = {"one": 1, "two": 2, "resumed": 2}
+    return {
+        name: [torch.load(directory / name / f"{rank}.pt") for rank in range(number)]
+        for name, number in processes.items()
+    }
+
+
+def test_batches_grow_as_in_one_process(notes):
+    sizes = [size // 2 for size in notes["one"][0]["sizes"]]
+    assert [process["sizes"] for process in notes["two"]] == [sizes, sizes]
+    assert max(sizes) == 8
+
+
+def test_what_is_measured_is_that_of_the_whole_batch(notes):
+    for record, of_one in zip(notes["two"][1]["records"], notes["one"][0]["records"], strict=True):
+        assert record == pytest.approx(of_one, rel=1e-9)
+
+
+def test_weights_are_those_of_one_process(notes):
+    assert (notes["two"][0]["weights"] - notes["one"][0]["weights"]).abs().max() < 1e-12
+
+
+def test_replicas_are_bitwise_equal(notes):
+    assert torch.equal(notes["two"][0]["weights"], notes["two"][1]["weights"])
+
+
+def test_every_sample_of_each_epoch_is_seen_once(notes):
+    every = sorted(data().tensors[0][:, 0].tolist())
+    seen = [notes["two"][0]["seen"][epoch] + notes["two"][1]["seen"][epoch] for epoch in range(EPOCHS)]
+    assert [sorted(of_epoch) for of_epoch in seen] == [every] * EPOCHS
+
+
+def test_a_resumed_run_reads_what_was_left(notes):
+    read = FIRST // 2 * 3 + notes["two"][0]["sizes"][3]
+    for resumed, whole in zip(notes["resumed"], notes["two"], strict=True):
+        assert 0 < len(resumed["seen"][0]) == len(whole["seen"][0]) - read
+        assert resumed["seen"][0] == whole["seen"][0][read:]
+
+
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(notes):
+    assert torch.equal(notes["resumed"][1]["weights"], notes["two"][1]["weights"])
+    assert notes["resumed"][1]["records"] == notes["two"][1]["records"]

@@ -94,7 +94,7 @@ class LoaderGrowth:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def expected_sizes(self) -> list[int]:
-        return [size for part in self._parts for size in part.sizes_read(self._loaders.unread)]
+        return [size for part in self._parts for size in part.sizes_read(self._loaders.ahead)]
 
     def on_step(self, samples: int) -> None: ...
 
@@ -367,9 +367,9 @@ class _Resized:
     def set_batch_size(self, batch_size: int) -> None:
         self._loader.batch_size = math.ceil(batch_size / self._processes)
 
-    def sizes_read(self, unread: int) -> list[int]:
-        """Samples of the last batch but ``unread``; empty if there is none."""
-        sampler, number = self._loader.sampler, self._loader.delivered - unread
+    def sizes_read(self, ahead: int) -> list[int]:
+        """Samples of the last batch but ``ahead``; empty if there is none."""
+        sampler, number = self._loader.sampler, self._loader.delivered - ahead
         if not 0 < number <= len(sampler.ends):
             return []
         start = sampler.ends[number - 2] if number > 1 else 0
@@ -425,7 +425,7 @@ class _Draws:
     def set_batch_size(self, batch_size: int) -> None:
         self._sampler.batch_size = min(batch_size, self.dataset_size)
 
-    def sizes_read(self, unread: int) -> list[int]:
+    def sizes_read(self, ahead: int) -> list[int]:
         return []
 
     def first_batch_beyond(self, fraction: float, length: int) -> int:

@@ -106,14 +106,15 @@ class TrainingLoaders:
         return isinstance(self._loop._data_fetcher, _DataLoaderIterDataFetcher)
 
     @property
-    def unread(self) -> int:
-        """Batches that Lightning has fetched but not trained on.
-
-        Of loaders without a length it fetches ahead; and an exception may have ended the training on a batch.
-        """
+    def ahead(self) -> int:
+        """Batches that Lightning has fetched beyond the one under way, as it does of loaders without a length."""
         fetcher = self._loop._data_fetcher
-        ahead = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
-        return ahead + self._loop.epoch_loop.batch_progress.current.ready - self.batches_done
+        return len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+
+    @property
+    def unread(self) -> int:
+        """Batches that Lightning has fetched but not trained on: an exception may have ended the training on one."""
+        return self.ahead + self._loop.epoch_loop.batch_progress.current.ready - self.batches_done
 
     @property
     def batches_done(self) -> int:

@@ -223,10 +223,12 @@ def samples_in(batch: Any, expected_sizes: list[int]) -> int:
     a ``collate_fn`` has left some out.
     """
     first, second = _leading_sizes(batch)
-    read = sum(size for size in expected_sizes if size in first | second) or sum(expected_sizes)
-    if not first or read in first | second or len(expected_sizes) > 1:
-        return read or 1
-    return min(read or max(first), max(first))
+    for sizes in (first, second):
+        read = sum(size for size in expected_sizes if size in sizes)
+        if read:
+            return read
+    read = sum(expected_sizes)
+    return min(size for size in (read, max(first, default=1)) if size)
 
 
 def _leading_sizes(batch: Any) -> tuple[set[int], set[int]]:

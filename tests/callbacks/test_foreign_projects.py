@@ -1,6 +1,7 @@
 """Projects that were written without a thought of growing batches, and train with them all the same."""
 
 import copy
+import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -10,8 +11,19 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+    WeightAveraging,
+)
 from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
@@ -24,6 +36,8 @@ CHECKED_STEPS = 4
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:A batch of one has no gradient variance"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..` before `optimizer.step"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
     pytest.mark.filterwarnings("ignore:You are trying to `self.log..` but `Trainer.barebones=True"),
     pytest.mark.filterwarnings("ignore:batch normalisation in training couples"),
@@ -423,12 +437,15 @@ class Reference(L.Callback):
         self.losses, self.ratios = losses, []
         self._gradients = []
 
+    def parameters_of(self, module):
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if len(self.ratios) == CHECKED_STEPS:
             return
         with torch.random.fork_rng(), trainer.precision_plugin.forward_context():
             losses = self.losses(pl_module, batch)
-        parameters = [p for p in pl_module.parameters() if p.requires_grad]
+        parameters = self.parameters_of(pl_module)
         for loss in losses / len(losses):
             gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
             self._gradients.append(torch.cat([part.flatten() for part in gradient]))
@@ -574,3 +591,363 @@ def test_of_several_optimizers_the_larger_variance_counts(tmp_path, module):
     run = fit(tmp_path, Project(module(), options={"callbacks": [reference]}))
     measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
     assert measured == pytest.approx(reference.ratios, rel=1e-9)
+
+
+class Penalised(GAN):
+    """WGAN-GP: a critic whose gradient in its input is penalised, and a generator that learns in every second batch."""
+
+    def training_step(self, batch, batch_idx):
+        generator, critic = self.optimizers()
+        self.begin(critic)
+        real, fake = batch[0], self.generator(batch[0][:, :2]).detach()
+        between = (0.5 * (real + fake)).requires_grad_()
+        (slope,) = torch.autograd.grad(self.discriminator(between).sum(), between, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        self.manual_backward(self.discriminator(fake).mean() - self.discriminator(real).mean() + penalty)
+        critic.step()
+        self.end(critic)
+        if batch_idx % 2:
+            self.begin(generator)
+            self.manual_backward(self.generator_losses(batch).mean())
+            generator.step()
+            self.end(generator)
+
+
+def test_a_penalty_on_gradients_leaves_the_decision_to_the_other_optimizer(tmp_path):
+    with pytest.warns(UserWarning, match=r"leaves discriminator.0.weight, .* differentiated twice"):
+        run = fit(tmp_path, Project(Penalised()))
+    assert len(run.growing.records) == len(run.watch.sizes) // 2
+
+
+def test_a_penalty_on_the_gradients_of_all_is_refused(tmp_path):
+    class Alone(Penalised):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.discriminator.parameters(), lr=0.05)
+
+        def optimizers(self):
+            return None, super().optimizers()
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, 0)
+
+    message = (
+        r"none of the gradients of SGD; discriminator.0.weight, .*: it is differentiated twice.*gradient_statistics\(\)"
+    )
+    with pytest.warns(UserWarning), pytest.raises(MisconfigurationException, match=message):
+        fit(tmp_path, Project(Alone()))
+
+
+# --- what cannot be measured -------------------------------------------------------------------------------------------
+
+
+class EmbeddingAsDecoder(LanguageModel):
+    def __init__(self):
+        super().__init__()
+        self.decoder = None
+
+    def forward(self, inputs):
+        return F.linear(self.recurrent(self.embedding(inputs))[0], self.embedding.weight)
+
+
+class WeightDecay(Regressor):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) + 0.1 * self.network[0].weight.square().sum()
+
+
+LEFT_OUT = {
+    "used outside of its layer": (
+        EmbeddingAsDecoder,
+        lambda: DataLoader(tokens(), batch_size=FIRST),
+        "embedding.weight",
+    ),
+    "in the loss": (WeightDecay, lambda: DataLoader(regression(), batch_size=FIRST), "network.0.weight"),
+}
+
+
+@pytest.mark.parametrize("module, loader, name", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_parameter_that_cannot_be_measured_is_left_out_by_name(tmp_path, module, loader, name):
+    with pytest.warns(UserWarning, match=f"GrowingBatchSize leaves {name} out of the variance"):
+        fit(tmp_path, Project(module(), loader()))
+
+
+class OthersOnly(Reference):
+    """Goes by all parameters but one."""
+
+    def __init__(self, losses, name):
+        super().__init__(losses)
+        self.name = name
+
+    def parameters_of(self, module):
+        return [p for name, p in module.named_parameters() if name != self.name]
+
+
+def test_the_others_count_where_a_parameter_is_left_out(tmp_path):
+    reference = OthersOnly(squared_errors, "network.0.weight")
+    with pytest.warns(UserWarning, match="network.0.weight"):
+        run = fit(tmp_path, Project(WeightDecay(), options={"callbacks": [reference]}))
+    measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
+    assert measured == pytest.approx(reference.ratios, rel=1e-9)
+
+
+def test_a_stream_without_gradient_grows_to_the_limit(tmp_path):
+    class Constant(Regressor):
+        def loss(self, outputs, targets):
+            return super().loss(0 * outputs, targets)
+
+    run = fit(tmp_path, Project(Constant(), DataLoader(Stream(regression()), batch_size=FIRST)))
+    assert {record["batch_size_predicted"] for record in run.growing.records} == {MOST}
+
+
+def test_a_module_with_statistics_of_its_own_is_asked_for_them(tmp_path):
+    class Own(Regressor):
+        def gradient_statistics(self):
+            return SimpleNamespace(batch_size=4, variance=9.0, gradient_squared_norm=1.0, validation_value=None)
+
+    run = fit(tmp_path, Project(Own()))
+    assert {record["variance_ratio"] for record in run.growing.records} == {9.0 / 4}
+
+
+# --- steps -------------------------------------------------------------------------------------------------------------
+
+
+class Gradients(L.Callback):
+    """By how much the gradient of a step differs from the mean over the samples of its batches."""
+
+    def __init__(self):
+        self.batches, self.weights, self.errors, self.windows = [], [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        parameters = list(pl_module.parameters())
+        losses = torch.cat([squared_errors(pl_module, batch) for batch in self.batches])
+        expected = torch.autograd.grad(losses.mean(), parameters)
+        scale = trainer.accumulate_grad_batches / len(self.batches)  # Lightning's own for what is left of an epoch
+        errors = [(scale * p.grad - gradient).abs().max() for p, gradient in zip(parameters, expected, strict=True)]
+        self.errors.append(max(errors).item())
+        self.windows.append(len(self.batches))
+        self.batches = []
+
+
+@pytest.mark.parametrize("growing", [{"mode": "accumulate"}, {"mode": "accumulate", "allow_shrinking": True}])
+def test_an_accumulated_gradient_is_the_mean_over_its_samples(tmp_path, growing):
+    gradients = Gradients()
+    project = Project(Regressor(), options={"callbacks": [gradients], "accumulate_grad_batches": 1}, growing=growing)
+    fit(tmp_path, project, epochs=3)
+    assert max(gradients.windows) == MOST // FIRST
+    assert max(gradients.errors) < 1e-12
+
+
+class OneCycle(Regressor):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_a_schedule_by_the_step_is_warned_about(tmp_path):
+    with pytest.warns(
+        UserWarning, match="OneCycleLR is stepped after each optimizer step, of which there will be fewer"
+    ):
+        run = fit(tmp_path, Project(OneCycle()))
+    assert run.trainer.lr_scheduler_configs[0].scheduler.last_epoch == run.trainer.global_step < 20
+
+
+@pytest.mark.parametrize("module", [Regressor, Manual])
+def test_a_scaled_loss_changes_nothing_and_skipped_steps_do_not_count(tmp_path, module):
+    reference = Reference(squared_errors)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=1000)
+    options = {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "callbacks": [reference]}
+    run = fit(tmp_path, Project(module(), DataLoader(regression(80), batch_size=FIRST), options=options))
+    skipped = int(math.log2(2.0**18 / scaler.get_scale()))
+    assert 0 < skipped == run.trainer.global_step - len(run.growing.records)
+    first = run.growing.records[0]
+    assert first["variance_ratio"] == pytest.approx(reference.ratios[first["samples"] // FIRST - 1], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "compiled", [lambda network: torch.compile(network, backend="aot_eager"), lambda network: network]
+)
+def test_a_compiled_network_is_measured_as_any_other(tmp_path, compiled):
+    reference = Reference(squared_errors)
+    run = fit(tmp_path, Project(Regressor(compiled(perceptron())), options={"callbacks": [reference]}))
+    measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
+    assert measured == pytest.approx(reference.ratios, rel=1e-9)
+
+
+# --- several loaders ---------------------------------------------------------------------------------------------------
+
+
+class TwoTasks(Regressor):
+    """Each of two loaders has its own network; notes what it reads of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = perceptron()
+        self.read = defaultdict(lambda: ([], []))
+
+    def training_step(self, batch, batch_idx):
+        losses = []
+        for i, (network, name) in enumerate([(self.network, "labels"), (self.other, "pairs")]):
+            if batch[name] is not None:
+                self.read[self.current_epoch][i].append(len(batch[name][0]))
+                losses.append(self.loss(network(batch[name][0]), batch[name][1]))
+        return sum(losses)
+
+
+def two_loaders(mode, sizes=(40, 12)):
+    labels = DataLoader(regression(sizes[0]), batch_size=4, shuffle=True)
+    return CombinedLoader({"labels": labels, "pairs": DataLoader(regression(sizes[1], seed=1), batch_size=2)}, mode)
+
+
+@pytest.fixture(scope="module")
+def two_tasks(tmp_path_factory):
+    runs = {}
+
+    def run(mode):
+        if mode not in runs:
+            L.seed_everything(1)
+            growing = {"max_batch_size": 21}
+            directory = tmp_path_factory.mktemp("tasks")
+            runs[mode] = fit(directory, Project(TwoTasks(), two_loaders(mode), growing=growing), validation=False)
+        return runs[mode]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_several_loaders_grow_in_proportion(two_tasks, mode):
+    of_labels, of_pairs = (
+        sizes[: 2 + 2] for sizes in two_tasks(mode).project.module.read[0]
+    )  # what follows is left over
+    assert of_labels[0] == 4 < of_labels[-1]
+    assert of_pairs == [math.ceil(size / 2) for size in of_labels]
+
+
+@pytest.mark.parametrize("mode, ends", [("min_size", 1), ("max_size", 0), ("max_size_cycle", 0)])
+def test_the_loader_that_ends_the_epoch_is_read_once(two_tasks, mode, ends):
+    read = two_tasks(mode).project.module.read
+    assert [sum(read[epoch][ends]) for epoch in range(EPOCHS)] == [(40, 12)[ends]] * EPOCHS
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_batches_of_several_loaders_are_as_many_as_lightning_counts(two_tasks, mode):
+    run = two_tasks(mode)
+    assert run.watch.lengths == [max(map(len, run.project.module.read[epoch])) for epoch in range(EPOCHS)]
+
+
+def test_an_exhausted_loader_is_read_once(two_tasks):
+    read = two_tasks("max_size").project.module.read
+    assert [sum(read[epoch][1]) for epoch in range(EPOCHS)] == [12] * EPOCHS
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_sizes_are_those_of_all_loaders_together(two_tasks, mode):
+    run = two_tasks(mode)
+    read = [sum(run.project.module.read[epoch][i]) for epoch in range(EPOCHS) for i in (0, 1)]
+    assert run.growing.records[0]["batch_size"] == 6
+    assert run.growing.records[-1]["samples"] == sum(read)
+
+
+# --- limits ------------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(run):
+    return [[len(batch) for batch in epoch] for epoch in run.watch.epochs]
+
+
+def test_a_limit_in_batches_stays_one_in_batches(tmp_path):
+    run = fit(tmp_path, Project(Regressor(), options={"limit_train_batches": 5}))
+    first, second = sizes_of(run)
+    assert len(first) == 5 and len(second) == min(5, math.ceil(SAMPLES / MOST))
+    assert max(first) > FIRST
+
+
+@pytest.mark.parametrize(
+    "options, samples",
+    [({"limit_train_batches": 0.5}, 20), ({"overfit_batches": 0.5}, 20), ({"overfit_batches": 3}, 12)],
+)
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_other_limits_are_limits_of_samples(tmp_path, options, samples):
+    run = fit(tmp_path, Project(Regressor(), options=options))
+    assert [sum(epoch) for epoch in sizes_of(run)] == [samples] * EPOCHS
+    assert run.watch.lengths == [len(epoch) for epoch in sizes_of(run)]
+
+
+def test_max_steps_ends_within_an_epoch(tmp_path):
+    run = fit(tmp_path, Project(Regressor(), options={"max_epochs": -1, "max_steps": 7}))
+    assert len(run.watch.sizes) == run.trainer.global_step == 7 and max(run.watch.sizes) == MOST
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_fast_dev_run_takes_its_batches(tmp_path, batches):
+    run = fit(tmp_path, Project(Regressor(), options={"fast_dev_run": batches}))
+    assert len(run.watch.sizes) == batches
+
+
+# --- the rest of a project ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_a_progress_bar_ends_where_the_epoch_does(tmp_path, bar):
+    totals = []
+
+    class Totals(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            task = (
+                bars.train_progress_bar if bar is TQDMProgressBar else bars.progress.tasks[bars.train_progress_bar_id]
+            )
+            totals.append(task.total)
+
+    bars = bar()
+    options = {"enable_progress_bar": True, "callbacks": [bars, Totals()]}
+    run = fit(tmp_path, Project(Regressor(), options=options))
+    assert totals == [len(epoch) for epoch in sizes_of(run)]
+
+
+def test_the_best_weights_are_saved_beside_it(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    run = fit(tmp_path, Project(Regressor(), options={"enable_checkpointing": True, "callbacks": [checkpoint]}))
+    assert len(list(tmp_path.glob("*.ckpt"))) == EPOCHS and run.trainer.global_step == len(run.watch.sizes)
+
+
+def test_a_second_fit_goes_on_with_the_grown_batch(tmp_path):
+    run = fit(tmp_path, Project(Regressor()))
+    run.trainer.fit_loop.max_epochs = 2 * EPOCHS
+    run.trainer.fit(run.project.module, DataLoader(regression(), batch_size=FIRST, shuffle=True))
+    assert sizes_of(run)[EPOCHS:] == [[16, 16, 8]] * EPOCHS
+
+
+def test_loader_and_trainer_are_given_back_as_they_were(tmp_path):
+    loader = DataLoader(regression(), batch_size=FIRST, shuffle=True)
+    sampler = loader.batch_sampler
+    run = fit(tmp_path, Project(Regressor(), loader))
+    patched = {"process_dataloader", "setup_data"} & {*vars(run.trainer.strategy), *vars(run.trainer.fit_loop)}
+    assert (type(loader), len(loader), patched) == (DataLoader, 10, set()) and loader.batch_sampler is sampler
+
+
+def test_loaders_that_are_prepared_early_grow_too(tmp_path):
+    class Early(L.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.estimate = trainer.estimated_stepping_batches
+
+    early = Early()
+    run = fit(tmp_path, Project(Regressor(), options={"callbacks": [early]}))
+    assert (early.estimate, max(run.watch.sizes)) == (20, MOST)
+
+
+def test_the_tuner_finds_a_learning_rate_with_batches_of_the_first_size(tmp_path):
+    class Tuned(Regressor):
+        lr = 0.05
+
+    module, loader = Tuned(), DataLoader(regression(), batch_size=FIRST, shuffle=True)
+    growing, watch = GrowingBatchSize(window=2, max_batch_size=MOST), Watch()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[watch, growing], max_epochs=2, **quiet)
+    Tuner(trainer).lr_find(module, loader, num_training=20, update_attr=False)
+    watch.by_epoch.clear()
+    trainer.fit(module, loader)
+    assert (watch.sizes[0], max(watch.sizes)) == (FIRST, MOST)

@@ -26,6 +26,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,9 @@ def run_job(options: argparse.Namespace, way: str, rate: float, seed: int) -> di
         DataLoader(data.splits.val, batch_size=1000, collate_fn=keep_batch),
     )
     records = growing[0].records if growing else []
-    sizes = [{"samples": record["samples"], "size": record["batch_size"]} for record in (*records[::10], *records[-1:])]
+    largest = accumulate((record["batch_size"] for record in records), max)  # what is smaller is the rest of an epoch
+    sizes = [{"samples": record["samples"], "size": size} for record, size in zip(records, largest, strict=True)]
+    sizes = [*sizes[::10], *sizes[-1:]]
     return {"way": way, "rate": rate, "seed": seed, "validations": progress.validations, "sizes": sizes}
 
 
@@ -182,7 +185,7 @@ def draw(runs: list[dict[str, Any]], target: float) -> Figure:
         row[3].set_xlim(row[0].get_xlim())
         for axes in row:
             axes.grid(which="both", alpha=0.25)
-    rows[0][0].legend()
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(WAYS))
     return figure
 
 

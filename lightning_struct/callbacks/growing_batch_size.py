@@ -14,6 +14,7 @@ from lightning_struct.utilities.batch_growth import AccumulationGrowth, BatchGro
 from lightning_struct.utilities.due_validation import DueValidation
 from lightning_struct.utilities.gradient_measurement import GradientMeasurement, samples_in
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
+from lightning_struct.utilities.lightning_internals import logs_now
 from lightning_struct.utilities.monitor import monitored_value
 from lightning_struct.utilities.strategies import refuse_sharded_weights
 
@@ -100,8 +101,10 @@ class GrowingBatchSize(L.Callback):
     ``gradient_statistics()``, as one trained by ``SHFOptimization`` has. Where several optimizers step in one batch, the
     largest prediction counts.
 
-    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together. Logged are
-    ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the module does not log them itself.
+    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a module
+    accumulates by hand, of one). Logged are
+    ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the module does not log them itself: after
+    the first step, and every ``Trainer(log_every_n_steps=...)``.
 
     What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
     others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
@@ -174,13 +177,14 @@ class GrowingBatchSize(L.Callback):
         self.validation_values: list[float] = []
         self.records: list[Record] = []
         self._samples = 0
-        self._samples_of_step = 0
+        self._samples_of_step = self._batches_of_step = 0
         self._steps = 0
         self._last_step = 0
         self._batch_size: int | None = None
         self._growth: BatchGrowth | None = None
         self._left: dict[str, Any] | None = None
         self._measurement: GradientMeasurement | None = None
+        self._to_log: dict[str, Any] | None = None
         self._logged_here: tuple[str, ...] | None = None
         self._validation = DueValidation()
 
@@ -222,7 +226,7 @@ class GrowingBatchSize(L.Callback):
                 "start with smaller ones, or raise the limit"
             )
         self._last_step = trainer.global_step
-        self._samples_of_step = 0
+        self._samples_of_step = self._batches_of_step = 0
         self._logged_here = None
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
@@ -258,9 +262,11 @@ class GrowingBatchSize(L.Callback):
             read = samples_in(batch, self._acting.expected_sizes()) * trainer.world_size
             self._samples += read
             self._samples_of_step += read
+            self._batches_of_step += 1
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._after_step(trainer, pl_module)
+            self._log(trainer, pl_module)
         self._acting.on_train_batch_end()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -353,8 +359,10 @@ class GrowingBatchSize(L.Callback):
         checks = self._checks_next_step
         self._steps += 1
         if self._measurement is not None:
-            statistics = self._measurement.statistics(self._samples_of_step) if checks else None
-            self._samples_of_step = 0
+            # how many batches a module accumulates by hand is its own affair: decided is the size of one
+            batches = 1 if pl_module.automatic_optimization else self._batches_of_step
+            statistics = self._measurement.statistics(self._samples_of_step // batches) if checks else None
+            self._samples_of_step = self._batches_of_step = 0
         else:
             statistics = pl_module.gradient_statistics()  # type: ignore[operator]
             self._samples += 0 if statistics is None else statistics.batch_size
@@ -374,7 +382,11 @@ class GrowingBatchSize(L.Callback):
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
-        self._log(trainer, pl_module, statistics)
+        self._to_log = {
+            "batch_size_predicted": float(self.predictions[-1]),
+            "batch_size": float(statistics.batch_size),
+            "gradient_variance": statistics.variance,
+        }
 
     def _grow_from_one(self) -> None:
         if self._acting.batch_size == 1 < self._limit:  # else it is what was left of an epoch
@@ -409,18 +421,15 @@ class GrowingBatchSize(L.Callback):
         if len(self.records) > MOST_RECORDS:
             del self.records[: MOST_RECORDS // 2 : 2]
 
-    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule, statistics: GradientStatistics) -> None:
-        if trainer.barebones:
+    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the last check, once: in the first step, and where loggers look, since logging takes longer than checking."""
+        if self._to_log is None or trainer.barebones or not (self._logged_here is None or logs_now(trainer)):
             return
-        values = {
-            "batch_size_predicted": self.predictions[-1],
-            "batch_size": statistics.batch_size,
-            "gradient_variance": statistics.variance,
-        }
         if self._logged_here is None:
-            self._logged_here = tuple(name for name in values if name not in trainer.callback_metrics)
+            self._logged_here = tuple(name for name in self._to_log if name not in trainer.callback_metrics)
         for name in self._logged_here:
-            pl_module.log(name, float(values[name]), batch_size=statistics.batch_size)  # type: ignore[arg-type]
+            pl_module.log(name, self._to_log[name], batch_size=int(self._to_log["batch_size"]))
+        self._to_log = None
 
     def _leave(self, keep_state: bool) -> None:
         """Undo what was done to the Trainer and its loaders; a checkpoint may still be written."""

@@ -285,6 +285,8 @@ class AccumulationGrowth:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def expected_sizes(self) -> list[int]:
+        if self._trainer.is_last_batch:  # it may have fewer
+            return []
         sizes = [getattr(loader, "batch_size", None) for loader in self._loaders()]
         return [size for size in sizes if isinstance(size, int)]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_struct.functional.contributions import at_least_float32
 from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
-from lightning_struct.functional.vectors import squared_norm
 from lightning_struct.optim.collective import all_reduce, world_size
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
@@ -71,7 +71,7 @@ class GradientMeasurement:
             self._measuring = True
         first, second = _leading_sizes(batch)
         expected = set(expected_sizes)
-        self._recorder.samples = expected & first or expected & second or first or expected or None
+        self._recorder.samples = expected & first or expected & second or expected | first or None
         self._recorder.check = self._checked < CHECKED_BATCHES
         self._checked += 1
         self._recorder.reseed(number)
@@ -96,7 +96,8 @@ class GradientMeasurement:
             gradient = norms.parameter.grad
             assert gradient is not None
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            self._squared_norms[norms.parameter] = squared_norm([values.detach()])
+            flat = at_least_float32(values.detach()).reshape(-1)
+            self._squared_norms[norms.parameter] = torch.dot(flat, flat).double()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the statistics of the gradients by which ``optimizer`` is about to step.
@@ -144,7 +145,7 @@ class GradientMeasurement:
         """Of the batch under way; None if no optimizer stepped, or only by gradients that a GradScaler skips.
 
         Args:
-            samples: that were read for the step, over all processes. The layers may have seen more: a discriminator, in
+            samples: that were read for it, over all processes. The layers may have seen more: a discriminator, in
                 two backward passes, those of the data and those of the generator; or fewer: pairs. The relative variance
                 stays as it was measured.
         """
@@ -219,16 +220,14 @@ class GradientMeasurement:
 def samples_in(batch: Any, expected_sizes: list[int]) -> int:
     """Samples of a batch of this process.
 
-    Those that were to be read of the loaders that take part in it (in ``"max_size"`` mode some are at their end); fewer if
-    a ``collate_fn`` has left some out.
+    Those that were to be read of the loaders that take part in it: in ``"max_size"`` mode some are at their end.
     """
     first, second = _leading_sizes(batch)
     for sizes in (first, second):
         read = sum(size for size in expected_sizes if size in sizes)
         if read:
             return read
-    read = sum(expected_sizes)
-    return min(size for size in (read, max(first, default=1)) if size)
+    return sum(expected_sizes) or max(first, default=1)
 
 
 def _leading_sizes(batch: Any) -> tuple[set[int], set[int]]:

@@ -174,6 +174,11 @@ class TrainingLoaders:
         iter(fetcher)
 
 
+def logs_now(trainer: L.Trainer) -> bool:
+    """Whether the loggers get what is logged in this step."""
+    return trainer._logger_connector.should_update_logs
+
+
 def accumulates(trainer: L.Trainer) -> bool:
     """Whether the optimizer does not step at the batch under way (automatic optimization)."""
     return trainer.fit_loop._should_accumulate()

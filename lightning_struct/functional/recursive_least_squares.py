@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
 # Of P where λ < 1; it starts at 1.
 LARGEST_DIAGONAL = 2.0
 
@@ -31,24 +30,24 @@ class InverseAutocorrelation(Protocol):
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         """Rows times P: (groups, r, d - m) and (groups, r, m) of rows [features, constants] of the same shapes."""
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         """Replace A by λA + w x̄x̄ᵀ, in place.
 
         Args:
             mean: x̄, (groups, d).
             applied: u = P x̄, (groups, d).
             gain: h of :func:`gain`, (groups,).
-            weight: w = kT, (groups,).
+            weight: w = kT.
         """
 
 
-def gain(mean: Tensor, applied: Tensor, weight: Tensor, forgetting: float) -> Tensor:
+def gain(mean: Tensor, applied: Tensor, weight: float, forgetting: float) -> Tensor:
     """h = λ + w x̄·u, (groups,), by which the step and the update are divided.
 
     Args:
         mean: x̄, (groups, d).
         applied: u = P x̄, (groups, d).
-        weight: w = kT, (groups,).
+        weight: w = kT.
         forgetting: λ.
     """
     return forgetting + weight * torch.linalg.vecdot(mean, applied)
@@ -82,7 +81,7 @@ class FullInverse:
             features, constants, self.matrix[:, :, n:]
         )
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         v = applied * (weight / gain).sqrt()[:, None]
         self.matrix.addcmul_(v[:, :, None], v[:, None, :], value=-1)
 
@@ -121,7 +120,7 @@ class SquareRootInverse:
         rows = _product(features, constants, self.root)
         return torch.bmm(rows, self.root[:, :n].mT), torch.bmm(rows, self.root[:, n:].mT)
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         factors = torch.bmm(self.root.mT, mean[..., None])[..., 0]
         step = applied * (weight / (gain + (self.forgetting * gain).sqrt()))[:, None]
         self.root.addcmul_(step[:, :, None], factors[:, None, :], value=-1)
@@ -163,7 +162,7 @@ class RankOneInverse:
         along, scaled = _product(features, constants, self.mean[:, :, None]), self._scaled()[:, None]
         return features - along * scaled[..., :n], constants - along * scaled[..., n:]
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: Tensor) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         self.mass.mul_(self.forgetting).add_(weight)
         self.mean.add_((weight / self.mass)[:, None] * (mean - self.mean))
 

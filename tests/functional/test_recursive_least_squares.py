@@ -23,7 +23,7 @@ def draws(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def update(inverse: InverseAutocorrelation, mean: Tensor, steps: float = 1.0) -> None:
-    weight = mean.new_full((mean.shape[0],), RATIO * steps)
+    weight = RATIO * steps
     applied = inverse.apply(mean)
     inverse.update_(mean, applied, gain(mean, applied, weight, inverse.forgetting), weight)
 
@@ -121,7 +121,7 @@ def test_apply_is_the_product_with_one_vector(inverse: InverseAutocorrelation) -
 
 def test_gain_is_defined_with_the_old_inverse() -> None:
     inverse, mean = FullInverse.identity(1, 3, draws()), torch.tensor([[1.0, 2.0, 2.0]], dtype=torch.float64)
-    assert gain(mean, inverse.apply(mean), torch.tensor([0.5]), 0.9).item() == pytest.approx(0.9 + 0.5 * 9)
+    assert gain(mean, inverse.apply(mean), 0.5, 0.9).item() == pytest.approx(0.9 + 0.5 * 9)
 
 
 def test_symmetry_is_exact_after_many_updates() -> None:

@@ -1,0 +1,273 @@
+"""Which weights of a layer RLS trains, and what one call of the layer multiplied by each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_struct.optim.rls_blocks import Block, Use
+from lightning_struct.optim.rls_patches import batch_sum, patch_sum
+
+
+class Matrix(NamedTuple):
+    """A weight by its name below its layer, with its bias; of several groups, each reads inputs of its own.
+
+    ``bias_rows``: which part of the bias is added to its products.
+    """
+
+    weight: str
+    bias: str | None
+    groups: int = 1
+    bias_rows: slice = slice(None)
+
+
+# What a call read: by the name of the weight, of those that RLS trains.
+Blocks = Mapping[str, Block]
+Reader = Callable[[Any, Blocks, tuple[Any, ...], Mapping[str, Any], Any], list[Use]]
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """``matrices`` of a layer of the type, and ``read``, what a call of it multiplied by them."""
+
+    matrices: Callable[[Any], Sequence[Matrix]]
+    read: Reader
+
+
+def layer_type(layer: nn.Module) -> LayerType | None:
+    """The type of a layer that RLS trains; None for any other, and for one whose ``forward`` is not that of the type."""
+    for base, kind in _TYPES.items():
+        if isinstance(layer, base):
+            same = all(getattr(type(layer), name, None) is getattr(base, name, None) for name in _FORWARDS)
+            return kind if same else None
+    return None
+
+
+def _bias(layer: nn.Module, block: Block, name: str = "bias") -> int | None:
+    return block.bias_index(layer._parameters.get(name))
+
+
+def _read_linear(
+    layer: nn.Linear, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+) -> list[Use]:
+    block = blocks["weight"]
+    inputs = _argument(args, kwargs, 0, "input").reshape(-1, layer.in_features)
+    total = batch_sum(inputs.to(layer.weight.dtype))
+    kept = inputs if block.keeps_rows(inputs) else None
+    return [Use(block, total[None], (len(inputs),), bias=_bias(layer, block), inputs=kept)]
+
+
+def _read_convolution(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+    blocks: Blocks,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+) -> list[Use]:
+    block = blocks["weight"]
+    total, rows = patch_sum(layer, _argument(args, kwargs, 0, "input"))
+    return [Use(block, total, (rows,) * layer.groups, bias=_bias(layer, block))]
+
+
+def _recurrent_matrices(layer: nn.RNNBase) -> list[Matrix]:
+    return [
+        Matrix(f"weight_{kind}_{place}", f"bias_{kind}_{place}" if layer.bias else None)
+        for place in _places(layer)
+        for kind in ("ih", "hh")
+    ]
+
+
+def _read_recurrent(
+    layer: nn.RNNBase, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+) -> list[Use]:
+    """Rows are the steps of all sequences: x_t for the input weights, h_{t-1} for the recurrent ones.
+
+    The sum of h_{t-1} is that of h_t without the last and with the first. The kernels keep the states of the lower levels
+    of a stack to themselves: these levels are run again. Dropout between the levels is left out there; it does not change
+    the expectation of the inputs of a level.
+    """
+    inputs, initial = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "hx", None)
+    packed = isinstance(inputs, PackedSequence)
+    sizes = inputs.batch_sizes if packed else None
+    data = (inputs.data if packed else inputs).to(layer.all_weights[0][0].dtype)
+    sorting = inputs.sorted_indices if packed else None
+    if data.ndim == 2 and not packed:
+        sequences = 1
+    else:
+        sequences = int(sizes[0]) if sizes is not None else data.shape[0 if layer.batch_first else 1]
+    top = outputs[0].data if packed else outputs[0]
+    final = outputs[1][0] if layer.mode == "LSTM" else outputs[1]  # (levels·directions, [N,] states)
+    directions = 1 + layer.bidirectional
+    states = None if initial is None else (initial if isinstance(initial, tuple | list) else (initial,))
+
+    uses: list[Use] = []
+    for level in range(layer.num_layers):
+        here = slice(level * directions, (level + 1) * directions)
+        last_level = level == layer.num_layers - 1
+        start = None if states is None else [_sorted(state, sorting)[here].to(data.dtype) for state in states]
+        output = top.to(data.dtype) if last_level else _run_level(layer, level, data, sizes, start)
+        rows = data.numel() // data.shape[-1]
+        input_total = batch_sum(data.reshape(rows, -1))
+        state_totals = batch_sum(output.reshape(rows, -1)).chunk(directions)
+        for direction, place in enumerate(_places(layer)[here]):
+            number = level * directions + direction
+            state_total = state_totals[direction] - _rows(final[number]).sum(0)
+            if start is not None:
+                state_total = state_total + _rows(start[0][direction]).sum(0)
+            for name, total in ((f"weight_ih_{place}", input_total), (f"weight_hh_{place}", state_total)):
+                if (block := blocks.get(name)) is not None:
+                    bias = _bias(layer, block, name.replace("weight", "bias"))
+                    uses.append(Use(block, total[None], (rows,), sequences, bias))
+        data = output
+    return uses
+
+
+def _run_level(
+    layer: nn.RNNBase, level: int, data: Tensor, sizes: Tensor | None, start: Sequence[Tensor] | None
+) -> Tensor:
+    """The outputs of one level alone, of the shape of ``data`` but for the features."""
+    directions = 1 + layer.bidirectional
+    weights = [w for of_place in layer.all_weights[level * directions : (level + 1) * directions] for w in of_place]
+    if start is None:
+        if data.ndim == 2 and sizes is None:
+            sequences: tuple[int, ...] = ()
+        else:
+            sequences = (int(sizes[0]) if sizes is not None else data.shape[0 if layer.batch_first else 1],)
+        widths = [getattr(layer, "proj_size", 0) or layer.hidden_size, layer.hidden_size]
+        start = [data.new_zeros(directions, *sequences, width) for width in widths[: 1 + (layer.mode == "LSTM")]]
+    unbatched = data.ndim == 2 and sizes is None
+    if unbatched:
+        data = data.unsqueeze(0 if layer.batch_first else 1)
+        start = [state.unsqueeze(1) for state in start]
+    run = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[layer.mode]
+    hx = start if layer.mode == "LSTM" else start[0]
+    common = (weights, layer.bias, 1, 0.0, False, layer.bidirectional)
+    if sizes is not None:
+        return run(data, sizes, hx, *common)[0]  # type: ignore[operator]
+    output = run(data, hx, *common, layer.batch_first)[0]  # type: ignore[operator]
+    return output.squeeze(0 if layer.batch_first else 1) if unbatched else output
+
+
+def _places(layer: nn.RNNBase) -> list[str]:
+    """How the names of the parameters end, of each direction of each level."""
+    return [
+        f"l{level}{end}" for level in range(layer.num_layers) for end in ("", "_reverse")[: 1 + layer.bidirectional]
+    ]
+
+
+def _sorted(state: Tensor, sorting: Tensor | None) -> Tensor:
+    return state if sorting is None else state.index_select(1, sorting)
+
+
+def _rows(state: Tensor) -> Tensor:
+    """(N, features) of (N, features) or (features,)."""
+    return state.reshape(-1, state.shape[-1])
+
+
+def _attention_matrices(layer: nn.MultiheadAttention) -> list[Matrix]:
+    out = Matrix("out_proj.weight", "out_proj.bias")
+    if layer.in_proj_weight is not None:
+        return [Matrix("in_proj_weight", "in_proj_bias", groups=3), out]
+    size = layer.embed_dim
+    return [
+        *(
+            Matrix(f"{name}_proj_weight", "in_proj_bias", bias_rows=slice(i * size, (i + 1) * size))
+            for i, name in enumerate("qkv")
+        ),
+        out,
+    ]
+
+
+def _read_attention(
+    layer: nn.MultiheadAttention, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+) -> list[Use]:
+    """The output projection reads what the heads attended to, which the layer keeps to itself: they attend once more.
+
+    Dropout of the attention is left out there; it does not change the expectation.
+    """
+    read = [_argument(args, kwargs, i, name) for i, name in enumerate(("query", "key", "value"))]
+    dtype = layer.out_proj.weight.dtype
+    totals = [batch_sum(tensor.reshape(-1, tensor.shape[-1]).to(dtype)) for tensor in read]
+    rows = [tensor.numel() // tensor.shape[-1] for tensor in read]
+    uses: list[Use] = []
+    if (block := blocks.get("in_proj_weight")) is not None:
+        uses.append(Use(block, torch.stack(totals), tuple(rows), bias=block.bias_index(layer.in_proj_bias)))
+    for name, total, number in zip("qkv", totals, rows, strict=True):
+        if (block := blocks.get(f"{name}_proj_weight")) is not None:
+            uses.append(Use(block, total[None], (number,), bias=block.bias_index(layer.in_proj_bias)))
+    if (block := blocks.get("out_proj.weight")) is not None:
+        attended = _attended(layer, *(tensor.to(dtype) for tensor in read), args=args, kwargs=kwargs)
+        uses.append(Use(block, batch_sum(attended)[None], (len(attended),), bias=block.bias_index(layer.out_proj.bias)))
+    return uses
+
+
+def _attended(
+    layer: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """(rows, embed_dim): the layer's output with the identity for its output projection."""
+    if layer.batch_first and query.ndim == 3:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    separate = layer.in_proj_weight is None
+    output, _ = F.multi_head_attention_forward(
+        query,
+        key,
+        value,
+        layer.embed_dim,
+        layer.num_heads,
+        layer.in_proj_weight,
+        layer.in_proj_bias,
+        layer.bias_k,
+        layer.bias_v,
+        layer.add_zero_attn,
+        0.0,
+        torch.eye(layer.embed_dim, dtype=query.dtype, device=query.device),
+        None,  # type: ignore[arg-type]
+        training=False,
+        key_padding_mask=_argument(args, kwargs, 3, "key_padding_mask", None),
+        need_weights=False,
+        attn_mask=_argument(args, kwargs, 5, "attn_mask", None),
+        use_separate_proj_weight=separate,
+        q_proj_weight=layer.q_proj_weight,
+        k_proj_weight=layer.k_proj_weight,
+        v_proj_weight=layer.v_proj_weight,
+        is_causal=_argument(args, kwargs, 7, "is_causal", False),
+    )
+    return output.reshape(-1, layer.embed_dim)
+
+
+_REQUIRED = object()
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name: str, default: Any = _REQUIRED) -> Any:
+    """An argument of a layer's call, detached."""
+    value = args[place] if place < len(args) else kwargs.get(name, default)
+    if value is _REQUIRED:
+        raise TypeError(f"the layer was called without its argument {name!r}")
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+_FORWARDS = ("forward", "_conv_forward")
+_CONVOLUTION = LayerType(lambda layer: [Matrix("weight", "bias", groups=layer.groups)], _read_convolution)
+_RECURRENT = LayerType(_recurrent_matrices, _read_recurrent)
+_TYPES: dict[type[nn.Module], LayerType] = {
+    nn.Linear: LayerType(lambda layer: [Matrix("weight", "bias")], _read_linear),
+    nn.Conv1d: _CONVOLUTION,
+    nn.Conv2d: _CONVOLUTION,
+    nn.Conv3d: _CONVOLUTION,
+    nn.RNN: _RECURRENT,
+    nn.LSTM: _RECURRENT,
+    nn.GRU: _RECURRENT,
+    nn.MultiheadAttention: LayerType(_attention_matrices, _read_attention),
+}

@@ -1,0 +1,92 @@
+"""The sum of all patches that a convolution reads, without forming them.
+
+Padding, stride and dilation act on each dimension alone, in every padding mode. So the sum over positions is one product
+with a small matrix per dimension, of the sum over the batch: what ``unfold`` would give, to rounding, for the cost of
+reading the images once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+
+def patch_sum(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor) -> tuple[Tensor, int]:
+    """Sum of the patches, and their number.
+
+    Args:
+        layer: any convolution that is not transposed.
+        images: (N, C, *size) or (C, *size), as the layer read them.
+
+    Returns:
+        (groups, C/groups · kernel), in the dtype of the weight, in its order; and N times the number of output positions.
+    """
+    dimensions = len(layer.kernel_size)
+    images = images.to(layer.weight.dtype)
+    if images.ndim == dimensions + 1:
+        images = images[None]
+    total, rows = batch_sum(images), images.shape[0]
+    for size, kernel, stride, dilation, padding in zip(
+        images.shape[2:], layer.kernel_size, layer.stride, layer.dilation, _padding(layer), strict=True
+    ):
+        reads = _reads(size, kernel, stride, dilation, padding, layer.padding_mode, total.dtype, total.device)
+        total = torch.tensordot(total, reads, ([1], [1]))  # the dimension moves to the end
+        rows *= _positions(size, kernel, stride, dilation, padding)
+    return total.reshape(layer.groups, -1), rows
+
+
+def batch_sum(tensor: Tensor) -> Tensor:
+    """The sum over the first dimension, as a product with ones on a view in the order of memory.
+
+    ``Tensor.sum`` over the batch is many times slower where the channels are last.
+    """
+    order = sorted(range(1, tensor.ndim), key=lambda dimension: -tensor.stride(dimension))
+    flat = tensor.permute(0, *order).flatten(1)
+    total = (tensor.new_ones(tensor.shape[0]) @ flat).view([tensor.shape[dimension] for dimension in order])
+    return total.permute([order.index(dimension) for dimension in range(1, tensor.ndim)])
+
+
+def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Sequence[tuple[int, int]]:
+    """(before, after) of each dimension."""
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(int(number), int(number)) for number in layer.padding]
+
+
+def _positions(size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int]) -> int:
+    """Output positions along one dimension."""
+    return (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
+
+
+@lru_cache(maxsize=1024)
+def _reads(
+    size: int,
+    kernel: int,
+    stride: int,
+    dilation: int,
+    padding: tuple[int, int],
+    mode: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """(kernel, size): how often each place of the kernel reads each place of the image along one dimension."""
+    starts = torch.arange(_positions(size, kernel, stride, dilation, padding)) * stride - padding[0]
+    places = (
+        starts + dilation * torch.arange(kernel)[:, None]
+    )  # (kernel, positions), outside of the image at the border
+    if mode == "circular":
+        places = places % size
+    elif mode == "reflect":
+        places = size - 1 - (size - 1 - places.abs()).abs()
+    elif mode == "replicate":
+        places = places.clamp(0, size - 1)
+    inside = (places >= 0) & (places < size)
+    reads = torch.zeros(kernel, size, dtype=dtype)
+    reads.scatter_add_(1, places.clamp(0, size - 1), inside.to(dtype))
+    return reads.to(device)

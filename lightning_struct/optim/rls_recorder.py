@@ -1,0 +1,113 @@
+"""Hooks that tell RLS what the layers read, of the calls through which a gradient comes back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_struct.functional.layer_contributions import tensors_in
+from lightning_struct.optim.rls_blocks import Block
+from lightning_struct.optim.rls_layers import LayerType
+
+
+class InputRecorder:
+    """Adds up, in the blocks' statistics, the inputs of each call of a layer whose output gets a gradient.
+
+    A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer that
+    is unpickled, keeps a hook that does nothing.
+
+    Args:
+        layers: the type and the blocks, by the names of the weights, of each layer to be hooked.
+    """
+
+    def __init__(self, layers: Mapping[nn.Module, tuple[LayerType, Mapping[str, Block]]]) -> None:
+        self._layers = layers
+        self._handles: list[RemovableHandle] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Hook the layers; before other hooks, which may replace an output."""
+        # A compiled graph is broken at each layer: what is recorded must not become part of it.
+        self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)  # type: ignore[assignment]
+        for layer in self._layers:
+            handle = layer.register_forward_hook(_Hook(self), prepend=True, with_kwargs=True)
+            self._handles.append(handle)
+        weakref.finalize(self, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        _remove(self._handles)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_layers": self._layers, "attached": bool(self._handles)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._layers, self._handles = state["_layers"], []
+        if state["attached"]:
+            self.attach()
+
+    def record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Note a call of a layer."""
+        if torch.is_grad_enabled() and layer in self._layers:
+            self._record_outside_of_graphs(layer, args, kwargs, outputs)
+
+    def _record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        kind, blocks = self._layers[layer]
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        if not tensors or not any(p.requires_grad for block in blocks.values() for p in block.parameters):
+            return
+        device = tensors[0].device.type
+        with torch.no_grad(), _without_autocast(device):
+            uses = kind.read(layer, blocks, args, kwargs, outputs)
+
+        def arrive(cotangent: Tensor) -> None:
+            with torch.no_grad():
+                for use in uses:
+                    use.block.statistics.add(
+                        use, cotangent.detach() if len(tensors) == 1 else None, use.block.most_rows
+                    )
+
+        if len(tensors) == 1:
+            tensors[0].register_hook(arrive)
+        else:
+            register_multi_grad_hook(tensors, arrive, mode="any")
+
+
+class _Hook:
+    """A forward hook that does not keep its recorder alive and is left behind when a module is copied or pickled."""
+
+    def __init__(self, recorder: InputRecorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.record(layer, args, kwargs, outputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
+
+
+def _left_behind() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*call: Any) -> None:
+    """The hook of a copied layer."""
+
+
+def _without_autocast(device: str) -> Any:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

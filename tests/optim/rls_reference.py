@@ -1,0 +1,233 @@
+"""RLS written down plainly: every row of every input, P as a dense matrix, one sum after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+
+@dataclass
+class Rows:
+    """What one weight multiplied: for each group (r, n); T by its denominator; and the bias that was added."""
+
+    weight: nn.Parameter
+    groups: list[Tensor]
+    bias: nn.Parameter | None = None
+    bias_offset: int = 0
+    sequences: int | None = None
+
+
+def linear_rows(layer: nn.Linear, inputs: Tensor) -> list[Rows]:
+    return [Rows(layer.weight, [inputs.reshape(-1, layer.in_features)], layer.bias)]
+
+
+def convolution_rows(layer: Any, inputs: Tensor) -> list[Rows]:
+    """Every patch, by a convolution of the padded images with each place of the kernel alone."""
+    dimensions = len(layer.kernel_size)
+    inputs = inputs if inputs.ndim == dimensions + 2 else inputs[None]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    if layer.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        padding = [(total // 2, total - total // 2) for total in totals]
+    else:
+        padding = [(0, 0)] * dimensions if layer.padding == "valid" else [(p, p) for p in layer.padding]
+    padded = F.pad(inputs, [p for pair in reversed(padding) for p in pair], mode)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dimensions - 1]
+    n = layer.weight[0].numel()
+    places = torch.eye(n, dtype=inputs.dtype).view(n, *layer.weight.shape[1:])
+    groups = []
+    for images in padded.chunk(layer.groups, 1):
+        patches = convolve(images, places, stride=layer.stride, dilation=layer.dilation)
+        groups.append(patches.flatten(2).transpose(1, 2).reshape(-1, n))
+    return [Rows(layer.weight, groups, layer.bias)]
+
+
+def recurrent_rows(layer: nn.RNNBase, inputs: Any, hx: Any = None) -> list[Rows]:
+    """An unrolled loop over samples, levels, directions and steps."""
+    if isinstance(inputs, PackedSequence):
+        padded, lengths = pad_packed_sequence(inputs, batch_first=True)
+        sequences = [sequence[:length] for sequence, length in zip(padded, lengths, strict=True)]
+    elif inputs.ndim == 2:
+        sequences = [inputs]
+    else:
+        sequences = list(inputs if layer.batch_first else inputs.transpose(0, 1))
+    states = None if hx is None else (hx if isinstance(hx, tuple) else (hx,))
+    read: dict[str, list[Tensor]] = {}
+    directions = 2 if layer.bidirectional else 1
+    for i, sequence in enumerate(sequences):
+        for level in range(layer.num_layers):
+            outputs = []
+            for direction in range(directions):
+                place = f"l{level}{'_reverse' if direction else ''}"
+                number = level * directions + direction
+                if states is None:
+                    state = [sequence.new_zeros(layer.hidden_size) for _ in range(2)]
+                else:
+                    state = [s[number] if s.ndim == 2 else s[number, i] for s in states]
+                steps = []
+                for x in sequence.flip(0) if direction else sequence:
+                    read.setdefault(f"ih_{place}", []).append(x)
+                    read.setdefault(f"hh_{place}", []).append(state[0])
+                    state = cell(layer, place, x, state)
+                    steps.append(state[0])
+                outputs.append(torch.stack(steps[::-1] if direction else steps))
+            sequence = torch.cat(outputs, 1)
+    return [
+        Rows(
+            getattr(layer, f"weight_{name}"),
+            [torch.stack(rows)],
+            getattr(layer, f"bias_{name}") if layer.bias else None,
+            sequences=len(sequences),
+        )
+        for name, rows in read.items()
+    ]
+
+
+def cell(layer: nn.RNNBase, place: str, x: Tensor, state: list[Tensor]) -> list[Tensor]:
+    """One step of one direction: h, and for an LSTM c."""
+    h = state[0]
+    biases = [getattr(layer, f"bias_{kind}_{place}") if layer.bias else 0 for kind in ("ih", "hh")]
+    of_input = getattr(layer, f"weight_ih_{place}") @ x + biases[0]
+    of_state = getattr(layer, f"weight_hh_{place}") @ h + biases[1]
+    if layer.mode == "LSTM":
+        i, f, g, o = (of_input + of_state).chunk(4)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return [o.sigmoid() * c.tanh(), c]
+    if layer.mode == "GRU":
+        (r, z, n), (r_h, z_h, n_h) = of_input.chunk(3), of_state.chunk(3)
+        r, z = (r + r_h).sigmoid(), (z + z_h).sigmoid()
+        return [(1 - z) * (n + r * n_h).tanh() + z * h]
+    return [(of_input + of_state).relu() if layer.mode == "RNN_RELU" else (of_input + of_state).tanh()]
+
+
+def attention_rows(
+    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any
+) -> list[Rows]:
+    """Softmax attention, one sample and one head at a time."""
+    size, heads = layer.embed_dim, layer.num_heads
+    if layer.in_proj_weight is None:
+        weights = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+    else:
+        weights = list(layer.in_proj_weight.chunk(3))
+    biases = [0, 0, 0] if layer.in_proj_bias is None else list(layer.in_proj_bias.chunk(3))
+    samples = [t if layer.batch_first else t.transpose(0, 1) for t in (query, key, value)]
+    attended = []
+    for sample in zip(*samples, strict=True):
+        q, k, v = (x @ w.t() + b for x, w, b in zip(sample, weights, biases, strict=True))
+        of_heads = []
+        for head in range(heads):
+            mine = slice(head * size // heads, (head + 1) * size // heads)
+            scores = q[:, mine] @ k[:, mine].t() / math.sqrt(size // heads)
+            if attn_mask is not None:
+                scores = scores.masked_fill(attn_mask, -math.inf)
+            of_heads.append(scores.softmax(1) @ v[:, mine])
+        attended.append(torch.cat(of_heads, 1))
+    out = Rows(layer.out_proj.weight, [torch.cat(attended)], layer.out_proj.bias)
+    read = [t.reshape(-1, t.shape[-1]) for t in (query, key, value)]
+    if layer.in_proj_weight is not None:
+        return [Rows(layer.in_proj_weight, read, layer.in_proj_bias), out]
+    parts = [0, size, 2 * size]
+    return [
+        *(Rows(w, [x], layer.in_proj_bias, part) for w, x, part in zip(weights, read, parts, strict=True)),
+        out,
+    ]
+
+
+ROWS: list[tuple[type[nn.Module], Callable[..., list[Rows]]]] = [
+    (nn.RNNBase, recurrent_rows),
+    (nn.MultiheadAttention, attention_rows),
+    (nn.Linear, linear_rows),
+    (nn.Module, convolution_rows),
+]
+
+
+@contextmanager
+def recorded_rows(module: nn.Module) -> Iterator[list[Rows]]:
+    """What all layers read while the context is open."""
+    rows: list[Rows] = []
+
+    def hook(layer: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        function = next(function for kind, function in ROWS if isinstance(layer, kind))
+        with torch.no_grad():
+            rows.extend(function(layer, *args, **kwargs))
+
+    layers = (nn.RNNBase, nn.MultiheadAttention, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    handles = [m.register_forward_hook(hook, with_kwargs=True) for m in module.modules() if isinstance(m, layers)]
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Reference:
+    """The optimizer in its plainest form; all weights are trained."""
+
+    ratio: float = 0.1
+    forgetting: float = 1.0
+    gradient_scale: float = 1.0
+    momentum: float = 0.0
+    l1: float = 0.0
+    matrices: dict[tuple[nn.Parameter, int], Tensor] = field(default_factory=dict)
+    velocities: dict[tuple[nn.Parameter, int], Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def step(self, read: Iterable[Rows]) -> None:
+        uses: dict[nn.Parameter, list[Rows]] = {}
+        for rows in read:
+            uses.setdefault(rows.weight, []).append(rows)
+        old: dict[Any, Callable[[], None]] = {}
+        for weight, of_weight in uses.items():
+            biases = list(dict.fromkeys((use.bias, use.bias_offset) for use in of_weight if use.bias is not None))
+            groups = len(of_weight[0].groups)
+            for g in range(groups):
+                old[(weight, g)] = self._group(weight, g, groups, of_weight, biases)
+        for write in old.values():
+            write()
+
+    def _group(self, weight: Any, g: int, groups: int, uses: list[Rows], biases: list[Any]) -> Callable[[], None]:
+        rows = []
+        for use in uses:
+            ones = torch.zeros(len(use.groups[g]), len(biases), dtype=weight.dtype)
+            if use.bias is not None:
+                ones[:, [bias is use.bias for bias, _ in biases].index(True)] = 1
+            rows.append(torch.cat([use.groups[g], ones], 1))
+        X = torch.cat(rows)
+        sequences = sum(len(use.groups[0]) if use.sequences is None else use.sequences for use in uses)
+        T = sum(len(use.groups[0]) for use in uses) / sequences
+        outputs = len(weight) // groups
+        mine = slice(g * outputs, (g + 1) * outputs)
+        parts = [slice(start + g * outputs, start + (g + 1) * outputs) for _, start in biases]
+
+        def joined(get: Callable[[Any], Tensor]) -> Tensor:
+            columns = [get(b)[part][:, None] for (b, _), part in zip(biases, parts, strict=True)]
+            return torch.cat([get(weight)[mine].reshape(outputs, -1), *columns], 1)
+
+        theta, gradient = joined(lambda p: p.detach()), joined(lambda p: p.grad)
+        P = self.matrices.setdefault((weight, g), torch.eye(X.shape[1], dtype=X.dtype))
+        xbar = X.mean(0)
+        u = P @ xbar
+        h = self.forgetting + self.ratio * T * xbar @ u
+        omega = self.velocities.get((weight, g), torch.zeros_like(theta))
+        omega = self.momentum * omega - self.gradient_scale / h * gradient @ P
+        theta = theta + omega
+        P = P / self.forgetting - self.ratio * T / (self.forgetting * h) * torch.outer(u, u)
+        theta = theta - self.l1 * theta.sign() @ P
+        self.matrices[(weight, g)], self.velocities[(weight, g)] = P, omega
+
+        def write() -> None:
+            n = theta.shape[1] - len(biases)
+            weight.data[mine] = theta[:, :n].reshape(outputs, *weight.shape[1:])
+            for j, ((bias, _), part) in enumerate(zip(biases, parts, strict=True)):
+                bias.data[part] = theta[:, n + j]
+
+        return write

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
+    from lightning_struct.optim import RLS as RLS
     from lightning_struct.optim import SHF as SHF
     from lightning_struct.strategies import SHFOptimization as SHFOptimization
 
 _HOME_OF = {
     "GrowingBatchSize": "lightning_struct.callbacks",
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
+    "RLS": "lightning_struct.optim",
     "SHF": "lightning_struct.optim",
     "SHFOptimization": "lightning_struct.strategies",
     "ValidationMeritStopping": "lightning_struct.callbacks",

@@ -16,7 +16,7 @@ from lightning_struct.optim.collective import all_reduce, world_size
 from lightning_struct.optim.rls_blocks import Bias, Block, Form
 from lightning_struct.optim.rls_layers import LayerType, layer_type
 from lightning_struct.optim.rls_memory import check_memory, summary_table
-from lightning_struct.optim.rls_recorder import InputRecorder
+from lightning_struct.optim.rls_recorder import InputRecorder, without_autocast
 
 AuxiliaryFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -159,7 +159,7 @@ class RLS(torch.optim.Optimizer):
             block.statistics.reset()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every layer that has a gradient, and of the auxiliary optimizer.
 
         Args:
@@ -176,9 +176,20 @@ class RLS(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        with without_autocast(self._blocks[0].weight.device.type):
+            coefficient = self._step_blocks()
+        if self._auxiliary is not None:
+            if self.max_grad_norm is not None:
+                for gradient in self._gradients(self._auxiliary.param_groups):
+                    gradient.mul_(coefficient)
+            self._auxiliary.step()
+        return result
+
+    def _step_blocks(self) -> Tensor | float:
+        """Step what RLS trains; returned is the coefficient of clipping."""
         if world_size() > 1:
             self._reduce_statistics()
-        means = {block: self._mean(block) for block in self._blocks if block.has_gradient}
+        means = {block: block.statistics.mean() for block in self._blocks if self._takes_part(block)}
         coefficient = self._checked_clip_coefficient(means)
         for block, index in zip(self._blocks, self._group_of, strict=True):
             if block in means:
@@ -192,12 +203,7 @@ class RLS(torch.optim.Optimizer):
                     l1=group["l1"],
                 )
             block.statistics.reset()
-        if self._auxiliary is not None:
-            if self.max_grad_norm is not None:
-                for gradient in self._gradients(self._auxiliary.param_groups):
-                    gradient.mul_(coefficient)
-            self._auxiliary.step()
-        return result
+        return coefficient
 
     # --- the parts of a step -----------------------------------------------------------------------------------------
 
@@ -223,16 +229,20 @@ class RLS(torch.optim.Optimizer):
             statistics.total = total.to(block.weight).view(block.groups, -1) if statistics.counts[0] else None
             statistics.pairs = None  # of this process alone
 
-    def _mean(self, block: Block) -> Tensor:
-        if block.statistics.total is None:
-            block_step = f"RLS step {self._steps(block) + 1}"
-            self._forget_statistics()
-            raise ValueError(
-                f"{block_step}: {block.name} has a gradient, but its layer was not seen to read anything since the last step. "
-                "Either its weight is used without calling the layer, or a compiled module was called before RLS was made, "
-                "or the hooks were removed: call the layer, make RLS first, or exclude the layer"
-            )
-        return block.statistics.mean()
+    def _takes_part(self, block: Block) -> bool:
+        """Whether the step changes a block: its layers were called, and a gradient came back."""
+        gradients = [parameter.grad for parameter in block.parameters if parameter.grad is not None]
+        if not gradients or block.statistics.total is not None:
+            return bool(gradients)
+        if not any(gradient.any() for gradient in gradients):  # filled with zeros, and nobody called it
+            return False
+        step = self._steps(block) + 1
+        self._forget_statistics()
+        raise ValueError(
+            f"RLS step {step}: {block.name} has a gradient, but its layer was not seen to read anything since the last step. "
+            "Either its weight is used without calling the layer, or a compiled module was called before RLS was made, or "
+            "the hooks were removed: call the layer, make RLS first, or exclude the layer"
+        )
 
     def _checked_clip_coefficient(self, means: Mapping[Block, Tensor]) -> Tensor | float:
         """What the gradients are to be multiplied by, after a look at whether all is finite: the step's only wait."""

@@ -86,7 +86,7 @@ class Statistics:
             if use.bias is not None:
                 self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
         self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
-        if use.inputs is None or cotangent is None or self.pairs is None:
+        if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
             self.pairs = None
             return
         self.pairs.append((use.inputs, cotangent.reshape(len(use.inputs), -1)))
@@ -155,10 +155,6 @@ class Block:
     def parameters(self) -> list[nn.Parameter]:
         """The weight and the biases, each once."""
         return list(dict.fromkeys([self.weight, *(bias.parameter for bias in self.biases)]))
-
-    @property
-    def has_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.parameters)
 
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
         """The place of a bias among those of the block; None if it is none of them."""

@@ -145,12 +145,14 @@ def _run_level(
     if unbatched:
         data = data.unsqueeze(0 if layer.batch_first else 1)
         start = [state.unsqueeze(1) for state in start]
-    run = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[layer.mode]
+    run: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[
+        layer.mode
+    ]
     hx = start if layer.mode == "LSTM" else start[0]
     common = (weights, layer.bias, 1, 0.0, False, layer.bidirectional)
     if sizes is not None:
-        return run(data, sizes, hx, *common)[0]  # type: ignore[operator]
-    output = run(data, hx, *common, layer.batch_first)[0]  # type: ignore[operator]
+        return run(data, sizes, hx, *common)[0]
+    output = run(data, hx, *common, layer.batch_first)[0]
     return output.squeeze(0 if layer.batch_first else 1) if unbatched else output
 
 
@@ -233,7 +235,7 @@ def _attended(
         layer.add_zero_attn,
         0.0,
         torch.eye(layer.embed_dim, dtype=query.dtype, device=query.device),
-        None,  # type: ignore[arg-type]
+        None,
         training=False,
         key_padding_mask=_argument(args, kwargs, 3, "key_padding_mask", None),
         need_weights=False,

@@ -43,7 +43,7 @@ def batch_sum(tensor: Tensor) -> Tensor:
 
     ``Tensor.sum`` over the batch is many times slower where the channels are last.
     """
-    order = sorted(range(1, tensor.ndim), key=lambda dimension: -tensor.stride(dimension))
+    order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.permute(0, *order).flatten(1)
     total = (tensor.new_ones(tensor.shape[0]) @ flat).view([tensor.shape[dimension] for dimension in order])
     return total.permute([order.index(dimension) for dimension in range(1, tensor.ndim)])

@@ -35,7 +35,7 @@ class InputRecorder:
     def attach(self) -> None:
         """Hook the layers; before other hooks, which may replace an output."""
         # A compiled graph is broken at each layer: what is recorded must not become part of it.
-        self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)  # type: ignore[assignment]
+        self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
         for layer in self._layers:
             handle = layer.register_forward_hook(_Hook(self), prepend=True, with_kwargs=True)
             self._handles.append(handle)
@@ -64,7 +64,7 @@ class InputRecorder:
         if not tensors or not any(p.requires_grad for block in blocks.values() for p in block.parameters):
             return
         device = tensors[0].device.type
-        with torch.no_grad(), _without_autocast(device):
+        with torch.no_grad(), without_autocast(device):
             uses = kind.read(layer, blocks, args, kwargs, outputs)
 
         def arrive(cotangent: Tensor) -> None:
@@ -103,7 +103,8 @@ def _nothing(*call: Any) -> None:
     """The hook of a copied layer."""
 
 
-def _without_autocast(device: str) -> Any:
+def without_autocast(device: str) -> Any:
+    """A context in which products keep the precision of their factors."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 

@@ -285,10 +285,13 @@ class AccumulationGrowth:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def expected_sizes(self) -> list[int]:
-        if self._trainer.is_last_batch:  # it may have fewer
-            return []
-        sizes = [getattr(loader, "batch_size", None) for loader in self._loaders()]
-        return [size for size in sizes if isinstance(size, int)]
+        sizes = []
+        for loader in self._loaders():
+            size, samples = getattr(loader, "batch_size", None), sized_len(getattr(loader, "sampler", None))
+            if isinstance(size, int):
+                left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
+                sizes.append(left if 0 < left < size else size)
+        return sizes
 
     def on_step(self, samples: int) -> None:
         # the last step of an epoch may have fewer batches, and its last batch fewer samples

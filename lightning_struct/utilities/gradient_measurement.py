@@ -91,7 +91,9 @@ class GradientMeasurement:
         if not self._measuring or (self._module.automatic_optimization and accumulates(self._trainer)):
             return
         if self._recorder.check:
-            self._checksums = self._recorder.checksums()
+            # manual_backward is called under the autocast of training_step, whose products of scaled gradients overflow
+            with torch.autocast(self._module.device.type, enabled=False):
+                self._checksums = self._recorder.checksums()
         for norms in self._recorder.results():
             gradient = norms.parameter.grad
             assert gradient is not None

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 
 from lightning_struct import GrowingBatchSize
+from lightning_struct.functional import required_batch_size
 
 SAMPLES, FIRST, MOST = 40, 4, 16
 EPOCHS = 2
@@ -493,6 +494,16 @@ def fit(directory, project, epochs=EPOCHS, validation=True):
     return SimpleNamespace(trainer=trainer, watch=watch, growing=growing, reference=reference, project=project)
 
 
+def seed():
+    torch.manual_seed(1)
+    random.seed(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    seed()
+
+
 def with_reference():
     return [name for name, make in PROJECTS.items() if make().losses is not None]
 
@@ -504,7 +515,7 @@ def runs(tmp_path_factory):
 
     def run(name):
         if name not in done:
-            L.seed_everything(1)
+            seed()
             done[name] = fit(tmp_path_factory.mktemp("run"), PROJECTS[name]())
         return done[name]
 
@@ -587,7 +598,6 @@ class GANReference(L.Callback):
 @pytest.mark.parametrize("module", [GAN, GANWithoutToggling])
 def test_of_several_optimizers_the_larger_variance_counts(tmp_path, module):
     reference = GANReference()
-    L.seed_everything(1)
     run = fit(tmp_path, Project(module(), options={"callbacks": [reference]}))
     measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
     assert measured == pytest.approx(reference.ratios, rel=1e-9)
@@ -707,6 +717,71 @@ def test_a_module_with_statistics_of_its_own_is_asked_for_them(tmp_path):
     assert {record["variance_ratio"] for record in run.growing.records} == {9.0 / 4}
 
 
+# --- batches of another form -------------------------------------------------------------------------------------------
+
+
+class Samples:
+    """Of a batch, as attributes."""
+
+    def __init__(self, samples):
+        self.inputs, self.targets = (torch.stack(parts).double() for parts in zip(*samples, strict=True))
+
+
+class OfObjects(Regressor):
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch.inputs), batch.targets)
+
+
+class OfLists(Classifier):
+    def __init__(self):
+        super().__init__(convolutional(nn.Identity()))
+
+    def training_step(self, batch, batch_idx):
+        pixels, labels = zip(*batch, strict=True)
+        return self.loss(self(torch.stack(pixels)), torch.stack(labels))
+
+
+class TimeFirst(Regressor):
+    """Reads (time, samples, features)."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(3, 5)
+        self.network = nn.Linear(5, 2)
+
+    def forward(self, inputs):
+        return self.network(self.recurrent(inputs)[0][-1])
+
+
+def time_first(samples):
+    inputs, targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    return inputs.expand(7, *inputs.shape), targets
+
+
+FORMS = {
+    "objects": lambda: (OfObjects(), DataLoader(regression(42), batch_size=FIRST, collate_fn=Samples)),
+    "lists of samples": lambda: (OfLists(), DataLoader(images(42), batch_size=FIRST, collate_fn=list)),
+    "time first": lambda: (TimeFirst(), DataLoader(regression(42), batch_size=FIRST, collate_fn=time_first)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("mode", ["batch", "accumulate"])
+def test_samples_are_counted_in_batches_of_any_form(tmp_path, form, mode):
+    module, loader = form()
+    growing = GrowingBatchSize(window=2, max_batch_size=8, theta=0.05, mode=mode)
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
+    trainer = L.Trainer(accelerator="cpu", callbacks=[growing], max_epochs=1, precision="64-true", **quiet)
+    trainer.fit(module, loader)
+    sizes = [record["batch_size"] for record in growing.records]
+    assert (sizes[0], sum(sizes), growing.records[-1]["samples"]) == (FIRST, 42, 42)
+
+
 # --- steps -------------------------------------------------------------------------------------------------------------
 
 
@@ -739,6 +814,22 @@ def test_an_accumulated_gradient_is_the_mean_over_its_samples(tmp_path, growing)
     assert max(gradients.errors) < 1e-12
 
 
+class AccumulatingByHand(Manual):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(self(batch[0]), batch[1]) / 2)
+        if batch_idx % 2 or self.trainer.is_last_batch:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_sizes_are_those_of_one_batch_where_a_module_accumulates_by_hand(tmp_path):
+    reference = Reference(squared_errors)
+    run = fit(tmp_path, Project(AccumulatingByHand(), options={"callbacks": [reference]}))
+    first = run.growing.records[0]
+    expected = required_batch_size(reference.ratios[0] * FIRST, 1.0, SAMPLES, theta=0.5)
+    assert (first["batch_size"], first["samples"], first["batch_size_predicted"]) == (FIRST, 2 * FIRST, expected)
+
+
 class OneCycle(Regressor):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
@@ -767,13 +858,23 @@ def test_a_scaled_loss_changes_nothing_and_skipped_steps_do_not_count(tmp_path, 
     assert first["variance_ratio"] == pytest.approx(reference.ratios[first["samples"] // FIRST - 1], rel=0.01)
 
 
+class CompiledInPlace(Regressor):
+    def __init__(self, backend):
+        super().__init__()
+        self.network.compile(backend=backend)
+
+
+COMPILED = {
+    "wrapped": lambda: Regressor(torch.compile(perceptron(), backend="aot_eager")),
+    "in place": lambda: CompiledInPlace("eager"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "compiled", [lambda network: torch.compile(network, backend="aot_eager"), lambda network: network]
-)
-def test_a_compiled_network_is_measured_as_any_other(tmp_path, compiled):
+@pytest.mark.parametrize("module", COMPILED.values(), ids=COMPILED)
+def test_a_compiled_network_is_measured_as_any_other(tmp_path, module):
     reference = Reference(squared_errors)
-    run = fit(tmp_path, Project(Regressor(compiled(perceptron())), options={"callbacks": [reference]}))
+    run = fit(tmp_path, Project(module(), options={"callbacks": [reference]}))
     measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
     assert measured == pytest.approx(reference.ratios, rel=1e-9)
 
@@ -809,7 +910,7 @@ def two_tasks(tmp_path_factory):
 
     def run(mode):
         if mode not in runs:
-            L.seed_everything(1)
+            seed()
             growing = {"max_batch_size": 21}
             directory = tmp_path_factory.mktemp("tasks")
             runs[mode] = fit(directory, Project(TwoTasks(), two_loaders(mode), growing=growing), validation=False)
@@ -820,9 +921,7 @@ def two_tasks(tmp_path_factory):
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders_grow_in_proportion(two_tasks, mode):
-    of_labels, of_pairs = (
-        sizes[: 2 + 2] for sizes in two_tasks(mode).project.module.read[0]
-    )  # what follows is left over
+    of_labels, of_pairs = (sizes[:4] for sizes in two_tasks(mode).project.module.read[0])  # what follows is left over
     assert of_labels[0] == 4 < of_labels[-1]
     assert of_pairs == [math.ceil(size / 2) for size in of_labels]
 
@@ -850,6 +949,23 @@ def test_sizes_are_those_of_all_loaders_together(two_tasks, mode):
     read = [sum(run.project.module.read[epoch][i]) for epoch in range(EPOCHS) for i in (0, 1)]
     assert run.growing.records[0]["batch_size"] == 6
     assert run.growing.records[-1]["samples"] == sum(read)
+
+
+def both_losses(module, batch):
+    """(n,), of the samples of both loaders, scaled so that their mean is half of the sum of the two means."""
+    losses = [squared_errors(module, batch[name]) for name in ("labels", "pairs")]
+    n = sum(map(len, losses))
+    return torch.cat([of_loader * n / (2 * len(of_loader)) for of_loader in losses])
+
+
+def test_a_network_may_see_batches_of_different_sizes(tmp_path):
+    class Shared(Regressor):
+        def training_step(self, batch, batch_idx):
+            return sum(self.loss(self(inputs), targets) for inputs, targets in batch.values())
+
+    run = fit(tmp_path, Project(Shared(), two_loaders("min_size"), both_losses), validation=False)
+    measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
+    assert measured == pytest.approx(run.reference.ratios, rel=1e-9)
 
 
 # --- limits ------------------------------------------------------------------------------------------------------------

@@ -423,6 +423,8 @@ def squared_norms(
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return squared_norms(contributions, probes=probes, generator=generator, part=part)
+    if len(contributions) == 1 and contributions[0].cost() is None:
+        return contributions[0].squared_norms()
     if probes is not None and _worth_estimating(contributions, probes):
         # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
         rows, (r, every) = contributions[0].shape[0], part

@@ -326,7 +326,8 @@ class GradientNormRecorder:
             if not trainable or not differentiable:
                 return
             for parameter in trainable.values():
-                self._watch(parameter)
+                if parameter not in self._watched:
+                    self._watch(parameter)
             call = self._recorded(layer, trainable, args, kwargs, outputs, state)
             number = len(tensors)
             if number == 1:
@@ -391,7 +392,10 @@ class GradientNormRecorder:
                 "batch normalisation in training couples the samples of a batch through their statistics: of the layers "
                 "before it, what is measured is each sample's share of the gradient, and not its own gradient"
             )
-        args, kwargs = _detached((args, kwargs))
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            args, kwargs = _detached((args, kwargs))
+        else:
+            args = (args[0].detach(),)
         call = _Call(layer, parameters, args, kwargs, self.samples, _current_backward())
         if runs_again(layer):
             device = tensors_in(outputs)[0].device.type
@@ -505,11 +509,11 @@ class GradientNormRecorder:
     def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
         """Of the samples of all uses. Uses by different numbers of samples, where there may be, are by different samples."""
         shares, may_be = arrived.shares, arrived.calls[0].samples
-        sizes = sorted({share.samples for share in shares})
-        groups = [shares]
-        if len(sizes) > 1 and isinstance(may_be, Collection) and set(sizes) <= set(may_be):
-            groups = [[share for share in shares if share.samples == size] for size in sizes]
         options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
+        sizes = sorted({share.samples for share in shares}) if len(shares) > 1 else []
+        if len(sizes) < 2 or not isinstance(may_be, Collection) or not set(sizes) <= set(may_be):
+            return squared_norms(shares, **options)
+        groups = [[share for share in shares if share.samples == size] for size in sizes]
         return torch.cat([squared_norms(group, **options) for group in groups])
 
     def _add_checksum(self, parameter: nn.Parameter, measured: _Measured, shares: Sequence[Contribution]) -> None:

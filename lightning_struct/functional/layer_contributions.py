@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -146,14 +147,18 @@ class _Rule:
 
 def _rule(layer: nn.Module) -> _Rule | None:
     """The rule of the layer's type, or of the base whose forward it has, if its parameters are the plain ones."""
-    for base in type(layer).__mro__:
-        rule = _RULES.get(base)
-        if rule is not None:
-            same = type(layer) is base or all(
-                getattr(type(layer), name, None) is getattr(base, name, None) for name in ("forward", "_conv_forward")
-            )
-            plain = layer._parameters.keys() <= set(rule.parameters(layer)) and "parametrizations" not in layer._modules
-            return rule if same and plain else None
+    rule = _rule_of_type(type(layer))  # type: ignore[arg-type]  # a type is hashable
+    if rule is None or "parametrizations" in layer._modules:
+        return None
+    return rule if layer._parameters.keys() <= set(rule.parameters(layer)) else None
+
+
+@cache
+def _rule_of_type(kind: type[nn.Module]) -> _Rule | None:
+    for base in kind.__mro__:
+        if (rule := _RULES.get(base)) is not None:
+            names = ("forward", "_conv_forward")
+            return rule if all(getattr(kind, name, None) is getattr(base, name, None) for name in names) else None
     return None
 
 

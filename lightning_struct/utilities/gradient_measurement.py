@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -99,7 +100,7 @@ class GradientMeasurement:
             assert gradient is not None
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             flat = at_least_float32(values.detach()).reshape(-1)
-            self._squared_norms[norms.parameter] = torch.dot(flat, flat).double()
+            self._squared_norms[norms.parameter] = torch.dot(flat, flat)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the statistics of the gradients by which ``optimizer`` is about to step.
@@ -161,18 +162,21 @@ class GradientMeasurement:
         self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]
     ) -> tuple[int, float, float]:
         """n, ‖Var‖₁ and ‖G‖² of what was measured in all processes."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._module.device)
-        shares, gradients, counts = [zero] * len(parameters), [zero] * len(parameters), []
-        for i, parameter in enumerate(parameters):
-            of_passes = results[parameter].squared_norms if parameter in results else []
-            counts.append(sum(len(squared_norms) for squared_norms in of_passes))
-            if of_passes:
-                shares[i] = torch.stack([squared_norms.sum(dtype=torch.float64) for squared_norms in of_passes]).sum()
-                gradients[i] = self._squared_norms[parameter]
+        device = self._module.device
+        measured = [i for i, parameter in enumerate(parameters) if parameter in results]
+        of_passes = [results[parameters[i]].squared_norms for i in measured]
+        sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
+        if measured:
+            vectors = [vectors[0] if len(vectors) == 1 else torch.cat(vectors) for vectors in of_passes]
+            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1, dtype=torch.float64)
+            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]] for i in measured]).double()
+        counts = [0] * len(parameters)
+        for i, vectors in zip(measured, of_passes, strict=True):
+            counts[i] = sum(len(squared_norms) for squared_norms in vectors)
         uncovered = self._recorder.uncovered
         hidden = [self._names[parameter] in uncovered for parameter in parameters]
-        host = torch.tensor([*counts, *hidden], dtype=torch.float64, device=zero.device)
-        flat = all_reduce(torch.cat([torch.stack([*shares, *gradients]), host])).cpu()
+        host = torch.tensor([*counts, *hidden], dtype=torch.float64, device=device)
+        flat = all_reduce(torch.cat([sums.flatten(), host])).cpu()
         share, gradient, count, not_covered = flat.view(4, -1)
         # DDP averages the gradients: a process's share of its own is a share of G times the number of processes.
         share, gradient = share / world_size() ** 2, gradient / world_size()

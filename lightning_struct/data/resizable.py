@@ -25,7 +25,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
 
     ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end is
-    not lost.
+    not lost. Without it, growth makes no last batch so small, which batch normalisation may not be able to train on: the
+    last two share their samples.
 
     Args:
         source: the batch sampler.
@@ -86,7 +87,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         units = self._begin_units()
         while True:
             done = self._end(self._handed)
-            size = self.size if self._handed == len(self.ends) else self.ends[self._handed] - done
+            size = self._next_size(done) if self._handed == len(self.ends) else self.ends[self._handed] - done
             batch = list(islice(units, size))
             if not batch or (self.drop_last and len(batch) < min(self.first_size, size)):
                 return
@@ -117,6 +118,11 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         if known < len(self.ends):
             return known + 1
         return len(self.ends) + max(math.ceil((units - self._end(len(self.ends))) / self.size), 1)
+
+    def _next_size(self, done: int) -> int:
+        """``size``, or half of what is left where after it there would be less left than batches had at first."""
+        left = 0 if self.units is None or self.drop_last else self.units - done
+        return math.ceil(left / 2) if self.first_size < self.size < left < self.size + self.first_size else self.size
 
     def _end(self, batches: int) -> int:
         return self.ends[batches - 1] if batches else 0

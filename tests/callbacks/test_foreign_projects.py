@@ -993,6 +993,14 @@ def test_other_limits_are_limits_of_samples(tmp_path, options, samples):
     assert run.watch.lengths == [len(epoch) for epoch in sizes_of(run)]
 
 
+def test_growth_leaves_no_batch_over_that_is_smaller_than_the_first(tmp_path):
+    network = nn.Sequential(
+        nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)
+    )  # which refuses a single sample
+    run = fit(tmp_path, Project(Regressor(network), growing={"theta": 0.05, "max_batch_size": 13}))
+    assert sizes_of(run) == [[4, 4, 4, 13, 8, 7], [13, 13, 7, 7]]
+
+
 def test_max_steps_ends_within_an_epoch(tmp_path):
     run = fit(tmp_path, Project(Regressor(), options={"max_epochs": -1, "max_steps": 7}))
     assert len(run.watch.sizes) == run.trainer.global_step == 7 and max(run.watch.sizes) == MOST

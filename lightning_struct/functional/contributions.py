@@ -76,7 +76,7 @@ class Contribution(ABC):
         return None
 
     def sketched(self, signs: Tensor) -> Contribution:
-        """Rᵢᵀcᵢ in place of cᵢ, with Rᵢ the ``signs`` (n, shape[0], probes), of ±1, over √probes.
+        """Rᵢᵀcᵢ in place of cᵢ, with Rᵢ the ``signs`` (n, shape[0], probes), of ±1/√probes.
 
         Only where :meth:`cost` is not None.
         """
@@ -201,7 +201,7 @@ class Outer(Contribution):
 
     def sketched(self, signs: Tensor) -> Outer:
         delta = _without_denormal_squares(at_least_float32(self.cotangents))
-        return Outer(self.inputs, delta @ (signs.to(delta.dtype) * signs.shape[2] ** -0.5))
+        return Outer(self.inputs, delta @ signs.to(delta.dtype))
 
     def _sizes(self) -> tuple[int, int, int]:
         """T, in, out."""
@@ -335,7 +335,7 @@ class Convolution(Contribution):
 
     def sketched(self, signs: Tensor) -> Convolution:
         delta = at_least_float32(self.cotangents)
-        projected = (signs.mT.to(delta.dtype) * signs.shape[2] ** -0.5) @ delta.flatten(2)
+        projected = signs.mT.to(delta.dtype) @ delta.flatten(2)
         return replace(self, cotangents=projected.unflatten(2, delta.shape[2:]), parameter_shape=None)
 
     def _sizes(self) -> tuple[int, int, int]:
@@ -429,10 +429,11 @@ def squared_norms(
         # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
         rows, (r, every) = contributions[0].shape[0], part
         of_probes, of_rows = (
-            torch.randint(0, 2, size, generator=generator, device=device) * 2 - 1
+            torch.randint(0, 2, size, generator=generator, device=device, dtype=torch.float32).mul_(2).sub_(1)
             for size in ((rows, probes), (every * n, rows, 1))
         )
-        contributions = [contribution.sketched(of_rows[r::every] * of_probes) for contribution in contributions]
+        signs = of_rows[r::every] * of_probes.mul_(probes**-0.5)
+        contributions = [contribution.sketched(signs) for contribution in contributions]
     return _exact_squared_norms(contributions)
 
 

@@ -102,9 +102,8 @@ class GrowingBatchSize(L.Callback):
     largest prediction counts.
 
     All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a module
-    accumulates by hand, of one). Logged are
-    ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the module does not log them itself: after
-    the first step, and every ``Trainer(log_every_n_steps=...)``.
+    accumulates by hand, of one). Logged are ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the
+    module does not log them itself: after the first step, and every ``Trainer(log_every_n_steps=...)``.
 
     What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
     others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
@@ -139,8 +138,8 @@ class GrowingBatchSize(L.Callback):
     Raises:
         MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
             a strategy that shards the weights (unless the module has its own statistics), or batches that are larger than
-            ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; a step of
-            which nothing could be measured; a monitor that is not logged, or not finite.
+            ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; steps of
+            all optimizers of which nothing could be measured; a monitor that is not logged, or not finite.
         ValueError: an optimizer is about to step by a gradient that is NaN or infinite.
     """
 

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
     from lightning_struct.optim import RLS as RLS
     from lightning_struct.optim import SHF as SHF
+    from lightning_struct.strategies import RLSOptimization as RLSOptimization
     from lightning_struct.strategies import SHFOptimization as SHFOptimization
 
 _HOME_OF = {
     "GrowingBatchSize": "lightning_struct.callbacks",
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
     "RLS": "lightning_struct.optim",
+    "RLSOptimization": "lightning_struct.strategies",
     "SHF": "lightning_struct.optim",
     "SHFOptimization": "lightning_struct.strategies",
     "ValidationMeritStopping": "lightning_struct.callbacks",

@@ -550,8 +550,8 @@ def test_under_autocast_p_stays_in_float32() -> None:
     module, reference = network(torch.float32), network(torch.float32)
     optimizer, plain = RLS(module), RLS(reference)
     with torch.autocast("cpu", torch.bfloat16):
-        train(module, optimizer)
-    train(reference, plain)
+        train(module, optimizer, range(2))
+    train(reference, plain, range(2))
     assert matrix(optimizer, "0.weight").dtype == torch.float32
     torch.testing.assert_close(matrix(optimizer, "0.weight"), matrix(plain, "0.weight"), rtol=0, atol=1e-6)
     torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=0.03)

@@ -1,0 +1,172 @@
+"""RLS as the training step of a LightningModule."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lightning_struct.optim.rls import RLS
+from lightning_struct.utilities.strategies import refuse_sharded_weights
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+
+
+class RLSOptimization(L.LightningModule):
+    """Trains a LightningModule by :class:`~lightning_struct.optim.RLS` in manual optimization. Put it before the module's
+    own base, and return an RLS::
+
+        class LitNet(RLSOptimization, L.LightningModule):
+            ...
+
+            def configure_optimizers(self):
+                return RLS(self, momentum=0.5)
+
+    Every batch is one step and counts once in ``global_step``. The loss is the one that the module's own ``training_step``
+    returns. A module without one is trained by that of the paper, ½‖outputs - targets‖² averaged over samples, of
+    :meth:`inputs_and_targets`, which is logged as ``train_loss``. Learning-rate schedulers are stepped as in automatic
+    optimization, but for ``ReduceLROnPlateau``, which is refused; clip by ``RLS(max_grad_norm=...)``.
+
+    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. Lightning refuses clipping and
+    accumulation of gradients by the Trainer in manual optimization: RLS works in automatic optimization too, without this
+    class.
+
+    Raises:
+        MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,
+            ``ReduceLROnPlateau``, or anything but one RLS from ``configure_optimizers``.
+        ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers; the
+            weights and P are unchanged.
+    """
+
+    _own_training_step: Any = None
+    _asked_for_loss = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.training_step is not RLSOptimization.training_step:
+            cls._own_training_step = cls.training_step
+            cls.training_step = RLSOptimization.training_step  # type: ignore[method-assign]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
+        """How a batch becomes what the network reads and what the loss compares its outputs with.
+
+        Returns:
+            The inputs, and the targets, of the shape of the outputs.
+
+        Raises:
+            MisconfigurationException: the batch is not a sequence of two tensors.
+        """
+        inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
+        if inherited is not None:
+            return inherited(batch)
+        if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+            return batch[0], batch[1]
+        raise MisconfigurationException(
+            f"A batch for {type(self).__name__} is a {type(batch).__name__}, not a pair of tensors: define training_step, or "
+            "inputs_and_targets(self, batch), which returns (inputs, targets)"
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """One RLS step on the batch.
+
+        Returns:
+            The loss before the step, detached; None where the module's own ``training_step`` returns none: then no step is
+            taken.
+        """
+        if self._asked_for_loss:  # by the module's own training_step, which extends that of its base
+            return super().training_step(batch, batch_idx)
+        loss = self._loss(batch, batch_idx)
+        if loss is None:
+            return None
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
+        self._step_schedulers("step", batch_idx + 1)
+        if self.trainer.is_last_batch:
+            self._step_schedulers("epoch", self.current_epoch + 1)
+        return loss.detach()
+
+    @property
+    def rls(self) -> RLS:
+        """The optimizer that ``configure_optimizers`` returned to the Trainer.
+
+        Raises:
+            MisconfigurationException: it returned anything but one RLS.
+        """
+        optimizers = self.trainer.optimizers
+        if len(optimizers) == 1 and isinstance(optimizers[0], RLS):
+            return optimizers[0]
+        returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise MisconfigurationException(
+            f"{type(self).__name__} is trained by RLSOptimization, which needs exactly one RLS from configure_optimizers, "
+            f"but got {returned}: return RLS(self), with an auxiliary optimizer within it where one is needed, or leave "
+            "RLSOptimization out"
+        )
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self._check_trainer()
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._check_trainer()
+        _ = self.rls
+        if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in self.trainer.lr_scheduler_configs):
+            raise MisconfigurationException(
+                "In manual optimization Lightning drops the monitor of ReduceLROnPlateau: leave RLSOptimization out, RLS works "
+                "in automatic optimization too"
+            )
+
+    def on_fit_end(self) -> None:
+        super().on_fit_end()
+        self.rls.remove_hooks()
+
+    def _loss(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Of the module's own training step, or the paper's."""
+        if self._own_training_step is None and _is_missing(super().training_step):
+            inputs, targets = self.inputs_and_targets(batch)
+            loss = 0.5 * (self(inputs) - targets).square().sum() / len(targets)
+            self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(targets), sync_dist=True)
+            return loss
+        self._asked_for_loss = True
+        try:
+            own = self._own_training_step or super().training_step
+            output = own(batch, batch_idx)
+        finally:
+            self._asked_for_loss = False
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    def _step_schedulers(self, interval: str, number: int) -> None:
+        """Step those of an interval, when the Trainer does it in automatic optimization."""
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == interval and number % config.frequency == 0:
+                self.lr_scheduler_step(config.scheduler, None)
+
+    def _check_trainer(self) -> None:
+        if self.trainer.precision not in PRECISIONS:
+            raise MisconfigurationException(
+                f"RLSOptimization does not work with Trainer(precision={self.trainer.precision!r}): P needs float32 weights, "
+                "and its steps no GradScaler. Use 'bf16-mixed', '32-true' or '64-true'"
+            )
+        refuse_sharded_weights(self.trainer, "RLSOptimization")
+        if self.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__} sets automatic_optimization=True, but RLSOptimization is manual optimization: leave "
+                "the attribute alone, or the mixin out: RLS works in automatic optimization too"
+            )
+
+
+def _is_missing(training_step: Any) -> bool:
+    """Whether it is Lightning's own, which does nothing."""
+    return training_step.__func__ is L.LightningModule.training_step

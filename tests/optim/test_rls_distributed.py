@@ -1,0 +1,157 @@
+"""Two processes with uneven shares of the batch take the steps of one process with all of it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_struct.optim import RLS
+from tests.cases import flat, trainable
+from tests.optim.helpers import gaussian
+
+pytestmark = pytest.mark.slow
+
+WORLD, STEPS = 2, 40
+
+
+class Packed(nn.Module):
+    """Sequences of one to four steps, so that the mean length differs between the processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(20, 12)
+        self.lstm, self.head = nn.LSTM(3, 4, 2, bidirectional=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences = self.embedding(x).view(-1, 4, 3)
+        cut = [
+            sequence[: 1 + int(row[0] > 0) + 2 * int(row[1] > 0)] for sequence, row in zip(sequences, x, strict=True)
+        ]
+        return self.head(self.lstm(pack_sequence(cut, enforce_sorted=False))[1][0][-2:].transpose(0, 1).flatten(1))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(40, 2)
+    )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    build: Callable[[], nn.Module] = perceptron
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+
+
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+SCENARIOS = {
+    "perceptron": Scenario(options={"momentum": 0.5, "l1": 1e-4}),
+    "clipped": Scenario(options={"max_grad_norm": 0.05}),
+    "rank1": Scenario(options={"form": "rank1"}),
+    "convolution_and_adam": Scenario(convolution, {"auxiliary": ADAM}),
+    "packed": Scenario(Packed),
+    "float32": Scenario(dtype=torch.float32),
+}
+
+
+def share(step: int, rank: int | None) -> tuple[Tensor, int]:
+    """The rows of a process, or all where ``rank`` is None, and the number of all."""
+    first = 1 + (5 * step) % 9
+    rows = 0.3 * gaussian(first + 6, 20, seed=step) + 0.2
+    return (rows if rank is None else rows[:first] if rank == 0 else rows[first:]), len(rows)
+
+
+def train(scenario: Scenario, rank: int | None) -> list[Tensor]:
+    """The weights after each step."""
+    torch.manual_seed(0)
+    module = scenario.build().to(scenario.dtype)
+    optimizer = RLS(module, **scenario.options)
+    model = module if rank is None else DistributedDataParallel(module)
+    steps = []
+    for step in range(STEPS):
+        rows, number = share(step, rank)
+        optimizer.zero_grad()
+        outputs = model(rows.to(scenario.dtype))
+        loss = 0.5 * (outputs - rows[:, :2].sin().to(scenario.dtype)).square().sum() / number
+        (loss if rank is None else loss * WORLD).backward()
+        optimizer.step()
+        steps.append(flat(trainable(module)).clone())
+    return steps
+
+
+def collectives_of_a_step() -> list[int]:
+    """Sizes of what RLS itself communicates in one step."""
+    sizes: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    module = perceptron().double()
+    optimizer = RLS(module)
+    module(share(0, None)[0]).sum().backward()
+    dist.all_reduce = counting
+    try:
+        optimizer.step()
+    finally:
+        dist.all_reduce = original
+    return sizes
+
+
+def worker(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {
+        "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
+        "collectives": collectives_of_a_step(),
+    }
+    torch.save(results, f"{directory}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes did."""
+    directory: Path = tmp_path_factory.mktemp("processes")
+    mp.spawn(worker, (str(directory),), nprocs=WORLD)
+    return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.dtype == torch.float64])
+def test_weights_are_those_of_one_process_with_the_whole_batch(name: str, processes: list[dict[str, Any]]) -> None:
+    for mine, expected in zip(processes[0]["steps"][name], train(SCENARIOS[name], None), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_replicas_are_bitwise_equal(name: str, processes: list[dict[str, Any]]) -> None:
+    for mine, other in zip(processes[0]["steps"][name], processes[1]["steps"][name], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_step_sends_one_flat_vector(processes: list[dict[str, Any]]) -> None:
+    numbers = 2 * 1 + 1 * 2  # by layer: rows, sequences and rows with a bias; 20 and 30 inputs
+    assert processes[0]["collectives"] == [20 + 30 + numbers + 2]

@@ -140,7 +140,7 @@ class GrowingBatchSize(L.Callback):
             a strategy that shards the weights (unless the module has its own statistics), or batches that are larger than
             ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; steps of
             all optimizers of which nothing could be measured; a monitor that is not logged, or not finite.
-        ValueError: an optimizer is about to step by a gradient that is NaN or infinite.
+        ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
     """
 
     def __init__(
@@ -223,6 +223,11 @@ class GrowingBatchSize(L.Callback):
             raise MisconfigurationException(
                 f"Batches of {growth.batch_size} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
                 "start with smaller ones, or raise the limit"
+            )
+        if self._limit == math.inf:
+            rank_zero_warn(
+                "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one has no "
+                "length: set max_batch_size to what memory allows"
             )
         self._last_step = trainer.global_step
         self._samples_of_step = self._batches_of_step = 0

@@ -25,8 +25,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
 
     ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end is
-    not lost. Without it, growth makes no last batch so small, which batch normalisation may not be able to train on: the
-    last two share their samples.
+    not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to train on:
+    where less would be left than batches had at first, the last two share their samples.
 
     Args:
         source: the batch sampler.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_struct import GrowingBatchSize, ValidationMeritStopping
 from lightning_struct.callbacks.growing_batch_size import next_batch_size
@@ -355,6 +355,15 @@ def test_a_batch_of_one_grows_to_two_at_once(tmp_path):
     with pytest.warns(UserWarning, match="A batch of one has no gradient variance"):
         fit(tmp_path, module, GrowingBatchSize(max_batch_size=2), draw_loader(1, draws=3))
     assert [report.batch_size for report in module.reports] == [1, 2, 2]
+
+
+def test_a_stream_without_a_bound_for_its_batches_is_warned_of(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from regression_data()
+
+    with pytest.warns(UserWarning, match="this one has no length: set max_batch_size to what memory allows"):
+        fit(tmp_path, SHFNetwork(), GrowingBatchSize(), DataLoader(Stream(), 8))
 
 
 def test_a_monitor_that_is_not_logged_is_named(tmp_path):

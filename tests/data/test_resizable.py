@@ -99,6 +99,21 @@ def test_drop_last_leaves_out_less_than_a_batch_of_the_first_size(sizes, samples
     assert samples - first < len(numbers(read)) <= samples and all(len(batch) >= first for batch in read)
 
 
+@given(SIZES, st.integers(1, 60), st.integers(1, 8))
+def test_growth_leaves_no_batch_smaller_than_half_of_those_at_first(sizes, samples, first):
+    loader, sized = resizable(range(samples), batch_size=first)
+    grown = [len(batch) for batch in batches(loader, sorted(max(size, first) for size in sizes), sized)]
+    smallest = (
+        min(grown[:-1], default=first) if grown[-2:-1] in ([], [first]) else min(grown)
+    )  # else nothing grew so far
+    assert 2 * smallest > first
+
+
+def test_the_last_two_batches_share_what_is_left():
+    loader, sizes = resizable(range(40), batch_size=4)
+    assert [len(batch) for batch in batches(loader, [11], sizes)] == [4, 11, 11, 7, 7]
+
+
 def test_a_loader_that_nobody_resizes_is_as_it_was():
     options = {"batch_size": 3, "shuffle": True}
     torch.manual_seed(0)

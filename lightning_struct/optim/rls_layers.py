@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.optim.rls_blocks import Block, Use
 from lightning_struct.optim.rls_patches import batch_sum, patch_sum
+from lightning_struct.optim.rls_recurrent import LevelByLevel, recurrent_rows, watch
 
 
 class Matrix(NamedTuple):
@@ -29,15 +30,19 @@ class Matrix(NamedTuple):
 
 # What a call read: by the name of the weight, of those that RLS trains.
 Blocks = Mapping[str, Block]
-Reader = Callable[[Any, Blocks, tuple[Any, ...], Mapping[str, Any], Any], list[Use]]
+Reader = Callable[[Any, Blocks, tuple[Any, ...], Mapping[str, Any], Any, Any], list[Use]]
 
 
 @dataclass(frozen=True)
 class LayerType:
-    """``matrices`` of a layer of the type, and ``read``, what a call of it multiplied by them."""
+    """``matrices`` of a layer of the type; ``read``, what a call of it multiplied by them.
+
+    Where a call must be made under something that ``read`` then gets, ``watch`` makes it; it may make None.
+    """
 
     matrices: Callable[[Any], Sequence[Matrix]]
     read: Reader
+    watch: Callable[[Any], AbstractContextManager[Any] | None] | None = None
 
 
 def layer_type(layer: nn.Module) -> LayerType | None:
@@ -54,7 +59,7 @@ def _bias(layer: nn.Module, block: Block, name: str = "bias") -> int | None:
 
 
 def _read_linear(
-    layer: nn.Linear, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+    layer: nn.Linear, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any, watched: None
 ) -> list[Use]:
     block = blocks["weight"]
     inputs = _argument(args, kwargs, 0, "input").reshape(-1, layer.in_features)
@@ -69,6 +74,7 @@ def _read_convolution(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     outputs: Any,
+    watched: None,
 ) -> list[Use]:
     block = blocks["weight"]
     total, rows = patch_sum(layer, _argument(args, kwargs, 0, "input"))
@@ -84,76 +90,21 @@ def _recurrent_matrices(layer: nn.RNNBase) -> list[Matrix]:
 
 
 def _read_recurrent(
-    layer: nn.RNNBase, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+    layer: nn.RNNBase,
+    blocks: Blocks,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    watched: LevelByLevel | None,
 ) -> list[Use]:
-    """Rows are the steps of all sequences: x_t for the input weights, h_{t-1} for the recurrent ones.
-
-    The sum of h_{t-1} is that of h_t without the last and with the first. The kernels keep the states of the lower levels
-    of a stack to themselves: these levels are run again. Dropout between the levels is left out there; it does not change
-    the expectation of the inputs of a level.
-    """
     inputs, initial = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "hx", None)
-    packed = isinstance(inputs, PackedSequence)
-    sizes = inputs.batch_sizes if packed else None
-    data = (inputs.data if packed else inputs).to(layer.all_weights[0][0].dtype)
-    sorting = inputs.sorted_indices if packed else None
-    if data.ndim == 2 and not packed:
-        sequences = 1
-    else:
-        sequences = int(sizes[0]) if sizes is not None else data.shape[0 if layer.batch_first else 1]
-    top = outputs[0].data if packed else outputs[0]
-    final = outputs[1][0] if layer.mode == "LSTM" else outputs[1]  # (levels·directions, [N,] states)
-    directions = 1 + layer.bidirectional
-    states = None if initial is None else (initial if isinstance(initial, tuple | list) else (initial,))
-
-    uses: list[Use] = []
-    for level in range(layer.num_layers):
-        here = slice(level * directions, (level + 1) * directions)
-        last_level = level == layer.num_layers - 1
-        start = None if states is None else [_sorted(state, sorting)[here].to(data.dtype) for state in states]
-        output = top.to(data.dtype) if last_level else _run_level(layer, level, data, sizes, start)
-        rows = data.numel() // data.shape[-1]
-        input_total = batch_sum(data.reshape(rows, -1))
-        state_totals = batch_sum(output.reshape(rows, -1)).chunk(directions)
-        for direction, place in enumerate(_places(layer)[here]):
-            number = level * directions + direction
-            state_total = state_totals[direction] - _rows(final[number]).sum(0)
-            if start is not None:
-                state_total = state_total + _rows(start[0][direction]).sum(0)
-            for name, total in ((f"weight_ih_{place}", input_total), (f"weight_hh_{place}", state_total)):
-                if (block := blocks.get(name)) is not None:
-                    bias = _bias(layer, block, name.replace("weight", "bias"))
-                    uses.append(Use(block, total[None], (rows,), sequences, bias))
-        data = output
+    uses = []
+    for rows in recurrent_rows(layer, inputs, initial, outputs, watched):
+        for kind, total in (("ih", rows.inputs), ("hh", rows.states)):
+            if (block := blocks.get(f"weight_{kind}_{rows.place}")) is not None:
+                bias = _bias(layer, block, f"bias_{kind}_{rows.place}")
+                uses.append(Use(block, total[None], (rows.steps,), rows.sequences, bias))
     return uses
-
-
-def _run_level(
-    layer: nn.RNNBase, level: int, data: Tensor, sizes: Tensor | None, start: Sequence[Tensor] | None
-) -> Tensor:
-    """The outputs of one level alone, of the shape of ``data`` but for the features."""
-    directions = 1 + layer.bidirectional
-    weights = [w for of_place in layer.all_weights[level * directions : (level + 1) * directions] for w in of_place]
-    if start is None:
-        if data.ndim == 2 and sizes is None:
-            sequences: tuple[int, ...] = ()
-        else:
-            sequences = (int(sizes[0]) if sizes is not None else data.shape[0 if layer.batch_first else 1],)
-        widths = [getattr(layer, "proj_size", 0) or layer.hidden_size, layer.hidden_size]
-        start = [data.new_zeros(directions, *sequences, width) for width in widths[: 1 + (layer.mode == "LSTM")]]
-    unbatched = data.ndim == 2 and sizes is None
-    if unbatched:
-        data = data.unsqueeze(0 if layer.batch_first else 1)
-        start = [state.unsqueeze(1) for state in start]
-    run: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[
-        layer.mode
-    ]
-    hx = start if layer.mode == "LSTM" else start[0]
-    common = (weights, layer.bias, 1, 0.0, False, layer.bidirectional)
-    if sizes is not None:
-        return run(data, sizes, hx, *common)[0]
-    output = run(data, hx, *common, layer.batch_first)[0]
-    return output.squeeze(0 if layer.batch_first else 1) if unbatched else output
 
 
 def _places(layer: nn.RNNBase) -> list[str]:
@@ -161,15 +112,6 @@ def _places(layer: nn.RNNBase) -> list[str]:
     return [
         f"l{level}{end}" for level in range(layer.num_layers) for end in ("", "_reverse")[: 1 + layer.bidirectional]
     ]
-
-
-def _sorted(state: Tensor, sorting: Tensor | None) -> Tensor:
-    return state if sorting is None else state.index_select(1, sorting)
-
-
-def _rows(state: Tensor) -> Tensor:
-    """(N, features) of (N, features) or (features,)."""
-    return state.reshape(-1, state.shape[-1])
 
 
 def _attention_matrices(layer: nn.MultiheadAttention) -> list[Matrix]:
@@ -187,7 +129,12 @@ def _attention_matrices(layer: nn.MultiheadAttention) -> list[Matrix]:
 
 
 def _read_attention(
-    layer: nn.MultiheadAttention, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+    layer: nn.MultiheadAttention,
+    blocks: Blocks,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    outputs: Any,
+    watched: None,
 ) -> list[Use]:
     """The output projection reads what the heads attended to, which the layer keeps to itself: they attend once more.
 
@@ -262,7 +209,7 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name
 
 _FORWARDS = ("forward", "_conv_forward")
 _CONVOLUTION = LayerType(lambda layer: [Matrix("weight", "bias", groups=layer.groups)], _read_convolution)
-_RECURRENT = LayerType(_recurrent_matrices, _read_recurrent)
+_RECURRENT = LayerType(_recurrent_matrices, _read_recurrent, watch)
 _TYPES: dict[type[nn.Module], LayerType] = {
     nn.Linear: LayerType(lambda layer: [Matrix("weight", "bias")], _read_linear),
     nn.Conv1d: _CONVOLUTION,

@@ -16,6 +16,7 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
+from lightning_struct.optim.collective import world_size
 
 Form: TypeAlias = Literal["full", "rank1"]
 

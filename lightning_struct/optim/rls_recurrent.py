@@ -21,8 +21,8 @@ class LevelByLevel(TorchFunctionMode):
     bit on a CPU, and in the same time. Under cuDNN the levels no longer overlap and dropout draws other random numbers.
 
     Attributes:
-        between: of each level but the last, its outputs and what the next one read, as (T, N, features), or (N, T, features)
-            with the batch first, or the data of packed sequences.
+        between: of each level but the last, its outputs and what the next one read, (T, N, features), or the data of packed
+            sequences.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,13 @@ class LevelByLevel(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _run(self, function: Any, data: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        # sizes of packed sequences, or whether the batch comes first, are at the one end or at the other
-        sizes, end = (arguments[:1], ()) if isinstance(arguments[-6], list | tuple) else ((), arguments[-1:])
-        hx, weights, bias, levels, dropout, train, bidirectional = arguments[len(sizes) : len(arguments) - len(end)]
+        # The sizes of packed sequences are the first argument, or whether the batch comes first is the last.
+        packed = isinstance(arguments[2], list | tuple)
+        sizes, arguments = (arguments[:1], arguments[1:]) if packed else ((), arguments)
+        hx, weights, bias, levels, dropout, train, bidirectional, *batch_first = arguments
+        turned = batch_first == [True]
+        end = () if packed else (False,)
+        data = data.transpose(0, 1) if turned else data  # as the kernels do before they draw dropout
         states = hx if function.__name__ == "lstm" else (hx,)
         directions = 1 + bidirectional
         final: list[tuple[Tensor, ...]] = []
@@ -53,7 +57,7 @@ class LevelByLevel(TorchFunctionMode):
             if level < levels - 1:
                 data = F.dropout(output, dropout, train)
                 self.between.append((output.detach(), data.detach()))
-        return (data, *(torch.cat(parts) for parts in zip(*final, strict=True)))
+        return (data.transpose(0, 1) if turned else data, *(torch.cat(parts) for parts in zip(*final, strict=True)))
 
 
 def _chunks(weights: Sequence[Tensor], levels: int) -> list[list[Tensor]]:

@@ -2,15 +2,16 @@
 
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
-from lightning_struct.callbacks.reconstructions import ReconstructionPlot, ReconstructionWriter
+from lightning_struct.callbacks.predictions import PredictionWriter
+from lightning_struct.callbacks.reconstructions import ReconstructionPlot
 from lightning_struct.callbacks.training_curves import TrainingCurves
 from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 
 __all__ = [
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",
+    "PredictionWriter",
     "ReconstructionPlot",
-    "ReconstructionWriter",
     "TrainingCurves",
     "ValidationMeritStopping",
 ]

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -109,29 +107,3 @@ class ReconstructionPlot(L.Callback):
             directory.mkdir(parents=True, exist_ok=True)
             self.paths = [directory / "reconstructions.png"]
             self.plot(trainer, pl_module)[0].savefig(self.paths[0], dpi=150)
-
-
-class ReconstructionWriter(BasePredictionWriter):
-    """Writes what ``predict`` returns to ``reconstructions.pt`` in the log directory.
-
-    The file has a dict: ``reconstructions`` (n, pixels) and ``indices`` (n,), int64, the places of the samples in the
-    data set. With several processes each writes its own samples, to ``reconstructions_0.pt`` and so on. Under
-    ``fast_dev_run`` nothing is written. ::
-
-        Trainer(callbacks=[ReconstructionWriter()]).predict(model, datamodule=datamodule)
-    """
-
-    def __init__(self) -> None:
-        super().__init__(write_interval="epoch")
-
-    def write_on_epoch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
-    ) -> None:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        name = "reconstructions.pt" if trainer.world_size == 1 else f"reconstructions_{trainer.global_rank}.pt"
-        indices = torch.tensor([index for batches in batch_indices for batch in batches for index in batch])
-        torch.save({"reconstructions": torch.cat(list(predictions)).cpu(), "indices": indices}, directory / name)
-        rank_zero_info(f"Reconstructions are in {directory / name}")

@@ -6,13 +6,13 @@ python -m lightning_struct.recipes.cifar_cnn fit
 from collections.abc import Sequence
 
 from lightning_struct.data import CIFAR10DataModule
-from lightning_struct.recipes.classification import ClassificationCLI, run_classifier
-from lightning_struct.recipes.cli import run_command
+from lightning_struct.models import Classifier
+from lightning_struct.recipes.cli import CLASSES, RecipeCLI, run_command, run_recipe
 
 
-def main(args: Sequence[str] | None = None) -> ClassificationCLI:
+def main(args: Sequence[str] | None = None) -> RecipeCLI:
     """Run the recipe on ``args``, by default on the command line of this process."""
-    return run_classifier("cifar_cnn", CIFAR10DataModule, args)
+    return run_recipe("cifar_cnn", Classifier, CIFAR10DataModule, CLASSES, args)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,33 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
-from lightning_struct.callbacks.reconstructions import ReconstructionWriter
+from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.data.in_memory import InMemoryDataModule
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-ERROR_UNITS = {"test_loss": "½‖x̂ - x‖²", "test_squared_error": "‖x̂ - x‖²"}
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the recipes of one kind of task end with.
+
+    Attributes:
+        metrics: for each metric of a test run that is shown at the end of ``fit``, its heading and its format.
+        predictions: what ``predict`` writes.
+        config: the file that is run without ``--config``.
+        log_every_n_steps: few and long steps are all logged.
+    """
+
+    metrics: Mapping[str, tuple[str, str]]
+    predictions: str
+    config: str
+    log_every_n_steps: int
+
+
+RECONSTRUCTIONS = Results(
+    {"test_loss": ("½‖x̂ - x‖²", ".4g"), "test_squared_error": ("‖x̂ - x‖²", ".4g")}, "reconstructions", "shf.yaml", 1
+)
+CLASSES = Results({"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", "adam.yaml", 50)
 
 
 def config_directory(name: str) -> Path:
@@ -28,6 +51,10 @@ def config_directory(name: str) -> Path:
 
 class RecipeCLI(LightningCLI):
     """LightningCLI that says at the end of ``fit`` what was reached and where the results are."""
+
+    def __init__(self, *arguments: Any, results: Results, **options: Any) -> None:
+        self.results = results
+        super().__init__(*arguments, **options)
 
     def before_validate(self) -> None:
         if self.config[self.subcommand].get("ckpt_path") is None:
@@ -48,7 +75,7 @@ class RecipeCLI(LightningCLI):
         if self.trainer.is_global_zero:
             weights = "the best checkpoint" if best else "the last weights"
             console = Console(soft_wrap=True, highlight=False)
-            console.print(_error_table(f"Errors of {weights}: averages over samples", errors))
+            console.print(_table(f"Averages over samples, {weights}", self.results, errors))
             console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
             console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
             for picture in sorted(log_dir.glob("*.png")):
@@ -70,15 +97,16 @@ def run_recipe(
     name: str,
     model_class: type[L.LightningModule],
     data_class: type[InMemoryDataModule],
+    results: Results,
     args: Sequence[str] | None = None,
 ) -> RecipeCLI:
     """Parse arguments and run the subcommand they name.
 
     Args:
-        name: of the recipe: its configs are in ``recipes/NAME``, its results in ``results/NAME``. Without ``--config``
-            it runs ``shf.yaml``, the setting of the paper.
+        name: of the recipe: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
         model_class: the configured model is this class or one derived from it.
         data_class: the data module, configured by ``--data.*``.
+        results: of its kind of task.
         args: command line, of this process if None.
 
     Returns:
@@ -86,11 +114,12 @@ def run_recipe(
     """
     given = sys.argv[1:] if args is None else list(args)
     has_config = any(argument in ("-c", "--config") or argument.startswith("--config=") for argument in given)
-    defaults = [] if has_config else [str(config_directory(name) / "shf.yaml")]
+    defaults = [] if has_config else [str(config_directory(name) / results.config)]
     program = f"python -m lightning_struct.recipes.{name}"
     return RecipeCLI(
         model_class,
         data_class,
+        results=results,
         args=None if args is None else given,
         subclass_mode_model=True,
         auto_configure_optimizers=False,
@@ -111,8 +140,8 @@ def run_recipe(
                 "class_path": "lightning.pytorch.loggers.CSVLogger",
                 "init_args": {"save_dir": "results", "name": name},
             },
-            "log_every_n_steps": 1,
-            "callbacks": [ReconstructionWriter()],
+            "log_every_n_steps": results.log_every_n_steps,
+            "callbacks": [PredictionWriter(results.predictions)],
         },
     )
 
@@ -125,8 +154,8 @@ def run_command(main: Callable[[], Any]) -> None:
         sys.exit(f"error: {error}")
 
 
-def _error_table(title: str, errors: dict[str, Mapping[str, float]]) -> Table:
-    table = Table("", *ERROR_UNITS.values(), title=title, title_justify="left")
+def _table(title: str, results: Results, values: dict[str, Mapping[str, float]]) -> Table:
+    table = Table("", *(heading for heading, _ in results.metrics.values()), title=title, title_justify="left")
     for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
-        table.add_row(label, *(f"{errors[part][metric]:.4g}" for metric in ERROR_UNITS))
+        table.add_row(label, *(format(values[part][name], form) for name, (_, form) in results.metrics.items()))
     return table

@@ -6,13 +6,13 @@ python -m lightning_struct.recipes.mnist_fnn fit
 from collections.abc import Sequence
 
 from lightning_struct.data import MNISTDataModule
-from lightning_struct.recipes.classification import ClassificationCLI, run_classifier
-from lightning_struct.recipes.cli import run_command
+from lightning_struct.models import Classifier
+from lightning_struct.recipes.cli import CLASSES, RecipeCLI, run_command, run_recipe
 
 
-def main(args: Sequence[str] | None = None) -> ClassificationCLI:
+def main(args: Sequence[str] | None = None) -> RecipeCLI:
     """Run the recipe on ``args``, by default on the command line of this process."""
-    return run_classifier("mnist_fnn", MNISTDataModule, args)
+    return run_recipe("mnist_fnn", Classifier, MNISTDataModule, CLASSES, args)
 
 
 if __name__ == "__main__":

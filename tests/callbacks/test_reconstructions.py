@@ -4,8 +4,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct.callbacks import ReconstructionPlot
-from lightning_struct.callbacks.reconstructions import ReconstructionWriter, plot_reconstructions
+from lightning_struct.callbacks import PredictionWriter, ReconstructionPlot
+from lightning_struct.callbacks.reconstructions import plot_reconstructions
 
 IMAGES = torch.rand(12, 16, generator=torch.Generator().manual_seed(0))
 
@@ -118,17 +118,17 @@ def test_images_of_a_given_size_are_drawn_so():
 
 
 def test_predictions_are_written_with_their_places(tmp_path):
-    trainer(tmp_path, ReconstructionWriter()).predict(Darken())
+    trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
     written = torch.load(tmp_path / "reconstructions.pt")
     assert torch.equal(written["reconstructions"], IMAGES / 2) and written["indices"].tolist() == list(range(12))
 
 
 def test_fast_dev_run_writes_no_predictions(tmp_path):
-    trainer(tmp_path, ReconstructionWriter(), fast_dev_run=True).predict(Darken())
+    trainer(tmp_path, PredictionWriter("reconstructions"), fast_dev_run=True).predict(Darken())
     assert not list(tmp_path.iterdir())
 
 
 def test_path_of_the_predictions_is_said(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        trainer(tmp_path, ReconstructionWriter()).predict(Darken())
+        trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
     assert str(tmp_path / "reconstructions.pt") in caplog.text

@@ -61,12 +61,12 @@ def test_errors_of_the_test_set_are_logged_and_those_of_training_and_validation_
 
 def test_without_a_checkpoint_the_errors_are_those_of_the_last_weights(conf, capsys):
     main(["fit", "--config", conf("adam"), "--trainer.callbacks=null", "--trainer.enable_checkpointing=false"])
-    assert "Errors of the last weights" in capsys.readouterr().out
+    assert "Averages over samples, the last weights" in capsys.readouterr().out
 
 
 def test_fast_dev_run_writes_no_results(conf, capsys):
     main(["fit", "--config", conf("adam"), "--trainer.fast_dev_run=true"])
-    assert not Path("results").exists() and "Errors of" not in capsys.readouterr().out
+    assert not Path("results").exists() and "Averages over" not in capsys.readouterr().out
 
 
 def test_same_seed_gives_the_same_weights(conf):

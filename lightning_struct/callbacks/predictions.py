@@ -1,0 +1,39 @@
+"""What ``predict`` returns, in a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes the tensors that ``predict`` returns to ``NAME.pt`` in the log directory.
+
+    The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the places of the samples in the data set. With
+    several processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written. ::
+
+        Trainer(callbacks=[PredictionWriter("reconstructions")]).predict(model, datamodule=datamodule)
+
+    Args:
+        name: of the file and of what is in it.
+    """
+
+    def __init__(self, name: str = "predictions") -> None:
+        super().__init__(write_interval="epoch")
+        self.name = name
+
+    def write_on_epoch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        directory = Path(trainer.log_dir or trainer.default_root_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / (f"{self.name}.pt" if trainer.world_size == 1 else f"{self.name}_{trainer.global_rank}.pt")
+        indices = torch.tensor([index for batches in batch_indices for batch in batches for index in batch])
+        torch.save({self.name: torch.cat(list(predictions)).cpu(), "indices": indices}, file)
+        rank_zero_info(f"{self.name.capitalize()} are in {file}")

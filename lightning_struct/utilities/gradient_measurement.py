@@ -57,7 +57,6 @@ class GradientMeasurement:
         self._left_out: dict[str, str] = {}
         self._checked = 0
         self._measuring = False
-        self._samples = 0
 
     def begin_batch(self, batch: Any, expected_sizes: list[int], number: int) -> None:
         """Measure the batch that is about to be trained on.
@@ -167,9 +166,9 @@ class GradientMeasurement:
         of_passes = [results[parameters[i]].squared_norms for i in measured]
         sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
         if measured:
-            vectors = [vectors[0] if len(vectors) == 1 else torch.cat(vectors) for vectors in of_passes]
-            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1, dtype=torch.float64)
-            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]] for i in measured]).double()
+            vectors = [torch.cat(vectors).double() for vectors in of_passes]
+            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1)
+            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]].double() for i in measured])
         counts = [0] * len(parameters)
         for i, vectors in zip(measured, of_passes, strict=True):
             counts[i] = sum(len(squared_norms) for squared_norms in vectors)

@@ -50,7 +50,8 @@ class RLS(torch.optim.Optimizer):
     mean over all inputs and the gradients, which must be averaged already, as DDP does.
 
     Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, 1 at first, by which η is multiplied:
-    schedulers of the learning rate act on that. The groups of the auxiliary optimizer follow.
+    schedulers of the learning rate act on that. The groups of the auxiliary optimizer follow. ``state["rls"]`` has P, the
+    velocity and the number of steps of each weight by its name.
 
     Args:
         module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and the projections of

@@ -167,14 +167,18 @@ class Block:
         return self.outputs * self.size / (self.outputs + self.size)
 
     def keeps_rows(self, inputs: Tensor) -> bool:
-        """Whether the step may want these rows (r, n) themselves, to multiply them by P before the cotangents."""
+        """Whether the step may want these rows (r, n) themselves, to multiply them by P before the cotangents.
+
+        Only on a CPU and in one process: whether they make up the gradient cannot be seen elsewhere without waiting for the
+        device, and the gradients of DDP are those of all processes.
+        """
         return (
             self.form == "full"
             and self.layers == self.groups == 1
             and len(inputs) < self.most_rows
             and inputs.dtype == self.weight.dtype
-            and inputs.device.type
-            == "cpu"  # whether they make up the gradient cannot be asked elsewhere without waiting
+            and inputs.device.type == "cpu"
+            and world_size() == 1
         )
 
     def initial_state(self) -> dict[str, Any]:

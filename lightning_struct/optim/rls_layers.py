@@ -58,6 +58,10 @@ def _bias(layer: nn.Module, block: Block, name: str = "bias") -> int | None:
     return block.bias_index(layer._parameters.get(name))
 
 
+def _linear_matrices(layer: nn.Linear) -> list[Matrix]:
+    return [Matrix("weight", "bias")]
+
+
 def _read_linear(
     layer: nn.Linear, blocks: Blocks, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any, watched: None
 ) -> list[Use]:
@@ -66,6 +70,10 @@ def _read_linear(
     total = batch_sum(inputs.to(layer.weight.dtype))
     kept = inputs if block.keeps_rows(inputs) else None
     return [Use(block, total[None], (len(inputs),), bias=_bias(layer, block), inputs=kept)]
+
+
+def _convolution_matrices(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[Matrix]:
+    return [Matrix("weight", "bias", groups=layer.groups)]
 
 
 def _read_convolution(
@@ -208,10 +216,10 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name
 
 
 _FORWARDS = ("forward", "_conv_forward")
-_CONVOLUTION = LayerType(lambda layer: [Matrix("weight", "bias", groups=layer.groups)], _read_convolution)
+_CONVOLUTION = LayerType(_convolution_matrices, _read_convolution)
 _RECURRENT = LayerType(_recurrent_matrices, _read_recurrent, watch)
 _TYPES: dict[type[nn.Module], LayerType] = {
-    nn.Linear: LayerType(lambda layer: [Matrix("weight", "bias")], _read_linear),
+    nn.Linear: LayerType(_linear_matrices, _read_linear),
     nn.Conv1d: _CONVOLUTION,
     nn.Conv2d: _CONVOLUTION,
     nn.Conv3d: _CONVOLUTION,

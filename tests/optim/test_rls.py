@@ -430,11 +430,12 @@ def test_a_state_of_another_optimizer_is_refused(options: dict[str, Any], messag
         other.load_state_dict(optimizer.state_dict())
 
 
-def test_a_copy_of_module_and_optimizer_goes_on_as_the_original() -> None:
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate: Callable[[Any], Any]) -> None:
     module = nn.Sequential(network(), nn.LayerNorm(12).double())
     optimizer = RLS(module, momentum=0.5, auxiliary=ADAM)
     train(module, optimizer)
-    copied, copied_optimizer = copy.deepcopy((module, optimizer))
+    copied, copied_optimizer = duplicate((module, optimizer))
     before = weights(copied)
     train(module, optimizer, range(5, 8))
     assert torch.equal(weights(copied), before)

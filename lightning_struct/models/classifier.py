@@ -1,6 +1,6 @@
-"""Classifiers of images: one LightningModule around any network, and the networks of the benchmark tasks."""
+"""Classifiers, trained by any optimizer or by RLS: LightningModules around any network, and those of the tasks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_struct.optim.rls import RLS
+from lightning_struct.strategies.rls import RLSOptimization
+
 
 def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequential:
     """Linear layers between consecutive sizes, with a ReLU between each two; the images are flattened first.
@@ -23,7 +26,7 @@ def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequentia
         layer_sizes: from the pixels to the classes.
 
     Returns:
-        A network from (n, ...) to (n, classes): logits.
+        A network from (n, ...) to (n, classes): logits. Its last layer is named ``output``.
 
     Raises:
         MisconfigurationException: if there are fewer than two sizes, or one that is not positive.
@@ -32,8 +35,8 @@ def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequentia
         raise MisconfigurationException(
             f"layer_sizes must name the pixels, the classes and what is between, all positive, but is {layer_sizes}"
         )
-    layers = [layer for pair in pairwise(layer_sizes) for layer in (nn.ReLU(), nn.Linear(*pair))]
-    return nn.Sequential(nn.Flatten(), *layers[1:])
+    layers = [layer for pair in pairwise(layer_sizes[:-1]) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return _with_output(nn.Sequential(nn.Flatten(), *layers), *layer_sizes[-2:])
 
 
 def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, image_size: int = 32) -> nn.Sequential:
@@ -49,7 +52,7 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
         image_size: height and width, a multiple of 8.
 
     Returns:
-        A network from (n, 3, image_size, image_size) to (n, num_classes): logits.
+        A network from (n, 3, image_size, image_size) to (n, num_classes): logits. Its last layer is named ``output``.
 
     Raises:
         MisconfigurationException: if a size is not positive, or ``image_size`` not a multiple of 8.
@@ -69,7 +72,14 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
             layers += [nn.Conv2d(*pair, kernel_size=3, padding=1), nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
     features = 4 * channels * (image_size // 8) ** 2
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+    layers += [nn.Flatten(), nn.Linear(features, hidden), nn.ReLU()]
+    return _with_output(nn.Sequential(*layers), hidden, num_classes)
+
+
+def _with_output(layers: nn.Sequential, features: int, num_classes: int) -> nn.Sequential:
+    """The layers and a last one under a name of its own, whatever their number: optimizers may leave it to another."""
+    layers.add_module("output", nn.Linear(features, num_classes))
+    return layers
 
 
 class Classifier(L.LightningModule):
@@ -146,11 +156,9 @@ class Classifier(L.LightningModule):
         return inputs, labels if self.loss == "cross_entropy" else F.one_hot(labels, self.num_classes).to(inputs.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, targets = self.inputs_and_targets(batch)
-        loss = self._loss(self(inputs), targets)
+        loss = self._training_loss(batch)
         if not torch.isfinite(loss):
             raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -170,7 +178,13 @@ class Classifier(L.LightningModule):
         scheduler = self.make_lr_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _training_loss(self, batch: Any) -> Tensor:
+        inputs, targets = self.inputs_and_targets(batch)
+        loss = self._average_loss(self(inputs), targets)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
+        return loss
+
+    def _average_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss == "cross_entropy":
             return F.cross_entropy(outputs, targets)
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
@@ -179,6 +193,48 @@ class Classifier(L.LightningModule):
         inputs, targets = self.inputs_and_targets(batch)
         outputs = self(inputs)
         accuracy(outputs, batch[1])
-        loss = self._loss(outputs, targets)
+        loss = self._average_loss(outputs, targets)
         self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
         self.log(f"{stage}_accuracy", accuracy, prog_bar=True, batch_size=len(inputs))
+
+
+class RLSClassifier(RLSOptimization, Classifier):
+    """The classifier trained by RLS (Zhang et al.). ::
+
+        Trainer().fit(RLSClassifier(mini_vgg()), datamodule=CIFAR10DataModule())
+
+    Under the squared error RLS can train all layers. Under the cross-entropy the output layer is for another optimizer,
+    the paper's hybrid::
+
+        hybrid = functools.partial(RLS, exclude=["network.output"], auxiliary=torch.optim.Adam)
+        RLSClassifier(mini_vgg(), loss="cross_entropy", optimizer=hybrid)
+
+    Args:
+        network: from inputs (n, ...) to outputs (n, num_classes).
+        num_classes: labels are 0 to ``num_classes - 1``.
+        loss: ``"mse"`` or ``"cross_entropy"``, as of :class:`Classifier`.
+        optimizer: makes the RLS from the module: the names of layers begin with ``network.``.
+        lr_scheduler: makes the learning-rate scheduler from the RLS; it is stepped after each epoch.
+
+    Raises:
+        MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
+            are not (n, num_classes).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int = 10,
+        loss: Literal["cross_entropy", "mse"] = "mse",
+        optimizer: Callable[[nn.Module], RLS] = RLS,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(network, num_classes, loss, lr_scheduler=lr_scheduler)
+        self.make_rls = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._training_loss(batch)  # RLS finds NaN itself, and names the layers
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_rls(self)
+        return optimizer if self.make_lr_scheduler is None else ([optimizer], [self.make_lr_scheduler(optimizer)])

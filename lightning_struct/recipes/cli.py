@@ -40,7 +40,7 @@ class Results:
 RECONSTRUCTIONS = Results(
     {"test_loss": ("½‖x̂ - x‖²", ".4g"), "test_squared_error": ("‖x̂ - x‖²", ".4g")}, "reconstructions", "shf.yaml", 1
 )
-CLASSES = Results({"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", "adam.yaml", 50)
+CLASSES = Results({"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", "rls.yaml", 50)
 
 
 def config_directory(name: str) -> Path:

@@ -8,7 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct.models import Classifier, fully_connected, mini_vgg
+from lightning_struct.models import Classifier, RLSClassifier, fully_connected, mini_vgg
+from lightning_struct.optim import RLS
 
 LOSSES = ["cross_entropy", "mse"]
 
@@ -22,9 +23,9 @@ def samples():
     return TensorDataset(centres[labels] + 0.1 * torch.randn(30, 4, generator=generator), labels)
 
 
-def small_classifier(**arguments):
+def small_classifier(kind=Classifier, **arguments):
     torch.manual_seed(0)
-    return Classifier(fully_connected([4, 8, 3]), num_classes=3, **arguments)
+    return kind(fully_connected([4, 8, 3]), num_classes=3, **arguments)
 
 
 def trainer(directory, **arguments):
@@ -173,3 +174,49 @@ def test_checkpoint_makes_the_same_model_again_around_a_network(tmp_path, sample
     trainer(tmp_path, enable_checkpointing=True, callbacks=[keep]).fit(model, DataLoader(samples, batch_size=10))
     again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt", network=fully_connected([4, 8, 3]))
     assert again.loss == "mse" and torch.equal(again(samples.tensors[0]), model(samples.tensors[0]))
+
+
+HYBRID = partial(RLS, exclude=["network.output"], auxiliary=torch.optim.Adam)
+
+
+@pytest.mark.parametrize("network", [fully_connected([4, 5, 3]), mini_vgg(channels=1, hidden=2)], ids=["fnn", "vgg"])
+def test_output_layer_has_a_name_of_its_own(network):
+    assert network.output is list(network.modules())[-1] and isinstance(network.output, nn.Linear)
+
+
+@pytest.mark.parametrize(("loss", "optimizer"), [("mse", RLS), ("mse", HYBRID), ("cross_entropy", HYBRID)])
+def test_rls_trains_it(tmp_path, samples, loss, optimizer):
+    model = small_classifier(RLSClassifier, loss=loss, optimizer=optimizer)
+    run = trainer(tmp_path, max_epochs=20)
+    run.fit(model, DataLoader(samples, batch_size=10), DataLoader(samples, batch_size=30))
+    assert run.callback_metrics["val_accuracy"].item() == 1
+
+
+def test_rls_trains_all_layers_by_the_squared_error_of_the_paper(tmp_path, samples):
+    model, alone = (small_classifier(RLSClassifier, optimizer=partial(RLS, momentum=0.5)).double() for _ in range(2))
+    samples = TensorDataset(samples.tensors[0].double(), samples.tensors[1])
+    trainer(tmp_path, precision="64-true").fit(model, DataLoader(samples, batch_size=10))
+    optimizer = RLS(alone.network, momentum=0.5)
+    for inputs, labels in DataLoader(samples, batch_size=10):
+        optimizer.zero_grad()
+        (0.5 * (alone(inputs) - torch.eye(3).double()[labels]).square().sum(dim=1).mean()).backward()
+        optimizer.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    assert all(torch.allclose(trained, expected, rtol=0, atol=1e-12) for trained, expected in pairs)
+
+
+def test_scheduler_of_rls_is_stepped_after_each_epoch(tmp_path, samples):
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    model = small_classifier(RLSClassifier, lr_scheduler=halve)
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(model, DataLoader(samples, batch_size=10))
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25)
+
+
+def test_rls_that_diverges_names_batch_and_layer(tmp_path, samples):
+    model = small_classifier(RLSClassifier)
+    nn.init.constant_(model.network.output.bias, float("nan"))
+    with pytest.raises(
+        ValueError, match=r"batch 0 of epoch 0: RLS step 1: NaN .* the gradient of network\.output\.weight"
+    ):
+        trainer(tmp_path).fit(model, DataLoader(samples, batch_size=10))

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_struct.models import Classifier
+from lightning_struct.models import Classifier, RLSClassifier
+from lightning_struct.optim import RLS
 from lightning_struct.recipes.cli import config_directory
 from lightning_struct.recipes.mnist_fnn import main
 
@@ -39,8 +40,42 @@ def test_shipped_way_of_training_runs(name, way):
     assert cli.trainer.global_step == 2
 
 
-def test_every_task_has_adam():
-    assert {(name, "adam") for name in NETWORKS} <= set(SHIPPED)
+def test_every_task_has_the_same_ways_of_training():
+    ways = ("adam", "rls", "rls_momentum_l1", "hrls")
+    assert {(name, way) for name in NETWORKS for way in ways} == set(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("way", "loss", "momentum", "l1"),
+    [("rls", "mse", 0, 0), ("rls_momentum_l1", "mse", 0.5, 1e-5), ("hrls", "cross_entropy", 0, 0)],
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rls_has_the_settings_of_the_paper(name, way, loss, momentum, l1):
+    config = str(config_directory(name) / f"{way}.yaml")
+    cli = run(name, "fit", "--config", config, *NETWORKS[name], "--trainer.fast_dev_run=1")
+    (optimizer,) = cli.trainer.optimizers
+    paper = {"ratio": 0.1, "gradient_scale": 1, "momentum": momentum, "l1": l1}
+    assert (
+        paper.items() <= optimizer.param_groups[0].items() and optimizer.max_grad_norm == 5 and cli.model.loss == loss
+    )
+
+
+@pytest.mark.parametrize(
+    "network", [["--model.network.layer_sizes=[784,8,10]"], ["--model.network.layer_sizes=[784,8,6,10]"]]
+)
+def test_hybrid_leaves_the_output_layer_alone_to_adam(network):
+    config = str(config_directory("mnist_fnn") / "hrls.yaml")
+    cli = run("mnist_fnn", "fit", "--config", config, *network, "--trainer.fast_dev_run=1")
+    hidden, output = cli.trainer.optimizers[0].param_groups
+    names = {p: n for n, p in cli.model.named_parameters()}
+    assert [names[p] for p in output["params"]] == ["network.output.weight", "network.output.bias"]
+    assert len(hidden["params"]) == len(names) - 2 and "betas" in output and "betas" not in hidden
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_a_config_rls_trains(name):
+    cli = run(name, "fit", *NETWORKS[name], "--trainer.fast_dev_run=1")
+    assert isinstance(cli.model, RLSClassifier) and isinstance(cli.trainer.optimizers[0], RLS)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +133,18 @@ def test_resumed_run_ends_where_the_uninterrupted_one_ends(conf):
     resumed = main([*arguments, "--trainer.max_epochs=3", "--ckpt_path", last])
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     assert resumed.trainer.global_step == 6 and all(torch.equal(first, second) for first, second in pairs)
+
+
+@pytest.mark.slow
+def test_resumed_rls_ends_where_the_uninterrupted_one_ends():
+    arguments = ["fit", "--config", str(config_directory("mnist_fnn") / "rls_momentum_l1.yaml"), *NETWORKS["mnist_fnn"]]
+    arguments.append("--trainer.callbacks=null")  # the last weights are kept
+    whole = run("mnist_fnn", *arguments, "--trainer.max_epochs=3")
+    run("mnist_fnn", *arguments, "--trainer.max_epochs=2")
+    last = "results/mnist_fnn/version_1/checkpoints/epoch=1-step=6.ckpt"
+    resumed = run("mnist_fnn", *arguments, "--trainer.max_epochs=3", "--ckpt_path", last)
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    assert resumed.trainer.global_step == 9 and all(torch.equal(first, second) for first, second in pairs)
 
 
 @pytest.mark.slow

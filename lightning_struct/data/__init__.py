@@ -3,6 +3,7 @@
 from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.data.curves_datamodule import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
+from lightning_struct.data.imdb import IMDBDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
 
@@ -11,6 +12,7 @@ __all__ = [
     "CIFAR10DataModule",
     "CurvesDataModule",
     "DrawLoader",
+    "IMDBDataModule",
     "InMemoryDataModule",
     "IndependentDraws",
     "MNISTDataModule",

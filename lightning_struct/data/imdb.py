@@ -1,0 +1,281 @@
+"""IMDB: film reviews as numbered words, and whether they praise."""
+
+import re
+import tarfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, Splits, split_at_random
+
+DIRECTORY = "aclImdb"
+ARCHIVE = "aclImdb_v1.tar.gz"
+URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{ARCHIVE}"
+MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
+CLASSES = ("neg", "pos")
+SPECIAL_WORDS = ("<pad>", "<unk>")
+PADDING, UNKNOWN = 0, 1
+FEWEST_WORDS = 10
+OPINIONS = 20  # words of praise in synthetic reviews, and as many of blame
+
+Split = Callable[[str], list[str]]
+
+
+class Reviews(NamedTuple):
+    """Texts, and for each of them 0 or 1 as in :data:`CLASSES`."""
+
+    texts: list[str]
+    labels: list[int]
+
+
+class IMDBDataModule(InMemoryDataModule):
+    """IMDB: 20,000 / 5,000 / 25,000 film reviews for training, validation and test (Maas et al., 2011).
+
+    Training and validation reviews are parts of the official training set, cut by a fixed seed; the test reviews are the
+    official ones. Samples are (words, label): (max_length,) int64, and 0 or 1, int64, for a review that blames or praises.
+    Words are numbered as in :attr:`vocabulary`, by their frequency in the training reviews; 1 is any other word, and 0 fills
+    up behind the end of short reviews. Of a long review the last words are kept, which often give the verdict. ::
+
+        model = TextClassifier(RecurrentNetwork(), num_classes=2)
+        Trainer().fit(model, datamodule=IMDBDataModule(data_dir="data"))
+
+    The split into words and their numbering are torchtext's: ``pip install 'lightning-struct[text]'``. A checkpoint has the
+    vocabulary, and is refused where another was made.
+
+    Args:
+        data_dir: directory with ``aclImdb``, or with the archive of it: ``aclImdb_v1.tar.gz``, else the first of
+            ``aclImdb*.tar.gz``.
+        batch_size: training samples in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training reviews.
+        val_size: validation reviews.
+        test_size: test reviews.
+        vocabulary_size: numbers of words at most, 0 and 1 included.
+        max_length: words of a sample.
+        download: whether a missing archive may be downloaded (84 MB).
+        synthetic: procedurally made reviews of the same shapes instead of the files; nothing is read or downloaded, and
+            torchtext is not needed.
+        seed: of draws, shuffles and synthetic reviews; the cut into training and validation reviews does not depend on it.
+
+    Attributes:
+        vocabulary: the words by their numbers, after ``setup``.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer reviews than asked for; if
+            torchtext is missing; if a set or the samples would be empty, or the vocabulary has less than 10 numbers; for a
+            checkpoint of another vocabulary.
+    """
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        batch_size: int = 128,
+        draws: Literal["independent", "epoch"] = "epoch",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 500,
+        train_size: int = 20_000,
+        val_size: int = 5_000,
+        test_size: int = 25_000,
+        vocabulary_size: int = 20_000,
+        max_length: int = 200,
+        download: bool = True,
+        synthetic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        least = {f"{part}_size": (size, 1) for part, size in self.sizes.items()}
+        least |= {"max_length": (max_length, 1), "vocabulary_size": (vocabulary_size, FEWEST_WORDS)}
+        for name, (value, bound) in least.items():
+            if value < bound:
+                raise MisconfigurationException(f"{name} must be at least {bound}, but is {value}")
+        self.data_dir = data_dir
+        self.vocabulary_size = vocabulary_size
+        self.max_length = max_length
+        self.download = download
+        self.synthetic = synthetic
+        self.vocabulary: list[str] = []
+
+    def prepare_data(self) -> None:
+        if self.synthetic:
+            return
+        import_torchtext()  # before anything is downloaded in vain
+        if self.download and find_files(self.data_dir) is None:
+            self._explaining(lambda: download_archive(self.data_dir), download=True)
+
+    def load_splits(self) -> Splits:
+        if self.synthetic:
+            rank_zero_info("IMDB: procedurally made reviews of the same shapes stand in for the real ones.")
+            sizes = tuple(self.sizes.values())
+            words, labels = synthetic_reviews(sum(sizes), self.max_length, self.vocabulary_size, seed=self.seed)
+            self.vocabulary = [*SPECIAL_WORDS, *(f"word{n}" for n in range(len(SPECIAL_WORDS), self.vocabulary_size))]
+            return Splits(*map(BatchedTensorDataset, words.split(sizes), labels.split(sizes)))
+        split, make_vocabulary = import_torchtext()
+        official = self._explaining(lambda: read_reviews(self.data_dir), download=False)
+        train, val = split_at_random(len(official["train"].texts), (self.sizes["train"], self.sizes["val"]))
+        (test,) = split_at_random(len(official["test"].texts), (self.sizes["test"],))
+        chosen = [(official["train"], train), (official["train"], val), (official["test"], test)]
+        texts = [[split(reviews.texts[number]) for number in numbers.tolist()] for reviews, numbers in chosen]
+        praised = [torch.tensor(reviews.labels)[numbers] for reviews, numbers in chosen]
+        self.vocabulary = make_vocabulary(Counter(word for text in texts[0] for word in text), self.vocabulary_size)
+        number_of = {word: number for number, word in enumerate(self.vocabulary)}
+        encoded = (encode(part, number_of, self.max_length) for part in texts)
+        return Splits(*map(BatchedTensorDataset, encoded, praised))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["vocabulary"] != self.vocabulary:
+            raise MisconfigurationException(
+                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that of the "
+                f"reviews here ({len(self.vocabulary)} words): give the data_dir, train_size, val_size, vocabulary_size and "
+                "synthetic of its run"
+            )
+
+    def _explaining(self, read: Callable[[], Any], download: bool) -> Any:
+        files = f"{DIRECTORY}/{{train,test}}/{{neg,pos}}/*.txt or {ARCHIVE}"
+        return read_or_explain("IMDB", read, data_dir=self.data_dir, files=files, download=download)
+
+
+def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]:
+    """How torchtext splits an English text into words, and numbers at most so many by their frequency.
+
+    Raises:
+        MisconfigurationException: if there is no torchtext 0.6.
+    """
+    try:
+        import torchtext
+        from torchtext.data import get_tokenizer
+        from torchtext.vocab import Vocab
+    except (ImportError, OSError) as error:  # OSError: later ones have a library for one torch
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = f"found is {torchtext.__version__}" if not torchtext.__version__.startswith("0.6.") else ""
+    if found:
+        raise MisconfigurationException(
+            f"IMDB needs torchtext 0.6 for words and their numbers ({found}).\nRemedies:\n"
+            "  - pip install 'lightning-struct[text]'\n"
+            "  - train on procedurally made data of the same shapes (--data.synthetic=true)"
+        )
+
+    def make_vocabulary(counts: Counter[str], size: int) -> list[str]:
+        return Vocab(counts, max_size=size - len(SPECIAL_WORDS), specials=list(SPECIAL_WORDS)).itos
+
+    return get_tokenizer("basic_english"), make_vocabulary
+
+
+def encode(texts: Sequence[Sequence[str]], number_of: Mapping[str, int], length: int) -> Tensor:
+    """The last words of each text as numbers, (n, length), int64, filled up with 0 at the end.
+
+    A text without words is one unknown word, so that there is something to read.
+    """
+    encoded = torch.full((len(texts), length), PADDING)
+    for row, text in zip(encoded, texts, strict=True):
+        # max: whoever writes "<pad>" has written a word
+        numbers = [max(number_of.get(word, UNKNOWN), UNKNOWN) for word in text[-length:]] or [UNKNOWN]
+        row[: len(numbers)] = torch.tensor(numbers)
+    return encoded
+
+
+def find_files(data_dir: str) -> Path | None:
+    """The directory of reviews, or else an archive of it, the official one first; None if there is neither."""
+    directory, archive = Path(data_dir) / DIRECTORY, Path(data_dir) / ARCHIVE
+    others = sorted(Path(data_dir).glob(f"{DIRECTORY}*.tar.gz"))
+    return next((path for path in (directory, archive, *others) if path.exists()), None)
+
+
+def download_archive(data_dir: str) -> None:
+    """The official archive, checked; it gets its name when it is complete."""
+    from torchvision.datasets.utils import download_url  # only here, so that the rest runs without torchvision
+
+    unfinished = f"{ARCHIVE}.part"
+    download_url(URL, data_dir, filename=unfinished, md5=MD5)
+    (Path(data_dir) / unfinished).rename(Path(data_dir) / ARCHIVE)
+
+
+def read_reviews(data_dir: str) -> dict[str, Reviews]:
+    """The official sets ``"train"`` and ``"test"``, in the order of classes and names of files.
+
+    Raises:
+        OSError: if there are no files, one is damaged, or a class has no reviews.
+        ValueError: if a review is not UTF-8.
+    """
+    path = find_files(data_dir)
+    if path is None:
+        raise FileNotFoundError(f"neither {DIRECTORY} nor {DIRECTORY}*.tar.gz is there")
+    kinds = [(part, name) for part in ("train", "test") for name in CLASSES]
+    found: dict[tuple[str, str], dict[str, str]] = {kind: {} for kind in kinds}
+    for part, name, file, text in _files(path, kinds) if path.is_dir() else _members(path):
+        found[part, name][file] = text
+    for (part, name), texts in found.items():
+        if not texts:
+            raise FileNotFoundError(f"{path} has no reviews in {part}/{name}")
+    reviews = {part: Reviews([], []) for part in ("train", "test")}
+    for (part, name), texts in found.items():
+        reviews[part].texts.extend(text for _, text in sorted(texts.items()))
+        reviews[part].labels.extend([CLASSES.index(name)] * len(texts))
+    return reviews
+
+
+def _files(directory: Path, kinds: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str, str]]:
+    """Set, class, name and text of each review in a directory."""
+    for part, name in kinds:
+        for path in (directory / part / name).glob("*.txt"):
+            yield part, name, path.name, path.read_text(encoding="utf-8")
+
+
+def _members(archive: Path) -> Iterator[tuple[str, str, str, str]]:
+    """The same of those in an archive, which is read once from its beginning to its end."""
+    review = re.compile(rf"(?:\./)?{DIRECTORY}/(train|test)/({'|'.join(CLASSES)})/([^/]+\.txt)")
+    try:
+        with tarfile.open(archive) as members:
+            for member in members:
+                match = review.fullmatch(member.name)
+                content = members.extractfile(member) if match else None
+                if match and content:
+                    yield match[1], match[2], match[3], content.read().decode("utf-8")
+    except (tarfile.TarError, zlib.error) as error:
+        raise OSError(f"{archive} is no whole archive: {error}") from error
+
+
+def synthetic_reviews(count: int, length: int, vocabulary_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random words, one in ten an opinion; four of five opinions are those of the label.
+
+    Words of blame have the first numbers after the special ones, words of praise the next.
+
+    Args:
+        count: number of reviews.
+        length: words of the longest; the shortest have a quarter of them.
+        vocabulary_size: numbers of words, at least 10.
+        seed: the same seed gives the same reviews and labels.
+
+    Returns:
+        Words (count, length), int64, 0 behind the end; labels (count,), int64, 0 or 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def choose(probability: float) -> Tensor:
+        return torch.rand(count, length, generator=generator) < probability
+
+    opinions = min(OPINIONS, (vocabulary_size - len(SPECIAL_WORDS)) // 4)
+    first = len(SPECIAL_WORDS)
+    labels = draw(0, len(CLASSES), count)
+    praises = choose(0.8) == labels.bool().unsqueeze(1)
+    opinion = first + draw(0, opinions, count, length) + opinions * praises
+    words = torch.where(choose(0.1), opinion, draw(first + 2 * opinions, vocabulary_size, count, length))
+    lengths = draw(max(1, length // 4), length + 1, count, 1)
+    return words.where(torch.arange(length) < lengths, PADDING), labels

@@ -1,0 +1,99 @@
+"""Classifiers of texts: a recurrent network that reads numbered words."""
+
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from lightning_struct.data.imdb import PADDING
+from lightning_struct.models.classifier import Classifier, RLSClassifier
+
+CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
+
+
+class RecurrentNetwork(nn.Module):
+    """Embedding, stacked recurrent layers, and an output layer that reads their last state.
+
+    The default is the network for IMDB of Zhang et al., section VI-A, which does not name the vocabulary and the size of the
+    embedding. Padding is not read: the last state of each text is that after its own last word.
+
+    Args:
+        vocabulary_size: numbers of words, 0 for padding included.
+        embedding_size: numbers that stand for a word.
+        hidden_size: units of each recurrent layer.
+        num_layers: recurrent layers.
+        num_classes: units of the output layer.
+        cell: ``"lstm"``, or ``"rnn"``, the plain recurrent network with tanh for which the paper derives its algorithm.
+
+    Raises:
+        MisconfigurationException: if a size is not positive or the cell unknown.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int = 20_000,
+        embedding_size: int = 128,
+        hidden_size: int = 512,
+        num_layers: int = 2,
+        num_classes: int = 2,
+        cell: Literal["lstm", "rnn"] = "lstm",
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "vocabulary_size": vocabulary_size,
+            "embedding_size": embedding_size,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_classes": num_classes,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
+        if cell not in CELLS:
+            raise MisconfigurationException(f"cell must be 'lstm' or 'rnn', but is {cell!r}")
+        self.embedding = nn.Embedding(vocabulary_size, embedding_size, padding_idx=PADDING)
+        self.recurrent = CELLS[cell](embedding_size, hidden_size, num_layers, batch_first=True)
+        self.output = nn.Linear(hidden_size, num_classes)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Logits (n, num_classes) of words (n, length), int64, with 0 behind the end of each text.
+
+        Raises:
+            MisconfigurationException: if a word has a number that the embedding does not have.
+        """
+        largest = int(words.max())
+        if largest >= self.embedding.num_embeddings:
+            raise MisconfigurationException(
+                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the network: give network "
+                "and data the same vocabulary_size"
+            )
+        lengths = words.ne(PADDING).sum(dim=1).cpu()
+        texts = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)
+        _, state = self.recurrent(texts)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return self.output(hidden[-1])
+
+
+class TextClassifier(Classifier):
+    """The classifier of whole numbers: one-hot labels of the squared error have the dtype of the weights instead. ::
+
+        Trainer().fit(TextClassifier(RecurrentNetwork(), num_classes=2), datamodule=IMDBDataModule())
+
+    Arguments are those of :class:`Classifier`.
+    """
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Words (n, length), int64, and labels (n,), int64, or one-hot (n, num_classes) for the squared error."""
+        words, targets = super().inputs_and_targets(batch)
+        return words, targets if self.loss == "cross_entropy" else targets.to(self.dtype)
+
+
+class RLSTextClassifier(RLSClassifier, TextClassifier):
+    """The classifier of texts trained by RLS. The embedding is left to another optimizer: the paper names none. ::
+
+        optimizer = functools.partial(RLS, max_grad_norm=1.0, auxiliary=torch.optim.Adam)
+        model = RLSTextClassifier(RecurrentNetwork(), num_classes=2, optimizer=optimizer)
+
+    Arguments are those of :class:`RLSClassifier`.
+    """

@@ -4,21 +4,26 @@
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare cifar --data-dir DIRECTORY
     OMP_NUM_THREADS=1 python benchmarks/rls.py sweep mnist --data-dir DIRECTORY --seeds 0
     OMP_NUM_THREADS=1 python benchmarks/rls.py steps mnist
-    python benchmarks/rls.py compare cifar --full --device cuda --data-dir DIRECTORY
+    python benchmarks/rls.py compare cifar --full-network --full-data --device cuda --data-dir DIRECTORY
 
 ``compare`` trains the ways of the paper's figures 2 and 3: Adam and RLS under the squared error, Adam and HRLS (RLS on
-the hidden layers, Adam on the output layer) under the cross-entropy; ``sweep`` those of its figures 4 and 5: RLS with
-another k or another η. The settings are those of ``recipes/mnist_fnn`` and ``recipes/cifar_cnn``, but that nothing is kept
-for validation: MNIST with 784-512-10 on all 60,000 training images, CIFAR-10 with 16 channels and 512 hidden units on
-10,000 of them and 2,000 test images, or with ``--full`` the paper's network on all. Ways that share a seed have the same
-weights at the start and the same batches. A run is skipped where its file is in ``--output`` already, so that seeds can be
-trained by several processes at a time; the table and the picture are made of all files that are there. Training loss: the
-average over an epoch, while it is trained. Seconds: CPU time of the process, which another job on the machine changes
-little (wall clock on a GPU), without the evaluations.
+the hidden layers, Adam on the output layer) under the cross-entropy; M is momentum, R the L1 term. ``sweep`` trains those
+of its figures 4 and 5: RLS with another k or another η. The settings are those of ``recipes/mnist_fnn``,
+``recipes/cifar_cnn`` and ``recipes/imdb_lstm``, but that nothing is kept for validation, and smaller for a CPU:
 
-``steps`` measures a whole step, with gradients clipped to the paper's norm, against the same one with Adam: rounds of both
-in turn, and the ratio of each round; Adam's to itself shows the noise. Peak memory is that of a process of its own, over what is taken before the model is
-made. ``lstm`` is an embedding of 128, two layers of 512 and sequences of 100.
+- ``mnist``: 784-512-10 and all 60,000 training images, as in the paper;
+- ``cifar``: 16 channels, 512 hidden units, 10,000 training and 2,000 test images;
+- ``imdb``: two layers of 64 units, embedding of 64, 100 words, 5,000 training and 2,500 test reviews.
+
+``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed have the same weights at the start and
+the same batches. A run is skipped where its file is in ``--output`` already, so that seeds can be trained by several
+processes at a time; the table and the picture are made of all files that are there. Training loss: the average over an
+epoch, while it is trained. Seconds: CPU time of the process, which another job on the machine changes little (wall clock
+on a GPU), without the evaluations.
+
+``steps`` measures a whole step of the recipe's network, clipping included, against the same one with Adam: rounds of both
+in turn, and the ratio of each round; Adam's to itself shows the noise. Peak memory is that of a process of its own, over
+what is taken before the network is made.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,39 +46,130 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_struct.data import CIFAR10DataModule, InMemoryDataModule, MNISTDataModule
+from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
-from lightning_struct.models import Classifier, RLSClassifier, fully_connected, mini_vgg
+from lightning_struct.models import (
+    Classifier,
+    RecurrentNetwork,
+    RLSClassifier,
+    RLSTextClassifier,
+    TextClassifier,
+    fully_connected,
+    mini_vgg,
+)
 from lightning_struct.optim import RLS
 
-BATCH_SIZE, MAX_GRAD_NORM = 128, 5.0
-ADAM = partial(torch.optim.Adam, lr=1e-3)
-PAPER = partial(RLS, ratio=0.1, gradient_scale=1.0, max_grad_norm=MAX_GRAD_NORM)
-HYBRID = partial(PAPER, exclude=["network.output"], auxiliary=ADAM)
+BATCH_SIZE = 128
 VALUES = (0.01, 0.1, 1.0, 10.0)
+ADAM = partial(torch.optim.Adam, lr=1e-3)
 
-# by name the loss, and what makes the RLS from the module: None for Adam alone
-Ways = dict[str, tuple[str, Callable[[nn.Module], RLS] | None]]
-SQUARED_ERROR: Ways = {
-    "Adam": ("mse", None),
-    "RLS": ("mse", PAPER),
-    "RLS+M": ("mse", partial(PAPER, momentum=0.5)),
-    "RLS+M+R": ("mse", partial(PAPER, momentum=0.5, l1=1e-5)),
+
+@dataclass(frozen=True)
+class Task:
+    """What differs between the tasks.
+
+    ``level`` is the test accuracy of which the table says in which epoch it is first reached; ``l1`` and ``max_grad_norm``
+    are the paper's.
+    """
+
+    data: Callable[..., InMemoryDataModule]
+    subset: dict[str, int]
+    network: Callable[..., nn.Module]
+    narrow: dict[str, int]
+    classes: int
+    inputs: Callable[[str], Tensor]
+    adam: type[Classifier]
+    rls: type[RLSClassifier]
+    level: float
+    epochs: int
+    l1: float
+    max_grad_norm: float
+
+
+def random_images(*shape: int) -> Callable[[str], Tensor]:
+    return lambda device: torch.rand(BATCH_SIZE, *shape, device=device)
+
+
+def random_words(device: str) -> Tensor:
+    return torch.randint(2, 20_000, (BATCH_SIZE, 200), device=device)
+
+
+TASKS = {
+    "mnist": Task(
+        MNISTDataModule, {}, fully_connected, {}, 10, random_images(784), Classifier, RLSClassifier, 0.98, 10, 1e-5, 5.0
+    ),
+    "cifar": Task(
+        CIFAR10DataModule,
+        {"train_size": 9_000, "val_size": 1_000, "test_size": 2_000},
+        mini_vgg,
+        {"channels": 16, "hidden": 512},
+        10,
+        random_images(3, 32, 32),
+        Classifier,
+        RLSClassifier,
+        0.60,
+        20,
+        1e-5,
+        5.0,
+    ),
+    "imdb": Task(
+        IMDBDataModule,
+        {"train_size": 4_500, "val_size": 500, "test_size": 2_500, "max_length": 100},
+        RecurrentNetwork,
+        {"hidden_size": 64, "embedding_size": 64},
+        2,
+        random_words,
+        TextClassifier,
+        RLSTextClassifier,
+        0.75,
+        10,
+        1e-6,
+        1.0,
+    ),
 }
-CROSS_ENTROPY: Ways = {
-    "Adam, cross-entropy": ("cross_entropy", None),
-    "HRLS": ("cross_entropy", HYBRID),
-    "HRLS+M": ("cross_entropy", partial(HYBRID, momentum=0.5)),
-    "HRLS+M+R": ("cross_entropy", partial(HYBRID, momentum=0.5, l1=1e-5)),
-}
-RATIOS: Ways = {f"k = {k:g}": ("mse", partial(PAPER, ratio=k)) for k in VALUES}
-SCALES: Ways = {f"η = {eta:g}": ("mse", partial(PAPER, gradient_scale=eta)) for eta in VALUES}
-COLUMNS: dict[str, dict[str, Ways]] = {
-    "compare": {"squared error": SQUARED_ERROR, "cross-entropy": CROSS_ENTROPY},
-    "sweep": {"ratio k (η = 1)": RATIOS, "gradient scale η (k = 0.1)": SCALES},
-}
-LEVELS = {"mnist": 0.98, "cifar": 0.60}  # of accuracy: the table says in which epoch it is first reached
-EPOCHS = {"mnist": 10, "cifar": 20}
+
+Way = tuple[str, dict[str, Any] | None]  # the loss, and the arguments of RLS: None for Adam alone
+Ways = dict[str, Way]
+
+
+def squared_error(task: Task) -> Ways:
+    return {
+        "Adam": ("mse", None),
+        "RLS": ("mse", {}),
+        "RLS+M": ("mse", {"momentum": 0.5}),
+        "RLS+M+R": ("mse", {"momentum": 0.5, "l1": task.l1}),
+    }
+
+
+def cross_entropy(task: Task) -> Ways:
+    hybrid = {"exclude": ["network.output"]}
+    return {
+        "Adam, cross-entropy": ("cross_entropy", None),
+        "HRLS": ("cross_entropy", hybrid),
+        "HRLS+M": ("cross_entropy", {**hybrid, "momentum": 0.5}),
+        "HRLS+M+R": ("cross_entropy", {**hybrid, "momentum": 0.5, "l1": task.l1}),
+    }
+
+
+def columns_of(what: str, task: Task) -> dict[str, Ways]:
+    """The ways by the title of their column in the picture."""
+    if what == "compare":
+        return {"squared error": squared_error(task), "cross-entropy": cross_entropy(task)}
+    return {
+        "ratio k (η = 1)": {f"k = {k:g}": ("mse", {"ratio": k}) for k in VALUES},
+        "gradient scale η (k = 0.1)": {f"η = {eta:g}": ("mse", {"gradient_scale": eta}) for eta in VALUES},
+    }
+
+
+def make_rls(module: nn.Module, task: Task, arguments: dict[str, Any]) -> RLS:
+    """RLS in the paper's settings but for the arguments; Adam trains what it does not."""
+    paper: dict[str, Any] = {
+        "ratio": 0.1,
+        "gradient_scale": 1.0,
+        "max_grad_norm": task.max_grad_norm,
+        "auxiliary": ADAM,
+    }
+    return RLS(module, **(paper | arguments))
 
 
 def synchronized_clock() -> float:
@@ -118,17 +215,10 @@ class EpochRecord(L.Callback):
         )
 
 
-def load_data(options: argparse.Namespace) -> tuple[BatchedTensorDataset, BatchedTensorDataset]:
+def load_data(task: Task, options: argparse.Namespace) -> tuple[BatchedTensorDataset, BatchedTensorDataset]:
     """All that is not for the test, and the test set."""
-    data: InMemoryDataModule
-    if options.task == "mnist":
-        data = MNISTDataModule(options.data_dir, synthetic=options.synthetic)
-    elif options.full:
-        data = CIFAR10DataModule(options.data_dir, synthetic=options.synthetic)
-    else:
-        data = CIFAR10DataModule(
-            options.data_dir, train_size=9_000, val_size=1_000, test_size=2_000, synthetic=options.synthetic
-        )
+    sizes = {} if options.full_data else task.subset
+    data = task.data(data_dir=options.data_dir, synthetic=options.synthetic, **sizes)
     data.prepare_data()
     data.setup("fit")
     assert data.splits is not None
@@ -136,33 +226,24 @@ def load_data(options: argparse.Namespace) -> tuple[BatchedTensorDataset, Batche
     return BatchedTensorDataset(*(torch.cat(tensors) for tensors in parts)), data.splits.test
 
 
-def make_network(task: str, full: bool) -> nn.Module:
-    if task == "mnist":
-        return fully_connected((784, 512, 10))
-    if task == "cifar":
-        return mini_vgg() if full else mini_vgg(channels=16, hidden=512)
-    return TwoLSTMs()
-
-
 def train(
-    options: argparse.Namespace,
-    loss: str,
-    make_rls: Callable[[nn.Module], RLS] | None,
+    task: Task,
+    way: Way,
     seed: int,
     data: tuple[BatchedTensorDataset, BatchedTensorDataset],
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Losses and accuracies after each epoch, and the error that ended the run if one did."""
     L.seed_everything(seed, verbose=False)
-    network = make_network(options.task, options.full)
-    model: Classifier
-    if make_rls is None:
-        model = Classifier(network, loss=loss, optimizer=ADAM)  # type: ignore[arg-type]
-    else:
-        model = RLSClassifier(network, loss=loss, optimizer=make_rls)  # type: ignore[arg-type]
+    network = task.network(**({} if options.full_network else task.narrow))
+    loss, arguments = way
+    kind, optimizer = (
+        (task.adam, ADAM) if arguments is None else (task.rls, partial(make_rls, task=task, arguments=arguments))
+    )
     record = EpochRecord(CLOCKS[options.device])
     trainer = L.Trainer(
-        max_epochs=options.epochs or EPOCHS[options.task],
-        gradient_clip_val=MAX_GRAD_NORM if make_rls is None else None,
+        max_epochs=options.epochs or task.epochs,
+        gradient_clip_val=task.max_grad_norm if arguments is None else None,
         accelerator=options.device,
         devices=1,
         num_sanity_val_steps=0,
@@ -176,33 +257,32 @@ def train(
     error = None
     try:
         trainer.fit(
-            model,
+            kind(network, task.classes, loss, optimizer),  # type: ignore[arg-type]
             DataLoader(training, batch_size=BATCH_SIZE, shuffle=True, collate_fn=keep_batch),
-            DataLoader(test, batch_size=1000, collate_fn=keep_batch),
+            DataLoader(test, batch_size=500, collate_fn=keep_batch),
         )
     except ValueError as not_finite:  # the way diverged, which is a result
         error = str(not_finite)
     return {"epochs": record.epochs, "error": error}
 
 
-def run_all(options: argparse.Namespace) -> None:
-    columns = COLUMNS[options.what]
-    name = f"{options.what}_{options.task}{'_full' if options.full else ''}"
-    output = (options.output or Path("results/benchmarks/rls")) / name
+def run_all(task: Task, options: argparse.Namespace) -> None:
+    columns = columns_of(options.what, task)
+    full = [f"full_{what}" for what in ("network", "data") if getattr(options, f"full_{what}")]
+    output = (options.output or Path("results/benchmarks/rls")) / "_".join([options.what, options.task, *full])
     output.mkdir(parents=True, exist_ok=True)
     data = None
     for seed in options.seeds:
-        for ways in columns.values():
-            for way, (loss, make_rls) in ways.items():
-                file = output / f"{way.replace(' ', '_')}_{seed}.json"
-                if file.exists() or (options.ways and way not in options.ways):
-                    continue
-                data = data or load_data(options)
-                result = {"way": way, "seed": seed, **train(options, loss, make_rls, seed, data)}
-                file.write_text(json.dumps(result))
-                print(f"{way}, seed {seed}: {result['error'] or 'done'}", flush=True)
+        for name, way in ((name, way) for ways in columns.values() for name, way in ways.items()):
+            file = output / f"{name.replace(' ', '_')}_{seed}.json"
+            if file.exists() or (options.ways and name not in options.ways):
+                continue
+            data = data or load_data(task, options)
+            result = {"way": name, "seed": seed, **train(task, way, seed, data, options)}
+            file.write_text(json.dumps(result))
+            print(f"{name}, seed {seed}: {result['error'] or 'done'}", flush=True)
     runs = [json.loads(file.read_text()) for file in sorted(output.glob("*.json"))]
-    print_table(runs, columns, LEVELS[options.task])
+    print_table(runs, columns, task.level)
     draw(runs, columns).savefig(output / "curves.png", dpi=150)
     print(f"\ncurves: {output / 'curves.png'}")
 
@@ -264,39 +344,15 @@ def draw(runs: Sequence[dict[str, Any]], columns: dict[str, Ways]) -> Figure:
 # --- the cost of a step -----------------------------------------------------------------------------------------------
 
 
-class TwoLSTMs(nn.Module):
-    """Tokens (n, T) to logits (n, 2): an embedding, two LSTM layers of 512 units, the last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10_000, 128)
-        self.lstm = nn.LSTM(128, 512, num_layers=2, batch_first=True)
-        self.output = nn.Linear(512, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.lstm(self.embedding(tokens))[0][:, -1])
-
-
-TIMED: Ways = {**SQUARED_ERROR, **CROSS_ENTROPY}
-SHAPES = {"mnist": (784,), "cifar": (3, 32, 32), "lstm": (100,)}
-
-
-def make_step(task: str, way: str, device: str) -> Callable[[], None]:
+def make_step(task: Task, way: Way, device: str) -> Callable[[], None]:
     """One training step on random data of the shapes of a task."""
     torch.manual_seed(0)
-    module = nn.ModuleDict({"network": make_network(task, full=True)}).to(device)
-    network, (loss, make_rls) = module["network"], TIMED[way]
-    classes = 2 if task == "lstm" else 10
-    labels = torch.randint(classes, (BATCH_SIZE,), device=device)
-    shape = (BATCH_SIZE, *SHAPES[task])
-    inputs = torch.randint(10_000, shape, device=device) if task == "lstm" else torch.rand(shape, device=device)
-    targets = nn.functional.one_hot(labels, classes).to(torch.float32)
+    module = nn.ModuleDict({"network": task.network()}).to(device)
+    network, (loss, arguments) = module["network"], way
+    inputs, labels = task.inputs(device), torch.randint(task.classes, (BATCH_SIZE,), device=device)
+    targets = nn.functional.one_hot(labels, task.classes).float()
     parameters = list(module.parameters())
-    optimizer: torch.optim.Optimizer
-    if make_rls is None:
-        optimizer = ADAM(parameters)
-    else:
-        optimizer = make_rls(module, **({"auxiliary": ADAM} if task == "lstm" else {}))  # which trains the embedding
+    optimizer = ADAM(parameters) if arguments is None else make_rls(module, task, arguments)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -306,34 +362,32 @@ def make_step(task: str, way: str, device: str) -> Callable[[], None]:
         else:
             value = nn.functional.cross_entropy(outputs, labels)
         value.backward()
-        if make_rls is None:
-            nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        if arguments is None:  # RLS clips in its step
+            nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
         optimizer.step()
 
     return step
 
 
-def time_ratios(options: argparse.Namespace, way: str) -> tuple[list[float], list[float]]:
-    """Milliseconds of a step with Adam, and the ratio of a step's to it, in each round."""
-    adam = "Adam" if way in SQUARED_ERROR else "Adam, cross-entropy"
-    clock = CLOCKS[options.device]
-    steps = [make_step(options.task, name, options.device) for name in (adam, way)]
-    milliseconds: list[list[float]] = [[], []]
-    for number in range(options.rounds + 1):
-        for step, of_way in zip(steps, milliseconds, strict=True):
+def time_rounds(
+    steps: Sequence[Callable[[], None]], rounds: int, number: int, clock: Callable[[], float]
+) -> list[list[float]]:
+    """Milliseconds of each of several steps in each round, in which each is taken ``number`` times."""
+    milliseconds: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds + 1):
+        for step, of_step in zip(steps, milliseconds, strict=True):
             begin = clock()
-            for _ in range(options.steps):
+            for _ in range(number):
                 step()
-            if number:  # the first round warms up
-                of_way.append(1000 * (clock() - begin) / options.steps)
-    return milliseconds[0], [b / a for a, b in zip(*milliseconds, strict=True)]
+            of_step.append(1000 * (clock() - begin) / number)
+    return [of_step[1:] for of_step in milliseconds]  # the first round warms up
 
 
-def peak_memory(task: str, way: str, device: str) -> float:
-    """MiB that five steps take at most; on a CPU of this process, which must not have done anything else."""
+def peak_memory(task: Task, way: Way, device: str) -> float:
+    """MiB that three steps take at most; on a CPU of this process, which must not have done anything else."""
     before = peak_kibibytes()
     step = make_step(task, way, device)
-    for _ in range(5):
+    for _ in range(3):
         step()
     return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else (peak_kibibytes() - before) / 2**10
 
@@ -344,20 +398,25 @@ def peak_kibibytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def measure_steps(options: argparse.Namespace) -> None:
+def measure_steps(task: Task, options: argparse.Namespace) -> None:
+    ways = squared_error(task) | cross_entropy(task)
+    if options.memory_of:
+        print(peak_memory(task, ways[options.memory_of], options.device))
+        return
     where = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
     print(f"{options.task}, batch {BATCH_SIZE}, {where}, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
     print("| way | step / step with Adam (lowest to highest) | step, ms | with Adam, ms | peak memory, MiB |")
     print("|---|---|---|---|---|")
-    for way in options.ways or TIMED:
+    for name in options.ways or ways:
         command = [sys.executable, "-W", "ignore", __file__, "steps", options.task, f"--device={options.device}"]
-        done = subprocess.run([*command, "--memory-of", way], capture_output=True, text=True, check=True)
-        adam, ratios = time_ratios(options, way)
-        ratio = statistics.median(ratios)
-        milliseconds = statistics.median(a * r for a, r in zip(adam, ratios, strict=True))
+        done = subprocess.run([*command, "--memory-of", name], stdout=subprocess.PIPE, text=True, check=True)
+        adam = "Adam" if ways[name][0] == "mse" else "Adam, cross-entropy"
+        steps = [make_step(task, ways[both], options.device) for both in (adam, name)]
+        of_adam, of_way = time_rounds(steps, options.rounds, options.steps, CLOCKS[options.device])
+        ratios = [b / a for a, b in zip(of_adam, of_way, strict=True)]
         print(
-            f"| {way} | **{ratio:.2f}** ({min(ratios):.2f} to {max(ratios):.2f}) | {milliseconds:.2f} "
-            f"| {statistics.median(adam):.2f} | {float(done.stdout):.0f} |",
+            f"| {name} | **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}) "
+            f"| {statistics.median(of_way):.2f} | {statistics.median(of_adam):.2f} | {float(done.stdout):.0f} |",
             flush=True,
         )
 
@@ -365,30 +424,25 @@ def measure_steps(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
-    for what in ("compare", "sweep"):
+    for what in ("compare", "sweep", "steps"):
         command = commands.add_parser(what)
-        command.add_argument("task", choices=("mnist", "cifar"))
+        command.add_argument("task", choices=tuple(TASKS))
+        command.add_argument("--ways", nargs="+", help="names of the tables' rows; default: all")
+        command.add_argument("--device", choices=tuple(CLOCKS), default="cpu")
+        if what == "steps":
+            command.add_argument("--rounds", type=int, default=9)
+            command.add_argument("--steps", type=int, default=20, help="in a round, of each optimizer")
+            command.add_argument("--memory-of", help=argparse.SUPPRESS)
+            continue
         command.add_argument("--data-dir", default="data", help="where the files of the data set are")
-        command.add_argument("--synthetic", action="store_true", help="procedural images, to try the script")
-        command.add_argument("--full", action="store_true", help="CIFAR-10: all data, the paper's network")
-        command.add_argument("--epochs", type=int, help="default: 10 for mnist, 20 for cifar")
+        command.add_argument("--synthetic", action="store_true", help="procedural data, to try the script")
+        command.add_argument("--full-network", action="store_true", help="the recipe's, also for cifar and imdb")
+        command.add_argument("--full-data", action="store_true", help="all data, also for cifar and imdb")
+        command.add_argument("--epochs", type=int, help="default: 20 for cifar, else 10")
         command.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
         command.add_argument("--output", type=Path, help="default: results/benchmarks/rls")
-    command = commands.add_parser("steps")
-    command.add_argument("task", choices=tuple(SHAPES))
-    command.add_argument("--rounds", type=int, default=9)
-    command.add_argument("--steps", type=int, default=20, help="in a round, of each optimizer")
-    command.add_argument("--memory-of", help=argparse.SUPPRESS)
-    for command in commands.choices.values():
-        command.add_argument("--ways", nargs="+", help="names of the tables' rows; default: all")
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    if options.what != "steps":
-        run_all(options)
-    elif options.memory_of:
-        print(peak_memory(options.task, options.memory_of, options.device))
-    else:
-        measure_steps(options)
+    (measure_steps if options.what == "steps" else run_all)(TASKS[options.task], options)
 
 
 if __name__ == "__main__":

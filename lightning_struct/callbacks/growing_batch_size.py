@@ -115,7 +115,8 @@ class GrowingBatchSize(L.Callback):
 
     Args:
         max_batch_size: n_max: what memory allows; the size of the data set if None.
-        theta: θ > 0 of the norm test: the relative error that the mean gradient may have.
+        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. For first-order methods at a fixed
+            rate begin with 1: 0.5 lets their batch grow too soon.
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
             each validation; if None, the validation value in the module's own statistics, applied in each step.
         validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class RLS(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         form: Form = "full",
         max_size: int | None = None,
-        exclude: Collection[str | nn.Module] = (),
+        exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
     ) -> None:
         _check_range("ratio", ratio, ratio > 0, "> 0")
@@ -375,7 +375,7 @@ def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield _plain(name + ".")[:-1], child
 
 
-def _excluded_modules(module: nn.Module, exclude: Collection[str | nn.Module]) -> set[nn.Module]:
+def _excluded_modules(module: nn.Module, exclude: Sequence[str | nn.Module]) -> set[nn.Module]:
     """All modules that are named, and those below them."""
     if isinstance(exclude, str | nn.Module):
         exclude = [exclude]

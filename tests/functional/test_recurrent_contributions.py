@@ -155,7 +155,7 @@ def test_dropout_is_repeated_for_packed_sequences() -> None:
 
 
 def test_another_mask_of_dropout_is_noticed() -> None:
-    layer, inputs = make("lstm", num_layers=2, dropout=0.1), gaussian(STEPS, SAMPLES, IN)
+    layer, inputs = make("lstm", num_layers=2, dropout=0.5), gaussian(STEPS, SAMPLES, IN)
     outputs = layer(inputs)
     cotangents = torch.autograd.grad(loss_of(outputs, [0]), flat(outputs), allow_unused=True)
     with pytest.raises(Uncovered, match="dropout cannot be repeated"):

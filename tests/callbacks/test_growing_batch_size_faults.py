@@ -175,7 +175,9 @@ class Deadly(TensorDataset):
 
 FAILING = [
     pytest.param(Broken, KeyError, "sample 30 is broken", id="raises"),
-    pytest.param(Deadly, (RuntimeError, OSError, EOFError), None, id="dies"),  # what is said depends on who notices first
+    pytest.param(
+        Deadly, (RuntimeError, OSError, EOFError), None, id="dies"
+    ),  # what is said depends on who notices first
 ]
 
 

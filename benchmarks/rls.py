@@ -189,16 +189,16 @@ class EpochRecord(L.Callback):
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.epochs: list[dict[str, float]] = []
-        self._losses: list[Tensor] = []
+        self._loss = torch.zeros(())  # a sum over samples
         self._began = self._seconds = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._losses, self._began = [], self.clock()
+        self._loss, self._began = torch.zeros((), device=pl_module.device), self.clock()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._losses.append(outputs["loss"].detach() * len(batch[0]))
+        self._loss += outputs["loss"].detach() * len(batch[0])
         if trainer.is_last_batch:
             self._seconds = self.clock() - self._began
 
@@ -208,7 +208,7 @@ class EpochRecord(L.Callback):
         self.epochs.append(
             {
                 "seconds": self._seconds,
-                "train_loss": (torch.stack(self._losses).sum() / samples).item(),
+                "train_loss": self._loss.item() / samples,
                 "test_loss": metrics["val_loss"].item(),
                 "test_accuracy": metrics["val_accuracy"].item(),
             }

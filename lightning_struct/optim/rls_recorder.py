@@ -89,14 +89,14 @@ class InputRecorder:
         with torch.no_grad(), without_autocast(device):
             uses = kind.read(layer, blocks, args, kwargs, outputs, watched)
 
+        alone = len(tensors) == 1  # the hook must not hold the tensors that hold it
+
         def arrive(cotangent: Tensor) -> None:
             with torch.no_grad():
                 for use in uses:
-                    use.block.statistics.add(
-                        use, cotangent.detach() if len(tensors) == 1 else None, use.block.most_rows
-                    )
+                    use.block.statistics.add(use, cotangent.detach() if alone else None, use.block.most_rows)
 
-        if len(tensors) == 1:
+        if alone:
             tensors[0].register_hook(arrive)
         else:
             register_multi_grad_hook(tensors, arrive, mode="any")

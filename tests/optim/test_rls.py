@@ -7,6 +7,7 @@ import gc
 import io
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -585,3 +586,14 @@ def test_p_stays_symmetric_and_positive_definite_over_20000_steps_in_float32() -
     eigenvalues = torch.linalg.eigvalsh(inverse.double())
     assert (inverse - inverse.t()).abs().max() <= 1e-7
     assert 0 < eigenvalues.min() and eigenvalues.max() <= 1.001
+
+
+def test_the_outputs_of_a_step_do_not_outlive_it() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = RLS(layer)
+    outputs = layer(torch.randn(4, 3))
+    watched = weakref.ref(outputs)
+    outputs.square().mean().backward()
+    optimizer.step()
+    del outputs
+    assert watched() is None

@@ -23,8 +23,8 @@ class ValidationMeritStopping(L.Callback):
 
     At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and keeps
     a copy of the best weights and buffers on the CPU: those that were validated, also where another callback had put
-    averaged ones in their place for the time of the validation. When training ends, by patience or for any other reason but an
-    exception, the module gets the best ones back. Checkpoints written before hold the weights of their own step, so that
+    averaged ones in their place for the time of the validation. When training ends, by patience or for any other reason
+    but an exception, the module gets the best ones back. Checkpoints written before hold the weights of their own step, so that
     a run resumed from them goes on as if it had not been stopped; a ``ModelCheckpoint(save_last=True)`` that has not
     saved anything until then writes the best weights, as does ``Trainer.save_checkpoint`` after ``fit``. The copy is part
     of the callback's state: a resumed run knows the best weights of before.
@@ -48,8 +48,8 @@ class ValidationMeritStopping(L.Callback):
 
     Raises:
         MisconfigurationException: an argument out of range; at the start of fit no validation, a Trainer that does not
-            keep what is logged, or a strategy that shards the weights; with SHF an empty validation set, or a module without ``inputs_and_targets``; after a validation
-            a monitor that is not logged, or is not finite.
+            keep what is logged, or a strategy that shards the weights; with SHF an empty validation set, or a module
+            without ``inputs_and_targets``; after a validation a monitor that is not logged, or is not finite.
     """
 
     def __init__(

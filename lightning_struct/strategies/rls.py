@@ -81,7 +81,7 @@ class RLSOptimization(L.LightningModule):
         """
         if self._asked_for_loss:  # by the module's own training_step, which extends that of its base
             return super().training_step(batch, batch_idx)
-        loss = self._loss(batch, batch_idx)
+        loss = self._rls_loss(batch, batch_idx)
         if loss is None:
             return None
         optimizer: Any = self.optimizers()
@@ -91,9 +91,9 @@ class RLSOptimization(L.LightningModule):
             optimizer.step()
         except ValueError as error:
             raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
-        self._step_schedulers("step", batch_idx + 1)
+        self._rls_step_schedulers("step", batch_idx + 1)
         if self.trainer.is_last_batch:
-            self._step_schedulers("epoch", self.current_epoch + 1)
+            self._rls_step_schedulers("epoch", self.current_epoch + 1)
         return loss.detach()
 
     @property
@@ -116,11 +116,11 @@ class RLSOptimization(L.LightningModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
-            self._check_trainer()
+            self._rls_check_trainer()
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._check_trainer()
+        self._rls_check_trainer()
         _ = self.rls
         if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in self.trainer.lr_scheduler_configs):
             raise MisconfigurationException(
@@ -132,7 +132,7 @@ class RLSOptimization(L.LightningModule):
         super().on_fit_end()
         self.rls.remove_hooks()
 
-    def _loss(self, batch: Any, batch_idx: int) -> Tensor | None:
+    def _rls_loss(self, batch: Any, batch_idx: int) -> Tensor | None:
         """Of the module's own training step, or the paper's."""
         if self._own_training_step is None and _is_missing(super().training_step):
             inputs, targets = self.inputs_and_targets(batch)
@@ -147,13 +147,13 @@ class RLSOptimization(L.LightningModule):
             self._asked_for_loss = False
         return output["loss"] if isinstance(output, Mapping) else output
 
-    def _step_schedulers(self, interval: str, number: int) -> None:
+    def _rls_step_schedulers(self, interval: str, number: int) -> None:
         """Step those of an interval, when the Trainer does it in automatic optimization."""
         for config in self.trainer.lr_scheduler_configs:
             if config.interval == interval and number % config.frequency == 0:
                 self.lr_scheduler_step(config.scheduler, None)
 
-    def _check_trainer(self) -> None:
+    def _rls_check_trainer(self) -> None:
         if self.trainer.precision not in PRECISIONS:
             raise MisconfigurationException(
                 f"RLSOptimization does not work with Trainer(precision={self.trainer.precision!r}): P needs float32 weights, "

@@ -96,7 +96,7 @@ class SHFOptimization(L.LightningModule):
             report: StepReport = optimizer.step(inputs=inputs, targets=targets)
         except ValueError as error:
             raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
-        self._log_step(report)
+        self._shf_log_step(report)
         self.on_shf_step(report)
         return torch.tensor(report.loss_before, device=self.device)
 
@@ -131,18 +131,18 @@ class SHFOptimization(L.LightningModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
-            self._check_trainer()
+            self._shf_check_trainer()
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._check_trainer()
+        self._shf_check_trainer()
         _ = self.shf
         if self._replaced_training_step is not None:
             rank_zero_info(
                 f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step after it"
             )
 
-    def _check_trainer(self) -> None:
+    def _shf_check_trainer(self) -> None:
         if self.trainer.precision not in PRECISIONS:
             raise MisconfigurationException(
                 f"SHFOptimization does not work with Trainer(precision={self.trainer.precision!r}): half precision loses its "
@@ -155,7 +155,7 @@ class SHFOptimization(L.LightningModule):
                 "leave the attribute alone"
             )
 
-    def _log_step(self, report: StepReport) -> None:
+    def _shf_log_step(self, report: StepReport) -> None:
         values: dict[str, float | None] = {
             "train_loss": report.loss_before,
             "damping": report.damping,

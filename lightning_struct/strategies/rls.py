@@ -1,6 +1,6 @@
 """RLS as the training step of a LightningModule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_struct.optim.rls import RLS
+from lightning_struct.strategies.requirements import PRECISIONS, only_optimizer, pair_of_tensors
 from lightning_struct.utilities.strategies import refuse_sharded_weights
-
-PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
 class RLSOptimization(L.LightningModule):
@@ -65,12 +64,8 @@ class RLSOptimization(L.LightningModule):
         inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
         if inherited is not None:
             return inherited(batch)
-        if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
-            return batch[0], batch[1]
-        raise MisconfigurationException(
-            f"A batch for {type(self).__name__} is a {type(batch).__name__}, not a pair of tensors: define training_step, or "
-            "inputs_and_targets(self, batch), which returns (inputs, targets)"
-        )
+        remedy = "define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)"
+        return pair_of_tensors(batch, type(self).__name__, remedy)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """One RLS step on the batch.
@@ -103,15 +98,10 @@ class RLSOptimization(L.LightningModule):
         Raises:
             MisconfigurationException: it returned anything but one RLS.
         """
-        optimizers = self.trainer.optimizers
-        if len(optimizers) == 1 and isinstance(optimizers[0], RLS):
-            return optimizers[0]
-        returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        raise MisconfigurationException(
-            f"{type(self).__name__} is trained by RLSOptimization, which needs exactly one RLS from configure_optimizers, "
-            f"but got {returned}: return RLS(self), with an auxiliary optimizer within it where one is needed, or leave "
-            "RLSOptimization out"
+        remedy = (
+            "return RLS(self), with an auxiliary optimizer within it where one is needed, or leave RLSOptimization out"
         )
+        return only_optimizer(self, RLS, remedy)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -1,6 +1,5 @@
 """SHF as the training step of a LightningModule."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
 from lightning_struct.optim.shf import SHF, StepReport
+from lightning_struct.strategies.requirements import PRECISIONS, only_optimizer, pair_of_tensors
 from lightning_struct.utilities.gradient_statistics import GradientStatistics
 from lightning_struct.utilities.strategies import refuse_sharded_weights
 
-PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iterations")
 
 
@@ -73,13 +72,8 @@ class SHFOptimization(L.LightningModule):
         inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
         if inherited is not None:
             return inherited(batch)
-        if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
-            return batch[0], batch[1]
-        held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
-        raise MisconfigurationException(
-            f"A batch for {type(self).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: define "
-            "inputs_and_targets(self, batch), which returns (inputs, targets)"
-        )
+        remedy = "define inputs_and_targets(self, batch), which returns (inputs, targets)"
+        return pair_of_tensors(batch, type(self).__name__, remedy)
 
     def on_shf_step(self, report: StepReport) -> None:
         """Called after each step with what it did; override it to look at more than is logged."""
@@ -119,14 +113,7 @@ class SHFOptimization(L.LightningModule):
         Raises:
             MisconfigurationException: it returned anything but one SHF.
         """
-        optimizers = self.trainer.optimizers
-        if len(optimizers) == 1 and isinstance(optimizers[0], SHF):
-            return optimizers[0]
-        returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        raise MisconfigurationException(
-            f"{type(self).__name__} is trained by SHFOptimization, which needs exactly one SHF from configure_optimizers, "
-            f"but got {returned}: return SHF(self, 'mse', damping=10.0), or leave SHFOptimization out"
-        )
+        return only_optimizer(self, SHF, "return SHF(self, 'mse', damping=10.0), or leave SHFOptimization out")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

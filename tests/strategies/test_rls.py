@@ -225,3 +225,11 @@ def test_automatic_optimization_is_refused(tmp_path):
 def test_a_batch_that_is_no_pair_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="A batch for PaperNetwork is a Tensor, not a pair"):
         make_trainer(tmp_path).fit(PaperNetwork(), DataLoader(torch.rand(8, 3)))
+
+
+def test_a_module_may_have_a_loss_of_its_own(tmp_path):
+    class WithLoss(ManualNetwork):
+        def _loss(self, *arguments):
+            raise AssertionError("it is the module's own affair")
+
+    make_trainer(tmp_path, max_epochs=1).fit(WithLoss(), loader())

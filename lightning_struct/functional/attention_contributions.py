@@ -1,9 +1,9 @@
 """Per-sample gradient contributions of ``nn.MultiheadAttention``, from what a call read and returned alone.
 
 A recorder that is there during the call need not do this (see :mod:`~lightning_struct.functional.projections`), except with
-``add_bias_kv``. The projections of queries, keys and values are not among the layer's outputs. Here they and the attention are computed
-again, and the attention is differentiated in them by autograd: this and two products with the output projection are all
-that it costs. The layer never calls ``out_proj`` as a module, so its parameters are told here too.
+``add_bias_kv``. The projections of queries, keys and values are not among the layer's outputs. Here they and the attention
+are computed again, and the attention is differentiated in them by autograd: this and two products with the output projection
+are all that it costs. The layer never calls ``out_proj`` as a module, so its parameters are told here too.
 """
 
 from __future__ import annotations

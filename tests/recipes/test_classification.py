@@ -170,3 +170,11 @@ def test_predict_writes_classes_of_the_test_images(conf):
 def test_evaluating_untrained_weights_warns(conf):
     with pytest.warns(UserWarning, match="test runs on untrained weights"):
         main(["test", "--config", conf("classifier")])
+
+
+@pytest.mark.slow
+def test_last_checkpoint_is_of_the_last_epoch_though_none_was_better_than_the_first(conf):
+    cli = main(["fit", "--config", conf("classifier"), "--model.optimizer.init_args.lr=0", "--trainer.max_epochs=3"])
+    best = torch.load(cli.trainer.checkpoint_callback.best_model_path, weights_only=False)
+    last = torch.load(RUN / "checkpoints" / "last.ckpt", weights_only=False)
+    assert (best["global_step"], last["global_step"]) == (2, 6)

@@ -48,15 +48,7 @@ from torch.utils.data import DataLoader
 
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
-from lightning_struct.models import (
-    Classifier,
-    RecurrentNetwork,
-    RLSClassifier,
-    RLSTextClassifier,
-    TextClassifier,
-    fully_connected,
-    mini_vgg,
-)
+from lightning_struct.models import Classifier, RecurrentNetwork, RLSClassifier, fully_connected, mini_vgg
 from lightning_struct.optim import RLS
 
 BATCH_SIZE = 128
@@ -78,8 +70,6 @@ class Task:
     narrow: dict[str, int]
     classes: int
     inputs: Callable[[str], Tensor]
-    adam: type[Classifier]
-    rls: type[RLSClassifier]
     level: float
     epochs: int
     l1: float
@@ -95,9 +85,7 @@ def random_words(device: str) -> Tensor:
 
 
 TASKS = {
-    "mnist": Task(
-        MNISTDataModule, {}, fully_connected, {}, 10, random_images(784), Classifier, RLSClassifier, 0.98, 10, 1e-5, 5.0
-    ),
+    "mnist": Task(MNISTDataModule, {}, fully_connected, {}, 10, random_images(784), 0.98, 10, 1e-5, 5.0),
     "cifar": Task(
         CIFAR10DataModule,
         {"train_size": 9_000, "val_size": 1_000, "test_size": 2_000},
@@ -105,10 +93,8 @@ TASKS = {
         {"channels": 16, "hidden": 512},
         10,
         random_images(3, 32, 32),
-        Classifier,
-        RLSClassifier,
         0.60,
-        20,
+        10,
         1e-5,
         5.0,
     ),
@@ -119,8 +105,6 @@ TASKS = {
         {"hidden_size": 64, "embedding_size": 64},
         2,
         random_words,
-        TextClassifier,
-        RLSTextClassifier,
         0.75,
         10,
         1e-6,
@@ -238,7 +222,7 @@ def train(
     network = task.network(**({} if options.full_network else task.narrow))
     loss, arguments = way
     kind, optimizer = (
-        (task.adam, ADAM) if arguments is None else (task.rls, partial(make_rls, task=task, arguments=arguments))
+        (Classifier, ADAM) if arguments is None else (RLSClassifier, partial(make_rls, task=task, arguments=arguments))
     )
     record = EpochRecord(CLOCKS[options.device])
     trainer = L.Trainer(
@@ -438,7 +422,7 @@ def main() -> None:
         command.add_argument("--synthetic", action="store_true", help="procedural data, to try the script")
         command.add_argument("--full-network", action="store_true", help="the recipe's, also for cifar and imdb")
         command.add_argument("--full-data", action="store_true", help="all data, also for cifar and imdb")
-        command.add_argument("--epochs", type=int, help="default: 20 for cifar, else 10")
+        command.add_argument("--epochs", type=int, help="default: 10")
         command.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
         command.add_argument("--output", type=Path, help="default: results/benchmarks/rls")
     options = parser.parse_args()

@@ -44,7 +44,7 @@ class IMDBDataModule(InMemoryDataModule):
     Words are numbered as in :attr:`vocabulary`, by their frequency in the training reviews; 1 is any other word, and 0 fills
     up behind the end of short reviews. Of a long review the last words are kept, which often give the verdict. ::
 
-        model = TextClassifier(RecurrentNetwork(), num_classes=2)
+        model = Classifier(RecurrentNetwork(), num_classes=2)
         Trainer().fit(model, datamodule=IMDBDataModule(data_dir="data"))
 
     The split into words and their numbering are torchtext's: ``pip install 'lightning-struct[text]'``. A checkpoint has the

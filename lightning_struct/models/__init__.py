@@ -2,16 +2,14 @@
 
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, fully_connected, mini_vgg
-from lightning_struct.models.text import RecurrentNetwork, RLSTextClassifier, TextClassifier
+from lightning_struct.models.text import RecurrentNetwork
 
 __all__ = [
     "Autoencoder",
     "Classifier",
     "RLSClassifier",
-    "RLSTextClassifier",
     "RecurrentNetwork",
     "SHFAutoencoder",
-    "TextClassifier",
     "fully_connected",
     "mini_vgg",
 ]

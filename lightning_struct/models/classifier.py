@@ -149,11 +149,11 @@ class Classifier(L.LightningModule):
             batch: a sequence that begins with inputs (n, ...) and labels (n,), int64.
 
         Returns:
-            Inputs, and the labels (n,) for the cross-entropy, or one-hot (n, num_classes), in the dtype of the inputs,
+            Inputs, and the labels (n,) for the cross-entropy, or one-hot (n, num_classes), in the dtype of the weights,
             for the squared error.
         """
         inputs, labels = batch[0], batch[1]
-        return inputs, labels if self.loss == "cross_entropy" else F.one_hot(labels, self.num_classes).to(inputs.dtype)
+        return inputs, labels if self.loss == "cross_entropy" else F.one_hot(labels, self.num_classes).to(self.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._training_loss(batch)

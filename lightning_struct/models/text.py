@@ -1,13 +1,12 @@
-"""Classifiers of texts: a recurrent network that reads numbered words."""
+"""A recurrent network that reads numbered words."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.data.imdb import PADDING
-from lightning_struct.models.classifier import Classifier, RLSClassifier
 
 CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
 
@@ -16,7 +15,14 @@ class RecurrentNetwork(nn.Module):
     """Embedding, stacked recurrent layers, and an output layer that reads their last state.
 
     The default is the network for IMDB of Zhang et al., section VI-A, which does not name the vocabulary and the size of the
-    embedding. Padding is not read: the last state of each text is that after its own last word.
+    embedding. Padding is not read: the last state of each text is that after its own last word. ::
+
+        Trainer().fit(Classifier(RecurrentNetwork(), num_classes=2), datamodule=IMDBDataModule())
+
+    RLS leaves the embedding to another optimizer, the paper names none::
+
+        optimizer = functools.partial(RLS, max_grad_norm=1.0, auxiliary=torch.optim.Adam)
+        model = RLSClassifier(RecurrentNetwork(), num_classes=2, optimizer=optimizer)
 
     Args:
         vocabulary_size: numbers of words, 0 for padding included.
@@ -73,27 +79,3 @@ class RecurrentNetwork(nn.Module):
         _, state = self.recurrent(texts)
         hidden = state[0] if isinstance(state, tuple) else state
         return self.output(hidden[-1])
-
-
-class TextClassifier(Classifier):
-    """The classifier of whole numbers: one-hot labels of the squared error have the dtype of the weights instead. ::
-
-        Trainer().fit(TextClassifier(RecurrentNetwork(), num_classes=2), datamodule=IMDBDataModule())
-
-    Arguments are those of :class:`Classifier`.
-    """
-
-    def inputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Words (n, length), int64, and labels (n,), int64, or one-hot (n, num_classes) for the squared error."""
-        words, targets = super().inputs_and_targets(batch)
-        return words, targets if self.loss == "cross_entropy" else targets.to(self.dtype)
-
-
-class RLSTextClassifier(RLSClassifier, TextClassifier):
-    """The classifier of texts trained by RLS. The embedding is left to another optimizer: the paper names none. ::
-
-        optimizer = functools.partial(RLS, max_grad_norm=1.0, auxiliary=torch.optim.Adam)
-        model = RLSTextClassifier(RecurrentNetwork(), num_classes=2, optimizer=optimizer)
-
-    Arguments are those of :class:`RLSClassifier`.
-    """

@@ -6,13 +6,13 @@ python -m lightning_struct.recipes.imdb_lstm fit
 from collections.abc import Sequence
 
 from lightning_struct.data import IMDBDataModule
-from lightning_struct.models import TextClassifier
+from lightning_struct.models import Classifier
 from lightning_struct.recipes.cli import CLASSES, RecipeCLI, run_command, run_recipe
 
 
 def main(args: Sequence[str] | None = None) -> RecipeCLI:
     """Run the recipe on ``args``, by default on the command line of this process."""
-    return run_recipe("imdb_lstm", TextClassifier, IMDBDataModule, CLASSES, args)
+    return run_recipe("imdb_lstm", Classifier, IMDBDataModule, CLASSES, args)
 
 
 if __name__ == "__main__":

@@ -130,9 +130,9 @@ def test_targets_of_the_cross_entropy_are_the_labels(samples):
     assert inputs is samples.tensors[0] and targets is samples.tensors[1]
 
 
-def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_inputs(samples):
+def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_weights(samples):
     inputs, labels = samples.tensors
-    _, targets = small_classifier(loss="mse").inputs_and_targets((inputs.double(), labels))
+    _, targets = small_classifier(loss="mse").double().inputs_and_targets((inputs, labels))
     assert targets.dtype == torch.float64 and torch.equal(targets, torch.eye(3).double()[labels])
 
 

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct.models import RecurrentNetwork, RLSTextClassifier, TextClassifier
+from lightning_struct.models import Classifier, RecurrentNetwork, RLSClassifier
 from lightning_struct.optim import RLS
 
 TEXTS = [[5, 3, 8, 2], [4], [2, 2, 7]]
@@ -68,7 +68,7 @@ def test_words_of_a_larger_vocabulary_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_weights(dtype):
-    model = TextClassifier(small_network(), num_classes=2, loss="mse").to(dtype)
+    model = Classifier(small_network(), num_classes=2, loss="mse").to(dtype)
     words, targets = model.inputs_and_targets((padded(TEXTS), torch.tensor([1, 0, 1])))
     assert torch.equal(targets, torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=dtype)) and targets.dtype == dtype
     assert torch.equal(words, padded(TEXTS))
@@ -76,15 +76,15 @@ def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_weights(dt
 
 def test_targets_of_the_cross_entropy_are_the_labels():
     labels = torch.tensor([1, 0, 1])
-    assert TextClassifier(small_network(), num_classes=2).inputs_and_targets((padded(TEXTS), labels))[1] is labels
+    assert Classifier(small_network(), num_classes=2).inputs_and_targets((padded(TEXTS), labels))[1] is labels
 
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
 WAYS = [
-    (TextClassifier, "cross_entropy", ADAM),
-    (TextClassifier, "mse", ADAM),
-    (RLSTextClassifier, "mse", partial(RLS, auxiliary=ADAM)),
-    (RLSTextClassifier, "cross_entropy", partial(RLS, exclude=["network.output"], auxiliary=ADAM)),
+    (Classifier, "cross_entropy", ADAM),
+    (Classifier, "mse", ADAM),
+    (RLSClassifier, "mse", partial(RLS, auxiliary=ADAM)),
+    (RLSClassifier, "cross_entropy", partial(RLS, exclude=["network.output"], auxiliary=ADAM)),
 ]
 
 

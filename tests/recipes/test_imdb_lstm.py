@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.models import RLSTextClassifier
+from lightning_struct.models import RLSClassifier
 from lightning_struct.recipes.cli import config_directory
 from lightning_struct.recipes.imdb_lstm import main
 
@@ -49,7 +49,7 @@ def test_the_ways_of_the_paper_and_a_plain_network_are_shipped():
 def test_without_a_config_the_paper_is_followed():
     cli = run("fit", "--trainer.max_epochs=0")
     layers = cli.model.network.recurrent
-    assert isinstance(cli.model, RLSTextClassifier) and isinstance(layers, torch.nn.LSTM)
+    assert isinstance(cli.model, RLSClassifier) and isinstance(layers, torch.nn.LSTM)
     assert (layers.hidden_size, layers.num_layers) == (512, 2)
 
 

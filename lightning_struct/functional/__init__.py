@@ -14,6 +14,15 @@ from lightning_struct.functional.gradient_norms import (
 from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import LineSearchResult, armijo
 from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError
+from lightning_struct.functional.operators import (
+    DenseOperator,
+    DiagonalOperator,
+    DisplacementOperator,
+    ShiftOperator,
+    SubdiagonalOperator,
+    TransposedOperator,
+    TridiagonalOperator,
+)
 from lightning_struct.functional.preconditioner import (
     empirical_fisher_diagonal,
     fisher_scaling,
@@ -24,6 +33,9 @@ from lightning_struct.functional.preconditioner import (
 __all__ = [
     "ConjugateGradientResult",
     "CrossEntropy",
+    "DenseOperator",
+    "DiagonalOperator",
+    "DisplacementOperator",
     "GaussNewtonLoss",
     "GradientNormRecorder",
     "LeastSquaresResult",
@@ -31,7 +43,11 @@ __all__ = [
     "Linearization",
     "ParameterNorms",
     "RightPreconditioner",
+    "ShiftOperator",
     "SquaredError",
+    "SubdiagonalOperator",
+    "TransposedOperator",
+    "TridiagonalOperator",
     "armijo",
     "conjugate_gradient",
     "empirical_fisher_diagonal",

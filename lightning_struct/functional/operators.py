@@ -1,0 +1,321 @@
+"""The displacement operators of structured matrices: n x n matrices that are multiplied without being formed.
+
+The learned operators of Thomas et al. (section 3, Figure 2) are subdiagonal or tridiagonal, with corners; those of the
+classical structures are shifts and diagonal matrices (Table 5). All of them multiply (..., n), a batch of vectors in the
+last dimension, in any floating-point dtype, real or complex; transposes are not conjugated.
+
+Shapes and dtypes are checked when an operator is made. Whether the entries are finite is not: asking that of a device
+would make every forward pass wait for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class DisplacementOperator(ABC):
+    """An n x n matrix A."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """n."""
+
+    @property
+    @abstractmethod
+    def _entries(self) -> Tensor:
+        """A tensor whose dtype and device are those of A."""
+
+    @property
+    @abstractmethod
+    def T(self) -> DisplacementOperator:
+        """Aᵀ."""
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """A v of each vector v: (..., n) of (..., n)."""
+
+    @abstractmethod
+    def rmatvec(self, v: Tensor) -> Tensor:
+        """Aᵀ v of each vector v: (..., n) of (..., n)."""
+
+    def to_dense(self) -> Tensor:
+        """A, (n, n)."""
+        entries = self._entries
+        return self.rmatvec(torch.eye(self.size, dtype=entries.dtype, device=entries.device))
+
+    def _require_vectors(self, v: Tensor) -> None:
+        if v.ndim == 0 or v.shape[-1] != self.size:
+            raise ValueError(f"an operator of size {self.size} multiplies (..., {self.size}), not {tuple(v.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class SubdiagonalOperator(DisplacementOperator):
+    """A[i + 1, i] = ``subdiagonal[i]`` and A[0, n - 1] = ``corner``; all else is zero.
+
+    A of size 1 is the matrix [corner].
+
+    Args:
+        subdiagonal: (n - 1,).
+        corner: ().
+
+    Raises:
+        TypeError: an argument is no floating-point tensor.
+        ValueError: an argument has another shape.
+    """
+
+    subdiagonal: Tensor
+    corner: Tensor
+
+    def __post_init__(self) -> None:
+        _require_tensor("subdiagonal", self.subdiagonal, 1)
+        _require_tensor("corner", self.corner, 0)
+
+    @property
+    def size(self) -> int:
+        return self.subdiagonal.shape[0] + 1
+
+    @property
+    def _entries(self) -> Tensor:
+        return self.subdiagonal
+
+    @property
+    def T(self) -> TransposedOperator:
+        return TransposedOperator(self)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return torch.cat([self.corner * v[..., -1:], self.subdiagonal * v[..., :-1]], -1)
+
+    def rmatvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return torch.cat([self.subdiagonal * v[..., 1:], self.corner * v[..., :1]], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class TridiagonalOperator(DisplacementOperator):
+    """Three diagonals and two corners; entries that fall on the same place, where n is 1 or 2, add up.
+
+    Args:
+        subdiagonal: (n - 1,), A[i + 1, i].
+        diagonal: (n,), A[i, i].
+        superdiagonal: (n - 1,), A[i, i + 1].
+        corners: (2,), A[0, n - 1] and A[n - 1, 0].
+
+    Raises:
+        TypeError: an argument is no floating-point tensor.
+        ValueError: an argument has another shape.
+    """
+
+    subdiagonal: Tensor
+    diagonal: Tensor
+    superdiagonal: Tensor
+    corners: Tensor
+
+    def __post_init__(self) -> None:
+        _require_tensor("diagonal", self.diagonal, 1)
+        n = self.diagonal.shape[0]
+        if n == 0:
+            raise ValueError("diagonal is empty: an operator has at least one row")
+        for name, tensor, length in (
+            ("subdiagonal", self.subdiagonal, n - 1),
+            ("superdiagonal", self.superdiagonal, n - 1),
+            ("corners", self.corners, 2),
+        ):
+            _require_tensor(name, tensor, 1)
+            if tensor.shape[0] != length:
+                raise ValueError(f"{name} must be ({length},) beside a diagonal of {n}, got {tuple(tensor.shape)}")
+
+    @property
+    def size(self) -> int:
+        return self.diagonal.shape[0]
+
+    @property
+    def _entries(self) -> Tensor:
+        return self.diagonal
+
+    @property
+    def T(self) -> TridiagonalOperator:
+        return TridiagonalOperator(self.superdiagonal, self.diagonal, self.subdiagonal, self.corners.flip(0))
+
+    def matvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        from_left = torch.cat([self.corners[:1] * v[..., -1:], self.subdiagonal * v[..., :-1]], -1)
+        from_right = torch.cat([self.superdiagonal * v[..., 1:], self.corners[1:] * v[..., :1]], -1)
+        return from_left + self.diagonal * v + from_right
+
+    def rmatvec(self, v: Tensor) -> Tensor:
+        return self.T.matvec(v)
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftOperator(DisplacementOperator):
+    """Z_f: the subdiagonal operator of ones with f in the corner, so that Z_1 rotates a vector downwards.
+
+    Args:
+        n: at least 1.
+        f: a number or a tensor (). ``to_dense`` has its dtype and device; the default ones if it is a number.
+
+    Raises:
+        TypeError: f is a tensor of integers.
+        ValueError: n < 1, or f is a tensor of another shape.
+    """
+
+    n: int
+    f: float | Tensor
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if isinstance(self.f, Tensor):
+            _require_tensor("f", self.f, 0)
+
+    @property
+    def size(self) -> int:
+        return self.n
+
+    @property
+    def _entries(self) -> Tensor:
+        return self.f if isinstance(self.f, Tensor) else torch.empty(0)
+
+    @property
+    def T(self) -> TransposedOperator:
+        return TransposedOperator(self)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return torch.cat([self.f * v[..., -1:], v[..., :-1]], -1)
+
+    def rmatvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return torch.cat([v[..., 1:], self.f * v[..., :1]], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalOperator(DisplacementOperator):
+    """diag(d).
+
+    Args:
+        d: (n,).
+
+    Raises:
+        TypeError: d is no floating-point tensor.
+        ValueError: d has another shape, or is empty.
+    """
+
+    d: Tensor
+
+    def __post_init__(self) -> None:
+        _require_tensor("d", self.d, 1)
+        if self.d.shape[0] == 0:
+            raise ValueError("d is empty: an operator has at least one row")
+
+    @property
+    def size(self) -> int:
+        return self.d.shape[0]
+
+    @property
+    def _entries(self) -> Tensor:
+        return self.d
+
+    @property
+    def T(self) -> DiagonalOperator:
+        return self
+
+    def matvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return self.d * v
+
+    def rmatvec(self, v: Tensor) -> Tensor:
+        return self.matvec(v)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseOperator(DisplacementOperator):
+    """Any matrix, such as the inverse of an operator.
+
+    Args:
+        matrix: (n, n).
+
+    Raises:
+        TypeError: the matrix is no floating-point tensor.
+        ValueError: it is not square, or empty.
+    """
+
+    matrix: Tensor
+
+    def __post_init__(self) -> None:
+        _require_tensor("matrix", self.matrix, 2)
+        if self.matrix.shape[0] != self.matrix.shape[1] or self.matrix.shape[0] == 0:
+            raise ValueError(f"matrix must be square and not empty, got {tuple(self.matrix.shape)}")
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def _entries(self) -> Tensor:
+        return self.matrix
+
+    @property
+    def T(self) -> DenseOperator:
+        return DenseOperator(self.matrix.mT)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return v @ self.matrix.mT
+
+    def rmatvec(self, v: Tensor) -> Tensor:
+        self._require_vectors(v)
+        return v @ self.matrix
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedOperator(DisplacementOperator):
+    """The transpose of another operator.
+
+    Args:
+        operator: A of Aᵀ.
+    """
+
+    operator: DisplacementOperator
+
+    @property
+    def size(self) -> int:
+        return self.operator.size
+
+    @property
+    def _entries(self) -> Tensor:
+        return self.operator._entries
+
+    @property
+    def T(self) -> DisplacementOperator:
+        return self.operator
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.operator.rmatvec(v)
+
+    def rmatvec(self, v: Tensor) -> Tensor:
+        return self.operator.matvec(v)
+
+
+def as_operator(operator: DisplacementOperator | Tensor) -> DisplacementOperator:
+    """The operator itself, or :class:`DenseOperator` of a matrix (n, n).
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the matrix is not square.
+    """
+    return operator if isinstance(operator, DisplacementOperator) else DenseOperator(operator)
+
+
+def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension{'s' * (ndim != 1)}, got shape {tuple(tensor.shape)}")

@@ -2,6 +2,13 @@
 
 from lightning_struct.functional.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
 from lightning_struct.functional.damping import levenberg_marquardt
+from lightning_struct.functional.displacement import (
+    displacement_rank,
+    krylov_matrix,
+    ldr_matmul,
+    ldr_to_dense,
+    sylvester_displacement,
+)
 from lightning_struct.functional.gauss_newton import Linearization, linearize
 from lightning_struct.functional.gradient_norms import (
     GradientNormRecorder,
@@ -50,10 +57,14 @@ __all__ = [
     "TridiagonalOperator",
     "armijo",
     "conjugate_gradient",
+    "displacement_rank",
     "empirical_fisher_diagonal",
     "fisher_scaling",
     "gradient_variance",
     "jacobi_scaling",
+    "krylov_matrix",
+    "ldr_matmul",
+    "ldr_to_dense",
     "levenberg_marquardt",
     "linearize",
     "lsmr",
@@ -62,4 +73,5 @@ __all__ = [
     "per_sample_gradient_norms",
     "randomized_gauss_newton_diagonal",
     "required_batch_size",
+    "sylvester_displacement",
 ]

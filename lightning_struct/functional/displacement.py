@@ -1,0 +1,128 @@
+"""Matrices of low displacement rank: their Krylov form, their Sylvester displacement, its rank.
+
+The matrix that Thomas et al. learn is their formula (2),
+
+    M = Σ_i K(A, g_i) K(Bᵀ, h_i)ᵀ = Σ_{j<p} Aʲ G Hᵀ Bʲ,
+
+A of size m, B of size n, G (m, r), H (n, r). Rectangular matrices are M (m, n) with p = min(m, n): where A and B have no
+corners (Aᵐ = 0, Bⁿ = 0), all terms beyond are zero. The displacement rank of M is at most 2r with respect to (A⁻¹, B)
+(Proposition 3).
+
+Which structure that is depends on the directions. With both operators downwards, (A, B) = (Z_1, Z_-1), formula (2) literally
+spans the Hankel-like matrices, since A⁻¹ = Z_1ᵀ: Table 5 names the operators of the displacement AM - MB, not those of
+formula (2). The Toeplitz-like matrices are formula (2) with A = Z_1 and B = Z_-1ᵀ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.krylov import krylov_matrix, krylov_product, krylov_rows
+from lightning_struct.functional.operators import DisplacementOperator, as_operator
+
+__all__ = ["displacement_rank", "krylov_matrix", "ldr_matmul", "ldr_to_dense", "sylvester_displacement"]
+
+Operator = DisplacementOperator | Tensor
+
+
+def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor) -> Tensor:
+    """M of formula (2), (m, n), by its definition: O(mnpr) operations, for any operators.
+
+    Args:
+        a: A of size m, or its matrix (m, m).
+        b: B of size n, or its matrix (n, n).
+        G: (m, r).
+        H: (n, r).
+
+    Raises:
+        ValueError: G or H has another shape.
+    """
+    left, right = _krylov_rows(as_operator(a), as_operator(b), G, H)
+    return left.mT @ right
+
+
+def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method: str = "auto") -> Tensor:
+    """x Mᵀ of M in formula (2).
+
+    Args:
+        a: A of size m, or its matrix (m, m).
+        b: B of size n, or its matrix (n, n).
+        G: (m, r).
+        H: (n, r).
+        x: (..., n).
+        method: ``"krylov"`` multiplies by the two Krylov matrices; ``"auto"`` by the fastest form that the operators have.
+
+    Returns:
+        (..., m).
+
+    Raises:
+        ValueError: G, H or x has another shape, or the operators have no such method.
+    """
+    a, b = as_operator(a), as_operator(b)
+    if x.ndim == 0 or x.shape[-1] != b.size:
+        raise ValueError(f"x must be (..., {b.size}) beside an operator B of that size, got {tuple(x.shape)}")
+    if method not in ("auto", "krylov"):
+        raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
+    return krylov_product(*_krylov_rows(a, b, G, H), x)
+
+
+def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
+    """AM - MB (Thomas et al., equation 1).
+
+    Args:
+        M: (m, n).
+        a: A of size m, or its matrix (m, m).
+        b: B of size n, or its matrix (n, n).
+
+    Returns:
+        (m, n).
+
+    Raises:
+        ValueError: M has another shape.
+    """
+    a, b = as_operator(a), as_operator(b)
+    if M.shape != (a.size, b.size):
+        raise ValueError(f"M must be ({a.size}, {b.size}) between operators of these sizes, got {tuple(M.shape)}")
+    return a.matvec(M.mT).mT - b.rmatvec(M)
+
+
+def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = None) -> int:
+    """The numerical rank of AM - MB.
+
+    Args:
+        M: (m, n).
+        a: A of size m, or its matrix (m, m).
+        b: B of size n, or its matrix (n, n).
+        rtol: singular values above rtol (‖A‖ + ‖B‖) ‖M‖ count, in spectral norms: relative to what is subtracted, so that a
+            displacement of rounding errors has rank 0. By default, max(m, n) times the machine precision of M.
+
+    Raises:
+        ValueError: M has another shape.
+    """
+    displacement = sylvester_displacement(M, a, b)
+    rtol = max(M.shape) * torch.finfo(M.dtype).eps if rtol is None else rtol
+    scale = sum(_spectral_norm(as_operator(operator), M) for operator in (a, b)) * torch.linalg.matrix_norm(M, 2)
+    return int((torch.linalg.svdvals(displacement) > rtol * scale).sum())
+
+
+def _spectral_norm(operator: DisplacementOperator, like: Tensor) -> Tensor:
+    identity = torch.eye(operator.size, dtype=like.dtype, device=like.device)
+    return torch.linalg.matrix_norm(operator.rmatvec(identity), 2)
+
+
+def _krylov_rows(a: DisplacementOperator, b: DisplacementOperator, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of all K(A, g_i) and of all K(Bᵀ, h_i) in the same order, as rows: (pr, m) and (pr, n)."""
+    _require_generators(G, H, a.size, b.size)
+    count = min(a.size, b.size)
+    return krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b.T, H.mT, count).flatten(0, 1)
+
+
+def _require_generators(G: Tensor, H: Tensor, m: int, n: int) -> None:
+    for name, generator, size in (("G", G, m), ("H", H, n)):
+        if generator.ndim != 2 or generator.shape[0] != size:
+            raise ValueError(
+                f"{name} must be ({size}, r) beside an operator of that size, got {tuple(generator.shape)}"
+            )
+    if G.shape[1] != H.shape[1]:
+        raise ValueError(f"G and H must have the same number of columns, got {G.shape[1]} and {H.shape[1]}")

@@ -1,0 +1,56 @@
+"""Krylov matrices K(A, v) = [v, Av, A²v, ...], and products of two of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.operators import DisplacementOperator, as_operator
+
+
+def krylov_matrix(operator: DisplacementOperator | Tensor, v: Tensor, columns: int | None = None) -> Tensor:
+    """K(A, v), whose column j is Aʲv (Thomas et al., Proposition 3), by one product with A for each column.
+
+    Args:
+        operator: A of size n, or its matrix (n, n).
+        v: (..., n).
+        columns: p, at least 1; n by default.
+
+    Returns:
+        (..., n, p).
+
+    Raises:
+        ValueError: v is not (..., n), or columns < 1.
+    """
+    operator = as_operator(operator)
+    return krylov_rows(operator, v, operator.size if columns is None else columns).movedim(0, -1)
+
+
+def krylov_rows(operator: DisplacementOperator, v: Tensor, count: int) -> Tensor:
+    """v, Av, ..., A^(count - 1)v one after the other: (count, ..., n) of v (..., n)."""
+    if count < 1:
+        raise ValueError(f"a Krylov matrix has at least one column, got {count}")
+    if v.ndim == 0 or v.shape[-1] != operator.size:
+        raise ValueError(f"v must be (..., {operator.size}) for an operator of that size, got {tuple(v.shape)}")
+    rows = [v]
+    for _ in range(count - 1):
+        rows.append(operator.matvec(rows[-1]))
+    return torch.stack(rows)
+
+
+def krylov_product(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
+    """x Mᵀ of M = Σ_j left_jᵀ right_j, in the order that takes fewer multiplications.
+
+    Args:
+        left: (k, m).
+        right: (k, n).
+        x: (..., n).
+
+    Returns:
+        (..., m).
+    """
+    (k, m), n = left.shape, right.shape[1]
+    batch = x.shape[:-1].numel()
+    if batch * k * (m + n) <= m * n * (k + batch):
+        return (x @ right.mT) @ left
+    return x @ (right.mT @ left)

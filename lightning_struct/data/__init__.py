@@ -5,6 +5,9 @@ from lightning_struct.data.curves_datamodule import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
 from lightning_struct.data.imdb import IMDBDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
+from lightning_struct.data.mnist_variants import MNISTVariantDataModule
+from lightning_struct.data.norb import NORBDataModule
+from lightning_struct.data.rectangles import RectanglesDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
 
 __all__ = [
@@ -16,5 +19,8 @@ __all__ = [
     "InMemoryDataModule",
     "IndependentDraws",
     "MNISTDataModule",
+    "MNISTVariantDataModule",
+    "NORBDataModule",
+    "RectanglesDataModule",
     "USPSDataModule",
 ]

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.flat_images import mean_and_std
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, Splits, split_at_random
 from lightning_struct.data.synthetic import synthetic_digits
 
@@ -32,6 +33,9 @@ class CIFAR10DataModule(InMemoryDataModule):
 
         Trainer().fit(Classifier(mini_vgg()), datamodule=CIFAR10DataModule(data_dir="data", batch_size=128))
 
+    Grey images are the means of the three colours, flat, (1024,); each pixel is standardised by its own mean and standard
+    deviation over the training images instead.
+
     The official files are read where they are. Where they are not, the images are those of ``data_dir/train/CLASS`` and
     ``data_dir/test/CLASS``, one file for each image in any format that PIL opens, if there are such directories.
 
@@ -46,6 +50,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         val_size: validation images.
         test_size: test images.
         download: whether missing files may be downloaded; they are not where there are directories of images.
+        grey: grey images instead of coloured ones.
         synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
         seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
 
@@ -65,6 +70,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         val_size: int = 5_000,
         test_size: int = 10_000,
         download: bool = True,
+        grey: bool = False,
         synthetic: bool = False,
         seed: int = 0,
     ) -> None:
@@ -77,6 +83,7 @@ class CIFAR10DataModule(InMemoryDataModule):
             )
         self.data_dir = data_dir
         self.download = download
+        self.grey = grey
         self.synthetic = synthetic
 
     def prepare_data(self) -> None:
@@ -95,7 +102,15 @@ class CIFAR10DataModule(InMemoryDataModule):
             train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
             (test,) = split_at_random(len(test_images), (self.sizes["test"],))
             parts = [(images[train], labels[train]), (images[val], labels[val]), (test_images[test], test_labels[test])]
-        return Splits(*(BatchedTensorDataset(standardized(images), labels) for images, labels in parts))
+        if self.grey:
+            scaled = [as_grey(images) for images, _ in parts]
+            mean, std = mean_and_std(scaled[0])
+            inputs = [images.sub_(mean).div_(std) for images in scaled]
+        else:
+            inputs = [standardized(images) for images, _ in parts]
+        return Splits(
+            *(BatchedTensorDataset(images, labels) for images, (_, labels) in zip(inputs, parts, strict=True))
+        )
 
     @property
     def _has_directories(self) -> bool:
@@ -122,6 +137,11 @@ def standardized(images: Tensor) -> Tensor:
     """uint8 images (n, 3, height, width) as float32 of mean 0 and standard deviation 1 over CIFAR-10, per channel."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CHANNEL_MEAN, CHANNEL_STD))
     return (images.float() / 255).sub_(mean).div_(std)
+
+
+def as_grey(images: Tensor) -> Tensor:
+    """uint8 images (n, 3, height, width) as flat grey ones, (n, height * width), float32 in [0, 1]."""
+    return images.float().mean(dim=1).div_(255).flatten(1)
 
 
 def read_official(data_dir: str, train: bool, download: bool) -> Labelled:

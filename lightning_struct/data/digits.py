@@ -53,7 +53,7 @@ class DigitsDataModule(InMemoryDataModule):
     def prepare_data(self) -> None:
         missing = [file for file in self.files if not (Path(self.data_dir) / file).is_file()]
         if self.download and not self.synthetic and missing:
-            self._read_both(download=True)
+            self.read_both(download=True)
 
     def load_splits(self) -> Splits:
         if self.synthetic:
@@ -62,11 +62,12 @@ class DigitsDataModule(InMemoryDataModule):
             sizes = tuple(self.sizes.values())
             parts = dict(zip(self.sizes, zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
         else:
-            chosen = self.choose(*self._read_both(download=False))
+            chosen = self.choose(*self.read_both(download=False))
             parts = {key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()}
         return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
 
-    def _read_both(self, download: bool) -> tuple[Labelled, Labelled]:
+    def read_both(self, download: bool) -> tuple[Labelled, Labelled]:
+        """Both official parts, or the error that names the remedies."""
         return read_or_explain(
             self.title,
             lambda: (self.read(train=True, download=download), self.read(train=False, download=download)),

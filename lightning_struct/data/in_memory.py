@@ -49,6 +49,12 @@ def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> Ba
     Raises:
         MisconfigurationException: for an empty set, and for pixels that are NaN or outside [0, 1].
     """
+    check_pixels(name, images)
+    return BatchedTensorDataset(images) if labels is None else BatchedTensorDataset(images, labels)
+
+
+def check_pixels(name: str, images: Tensor) -> None:
+    """What :func:`image_dataset` raises, of images of any shape."""
     if len(images) == 0:
         raise MisconfigurationException(
             f"{name} has no images: ask for at least one training, validation and test image."
@@ -59,7 +65,6 @@ def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> Ba
             f"Pixels of {name} must lie in [0, 1], but go from {low.item()} to {high.item()}: "
             "the files are damaged or in another format; remove them, so that they are downloaded again."
         )
-    return BatchedTensorDataset(images) if labels is None else BatchedTensorDataset(images, labels)
 
 
 class InMemoryDataModule(L.LightningDataModule, ABC):

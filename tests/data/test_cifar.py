@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
 from lightning_struct.data import CIFAR10DataModule
-from lightning_struct.data.cifar import CHANNEL_MEAN, CHANNEL_STD, CLASSES, synthetic_color_images
+from lightning_struct.data.cifar import CHANNEL_MEAN, CHANNEL_STD, CLASSES, as_grey, synthetic_color_images
 
 SIZES = {"train_size": 15, "val_size": 10, "test_size": 8}
 
@@ -187,3 +187,18 @@ def test_synthetic_figures_are_brighter_than_their_ground():
     images, _ = synthetic_color_images(20, 16)
     corner, brightest = images[:, :, 0, 0], images.flatten(2).amax(dim=2)
     assert (corner <= 128).all() and (brightest >= 127).all()
+
+
+def test_grey_images_are_flat_and_the_means_of_the_colours():
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    images[1, :, 0, 5] = torch.tensor([255, 0, 51])
+    grey = as_grey(images)
+    assert grey.shape == (2, 1024) and grey[1, 5].item() == pytest.approx(0.4) and grey.sum() == grey[1, 5]
+
+
+def test_grey_images_are_standardised_for_each_pixel_over_the_training_images():
+    splits = prepared(CIFAR10DataModule(grey=True, synthetic=True, train_size=60, val_size=10, test_size=8)).splits
+    images = splits.train.tensors[0]
+    assert [part.tensors[0].shape[1:] for part in splits] == [(1024,)] * 3
+    assert images.mean(0).abs().max() < 1e-5 and (images.std(0, correction=0) - 1).abs().max() < 1e-4
+    assert splits.val.tensors[0].mean(0).abs().max() > 0.05

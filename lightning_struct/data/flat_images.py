@@ -1,0 +1,97 @@
+"""Image sets of the experiments on structured layers: flat grey images, standardised, cut as the paper cuts them."""
+
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_struct.data.in_memory import (
+    BatchedTensorDataset,
+    InMemoryDataModule,
+    Splits,
+    check_pixels,
+    split_at_random,
+)
+
+Labelled = tuple[Tensor, Tensor]
+
+
+class FlatImagesDataModule(InMemoryDataModule):
+    """What the image sets of Thomas et al., "Learning compressed transforms with low displacement rank", have in common.
+
+    A share of the training images is kept for validation (Appendix F.1), always the same one. The rest, or less of it
+    (Appendix E.2), is trained on. Each pixel is standardised by its mean and standard deviation over the images that are
+    trained on; a pixel that is the same in all of them is only centred. The paper does not say so, its authors' code does.
+    """
+
+    title: ClassVar[str]
+
+    def __init__(
+        self,
+        batch_size: int,
+        draws: Literal["independent", "epoch"],
+        draws_per_epoch: int,
+        eval_batch_size: int,
+        train_size: int,
+        test_size: int,
+        val_fraction: float,
+        train_fraction: float,
+        seed: int,
+    ) -> None:
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        if not 0 < val_fraction < 1:
+            raise MisconfigurationException(f"val_fraction must be between 0 and 1, but is {val_fraction}")
+        if not 0 < train_fraction <= 1:
+            raise MisconfigurationException(f"train_fraction must be above 0 and at most 1, but is {train_fraction}")
+        self.train_size = train_size
+        self.test_size = test_size
+        self.val_fraction = val_fraction
+        self.train_fraction = train_fraction
+
+    @abstractmethod
+    def load_parts(self) -> tuple[Labelled, Labelled]:
+        """Training and test part: images (n, pixels), uint8 or float32 in [0, 1], and labels (n,), int64."""
+
+    def load_splits(self) -> Splits:
+        (images, labels), (test_images, test_labels) = self.load_parts()
+        train, val = self._cut(len(images))
+        (test,) = split_at_random(len(test_images), (self.test_size,))
+        parts = {
+            "train": (images[train], labels[train]),
+            "val": (images[val], labels[val]),
+            "test": (test_images[test], test_labels[test]),
+        }
+        scaled = {key: (as_float(f"{self.title} ({key})", part), targets) for key, (part, targets) in parts.items()}
+        mean, std = mean_and_std(scaled["train"][0])
+        return Splits(
+            **{key: BatchedTensorDataset(part.sub_(mean).div_(std), targets) for key, (part, targets) in scaled.items()}
+        )
+
+    def _cut(self, available: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the training and of the validation images."""
+        (chosen,) = split_at_random(available, (self.train_size,))
+        val_size = round(self.val_fraction * self.train_size)
+        val, rest = chosen[:val_size], chosen[val_size:]
+        # The fraction is of all training images, those for validation included, as in the paper and its authors' code.
+        kept = min(round(self.train_fraction * self.train_size), len(rest))
+        (subset,) = split_at_random(len(rest), (kept,), seed=self.seed)
+        return rest[subset], val
+
+
+def as_float(name: str, images: Tensor) -> Tensor:
+    """A new tensor of the same images, (n, pixels), float32 in [0, 1]; uint8 goes to 255.
+
+    Raises:
+        MisconfigurationException: for an empty set, and for pixels that are NaN or outside [0, 1].
+    """
+    scaled = images.float().div_(255) if images.dtype == torch.uint8 else images.float().clone()
+    check_pixels(name, scaled)
+    return scaled
+
+
+def mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each pixel over the images (n, pixels): two tensors (pixels,); the deviation of a constant pixel is 1."""
+    std = images.std(dim=0, correction=0)
+    return images.mean(dim=0), std.masked_fill(std == 0, 1.0)

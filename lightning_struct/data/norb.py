@@ -1,0 +1,193 @@
+"""NORB: toys seen by the left eye, on cluttered grounds or on plain ones, in 32 x 32 grey pixels."""
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.flat_images import FlatImagesDataModule, Labelled
+from lightning_struct.data.synthetic import synthetic_digits
+
+SIZE = 32
+SITES = {
+    "jittered_cluttered": "https://cs.nyu.edu/~ylclab/data/norb-v1.0/",
+    "small": "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",
+}
+CLASSES = {"jittered_cluttered": 6, "small": 5}
+TRAIN_SIZES = {"jittered_cluttered": 291_600, "small": 24_300}
+TEST_SIZES = {"jittered_cluttered": 58_320, "small": 24_300}
+STEMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "jittered_cluttered": {
+        "train": tuple(f"norb-5x46789x9x18x6x2x108x108-training-{number:02}" for number in range(1, 11)),
+        "test": tuple(f"norb-5x01235x9x18x6x2x108x108-testing-{number:02}" for number in (1, 2)),
+    },
+    "small": {
+        "train": ("smallnorb-5x46789x9x18x6x2x96x96-training",),
+        "test": ("smallnorb-5x01235x9x18x6x2x96x96-testing",),
+    },
+}
+# the types of the files that NORB consists of; the format has others
+ELEMENT_TYPES: dict[int, np.dtype] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
+BLOCK = 512
+
+
+class NORBDataModule(FlatImagesDataModule):
+    """NORB: 247,860 / 43,740 / 58,320 images of 32 x 32 for training, validation and test (LeCun et al., 2004).
+
+    Samples are (pixels, label): (1024,) float32, standardised (:class:`FlatImagesDataModule`), and int64, 0 to 5: animal,
+    human, plane, truck, car, none. Images are those of the left camera, made smaller by averaging. ::
+
+        model = Classifier(single_hidden_layer(1024, 6), num_classes=6)
+        Trainer().fit(model, datamodule=NORBDataModule(data_dir="data"))
+
+    The files are read one after another, a block of images at a time; in memory are 1 kB for an image as it is read, and
+    4 kB for one as it is trained on, together at most 1.9 GB.
+
+    Args:
+        edition: ``"jittered_cluttered"``, that of the paper, or ``"small"``, 24,300 + 24,300 images of five classes on plain
+            grounds.
+        data_dir: directory with the official files, ``norb-5x46789x9x18x6x2x108x108-training-01-dat.mat`` and so on,
+            packed (``.mat.gz``) or not.
+        batch_size: training samples in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training images, those kept for validation included; None takes all of the edition.
+        test_size: test images; None takes all of the edition.
+        val_fraction: share of the training images that is kept for validation.
+        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
+        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read.
+        seed: of draws, shuffles, training fractions and synthetic images.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for; for a
+            number out of its range.
+    """
+
+    title = "NORB"
+
+    def __init__(
+        self,
+        edition: Literal["jittered_cluttered", "small"] = "jittered_cluttered",
+        data_dir: str = "data",
+        batch_size: int = 50,
+        draws: Literal["independent", "epoch"] = "epoch",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 1000,
+        train_size: int | None = None,
+        test_size: int | None = None,
+        val_fraction: float = 0.15,
+        train_fraction: float = 1.0,
+        synthetic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if edition not in STEMS:
+            raise MisconfigurationException(f"edition must be 'jittered_cluttered' or 'small', but is {edition!r}")
+        super().__init__(
+            batch_size=batch_size,
+            draws=draws,
+            draws_per_epoch=draws_per_epoch,
+            eval_batch_size=eval_batch_size,
+            train_size=TRAIN_SIZES[edition] if train_size is None else train_size,
+            test_size=TEST_SIZES[edition] if test_size is None else test_size,
+            val_fraction=val_fraction,
+            train_fraction=train_fraction,
+            seed=seed,
+        )
+        self.edition = edition
+        self.data_dir = data_dir
+        self.synthetic = synthetic
+
+    def load_parts(self) -> tuple[Labelled, Labelled]:
+        if self.synthetic:
+            rank_zero_info("NORB: procedurally made figures of the same shapes stand in for the real images.")
+            sizes = [self.train_size, self.test_size]
+            images, labels = synthetic_digits(sum(sizes), SIZE, classes=CLASSES[self.edition], seed=self.seed)
+            train, test = zip(images.split(sizes), labels.split(sizes), strict=True)
+            return train, test
+        stems = STEMS[self.edition]
+        return read_or_explain(
+            self.title,
+            lambda: (self._read(stems["train"]), self._read(stems["test"])),
+            data_dir=self.data_dir,
+            files=f"the dat and cat files {stems['train'][0]}-dat.mat[.gz] to {stems['test'][-1]}-cat.mat[.gz] "
+            f"of {SITES[self.edition]}",
+        )
+
+    def _read(self, stems: tuple[str, ...]) -> Labelled:
+        parts = [read_left_images(Path(self.data_dir), stem) for stem in stems]
+        images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        if labels.min() < 0 or labels.max() >= CLASSES[self.edition]:
+            raise ValueError(
+                f"labels go from {labels.min()} to {labels.max()}, beyond the {CLASSES[self.edition]} classes"
+            )
+        return images, labels
+
+
+def read_left_images(directory: Path, stem: str) -> Labelled:
+    """One pair of files of NORB.
+
+    Returns:
+        Images of the left camera, made smaller, (n, 1024), uint8; labels (n,), int64.
+
+    Raises:
+        OSError: if a file is missing, ends early, or is no whole archive.
+        ValueError: if a file is not a binary matrix, or the two do not belong together.
+    """
+    with open_packed_or_not(directory, f"{stem}-cat.mat") as file:
+        shape, dtype = read_header(file)
+        labels = torch.from_numpy(read_elements(file, math.prod(shape), dtype).astype(np.int64))
+    with open_packed_or_not(directory, f"{stem}-dat.mat") as file:
+        shape, dtype = read_header(file)
+        if len(shape) != 4 or shape[1] != 2 or dtype != np.uint8 or shape[0] != len(labels):
+            raise ValueError(f"{stem}-dat.mat is {dtype} {shape}, not {len(labels)} pairs of images, uint8")
+        images = torch.cat([make_small(pairs[:, 0]) for pairs in read_blocks(file, shape)])
+    return images, labels
+
+
+def open_packed_or_not(directory: Path, name: str) -> BinaryIO:
+    """The file of this name, or else its archive with ``.gz`` behind it."""
+    plain = directory / name
+    return plain.open("rb") if plain.exists() else gzip.open(f"{plain}.gz")  # type: ignore[return-value]
+
+
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of a binary matrix: its kind, its number of dimensions, and at least three sizes, int32 each."""
+    kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))
+    if kind not in ELEMENT_TYPES or not 1 <= dimensions <= 8:
+        raise ValueError(f"{file.name} begins with {kind:#x} and {dimensions} dimensions: it is no matrix of NORB")
+    sizes = read_elements(file, max(dimensions, 3), np.dtype("<i4"))[:dimensions]  # of fewer, the rest is filled up
+    return tuple(int(size) for size in sizes), ELEMENT_TYPES[kind]
+
+
+def read_elements(file: BinaryIO, count: int, dtype: np.dtype) -> np.ndarray:
+    """The next so many elements."""
+    try:
+        content = file.read(count * dtype.itemsize)
+    except zlib.error as error:
+        raise OSError(f"{file.name} is no whole archive: {error}") from error
+    if len(content) < count * dtype.itemsize:
+        raise EOFError(f"{file.name} ends before its {count} elements")
+    return np.frombuffer(content, dtype)
+
+
+def read_blocks(file: BinaryIO, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """A uint8 matrix of this shape, a few hundred of its first dimension at a time."""
+    for start in range(0, shape[0], BLOCK):
+        block = (min(BLOCK, shape[0] - start), *shape[1:])
+        yield torch.from_numpy(read_elements(file, math.prod(block), np.dtype("u1")).reshape(block).copy())
+
+
+def make_small(images: Tensor) -> Tensor:
+    """uint8 images (n, height, width), averaged to (n, 1024)."""
+    return F.adaptive_avg_pool2d(images.float()[:, None], SIZE).round().to(torch.uint8).flatten(1)

@@ -1,0 +1,127 @@
+"""Rectangles: outlines that are wider than they are tall, or taller than wide."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_struct.data.amat import SITE, read_amat
+from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.flat_images import FlatImagesDataModule, Labelled
+
+SIZE = 28
+CLASSES = 2
+FILES = ("rectangles_train.amat", "rectangles_test.amat")
+LEAST_DIFFERENCE = 3
+
+
+class RectanglesDataModule(FlatImagesDataModule):
+    """Rectangles: 1,020 / 180 / 50,000 images of 28 x 28 for training, validation and test.
+
+    Samples are (pixels, label): (784,) float32, standardised (:class:`FlatImagesDataModule`), and int64: 1 for an outline
+    that is wider than tall in the images of the generator. ::
+
+        Trainer().fit(model, datamodule=RectanglesDataModule(generate=True))
+
+    The official files are those of Larochelle et al. (2007). With ``generate`` the images are made by
+    :func:`generate_rectangles`, which follows the authors' description, always the same ones; ``synthetic`` makes others
+    for each ``seed``.
+
+    Args:
+        data_dir: directory with ``rectangles_train.amat`` and ``rectangles_test.amat``.
+        batch_size: training samples in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        draws_per_epoch: independent draws between two validations.
+        eval_batch_size: validation, test and prediction samples at a time, per process.
+        train_size: training images, those kept for validation included.
+        test_size: test images.
+        val_fraction: share of the training images that is kept for validation.
+        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
+        generate: make the images instead of reading the official files.
+        synthetic: the same, from ``seed``.
+        seed: of draws, shuffles, training fractions and synthetic images.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for; for a
+            number out of its range.
+    """
+
+    title = "Rectangles"
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        batch_size: int = 50,
+        draws: Literal["independent", "epoch"] = "epoch",
+        draws_per_epoch: int = 10,
+        eval_batch_size: int = 1000,
+        train_size: int = 1_200,
+        test_size: int = 50_000,
+        val_fraction: float = 0.15,
+        train_fraction: float = 1.0,
+        generate: bool = False,
+        synthetic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            draws=draws,
+            draws_per_epoch=draws_per_epoch,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            test_size=test_size,
+            val_fraction=val_fraction,
+            train_fraction=train_fraction,
+            seed=seed,
+        )
+        self.data_dir = data_dir
+        self.generate = generate
+        self.synthetic = synthetic
+
+    def load_parts(self) -> tuple[Labelled, Labelled]:
+        if self.generate or self.synthetic:
+            rank_zero_info("Rectangles: made by our own generator; these are not the official images.")
+            sizes = [self.train_size, self.test_size]
+            images, labels = generate_rectangles(sum(sizes), seed=self.seed if self.synthetic else 0)
+            train, test = zip(images.split(sizes), labels.split(sizes), strict=True)
+            return train, test
+        train, test = read_or_explain(
+            self.title,
+            lambda: [read_amat(Path(self.data_dir) / file, SIZE * SIZE, CLASSES) for file in FILES],
+            data_dir=self.data_dir,
+            files=f"{' and '.join(FILES)} of {SITE}",
+            generate=True,
+        )
+        return train, test
+
+
+def generate_rectangles(count: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """White outlines, one pixel thick, on black, as Larochelle et al. describe them.
+
+    Width and height are uniform in 1 to 28 pixels, drawn again where they differ by less than 3; the place is uniform
+    among those where the rectangle fits in.
+
+    Args:
+        count: number of images.
+        seed: the same seed gives the same images and labels.
+
+    Returns:
+        Images (count, 784), float32, values 0 and 1; labels (count,), int64, 1 where the width is greater.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sides = torch.empty(0, 2, dtype=torch.int64)
+    while len(sides) < count:
+        drawn = torch.randint(1, SIZE + 1, (count, 2), generator=generator)
+        sides = torch.cat([sides, drawn[(drawn[:, 0] - drawn[:, 1]).abs() >= LEAST_DIFFERENCE]])
+    sides = sides[:count]
+    first = (torch.rand(count, 2, generator=generator) * (SIZE + 1 - sides)).long()  # top and left
+    last = first + sides - 1
+    place = torch.arange(SIZE)
+    within = (place >= first[..., None]) & (place <= last[..., None])
+    on_edge = (place == first[..., None]) | (place == last[..., None])
+    rows, columns = within.unbind(1)
+    edge_rows, edge_columns = on_edge.unbind(1)
+    outlines = (rows[:, :, None] & edge_columns[:, None]) | (edge_rows[:, :, None] & columns[:, None])
+    return outlines.flatten(1).float(), (sides[:, 1] > sides[:, 0]).long()

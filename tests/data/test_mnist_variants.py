@@ -1,0 +1,172 @@
+import math
+import urllib.request
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.data import MNISTVariantDataModule
+from lightning_struct.data.mnist_variants import FILES, picture_patches, rotate, uniform_noise, vary_digits
+
+VARIANTS = list(FILES)
+SIZES = {"train_size": 20, "test_size": 8}
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def prepared(**options):
+    data = MNISTVariantDataModule(**{**SIZES, **options})
+    data.prepare_data()
+    data.setup("fit")
+    return data.splits
+
+
+def write_amat(path, labels):
+    """Images whose first pixel is their number in hundredths."""
+    path.write_text("\n".join(f"{number / 100} {'0 ' * 783}{label}" for number, label in enumerate(labels)))
+
+
+def write_mnist(directory, train=30, test=6):
+    """Images that are their number in the middle, in the official layout."""
+    raw = directory / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count, start in (("train", train, 0), ("t10k", test, train)):
+        images = np.zeros((count, 28, 28), np.uint8)
+        images[:, 8:20, 8:20] = 200 + np.arange(start, start + count)[:, None, None]
+        header = np.array([0x0803, count, 28, 28], ">i4").tobytes()
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        labels = (np.arange(start, start + count) % 10).astype(np.uint8)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(np.array([0x0801, count], ">i4").tobytes() + labels.tobytes())
+
+
+@pytest.mark.parametrize(("variant", "test_size"), [("background_rotation", 50_000), ("noise", 2_000)])
+def test_default_sizes_are_those_of_table_15(variant, test_size):
+    data = MNISTVariantDataModule(variant)
+    assert (data.train_size, data.test_size, data.val_fraction) == (12_000, test_size, 0.15)
+
+
+@pytest.mark.parametrize("variant", ["rotation", "background", "background_rotation"])
+def test_official_files_are_read(tmp_path, variant):
+    train, test = FILES[variant]
+    write_amat(tmp_path / train, [number % 10 for number in range(20)])
+    write_amat(tmp_path / test, [7] * 8)
+    splits = prepared(variant=variant, data_dir=str(tmp_path))
+    assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[1].tolist() == [7] * 8
+
+
+def test_file_of_noise_has_training_images_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_struct.data.mnist_variants.TRAIN_SIZE", 20)
+    write_amat(tmp_path / "mnist_noise_variations_all_3.amat", [number % 5 for number in range(20)] + [9] * 8)
+    splits = prepared(variant="noise", noise_file=3, data_dir=str(tmp_path))
+    assert splits.test.tensors[1].tolist() == [9] * 8 and splits.train.tensors[1].max() < 5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_made_of_digits_none_of_them_used_twice(tmp_path, variant):
+    write_mnist(tmp_path)
+    splits = prepared(
+        variant=variant, generate=True, data_dir=str(tmp_path), download=False, train_size=26, test_size=10
+    )
+    labels = torch.cat([part.tensors[1] for part in splits])
+    assert sorted(labels.tolist()) == sorted(number % 10 for number in range(36))
+    assert splits.train.tensors[0].shape == (22, 784) and splits.train.tensors[0].dtype == torch.float32
+
+
+def test_made_images_do_not_depend_on_the_seed(tmp_path):
+    write_mnist(tmp_path)
+    made = [
+        prepared(generate=True, data_dir=str(tmp_path), download=False, seed=seed).val.tensors[1] for seed in (1, 2)
+    ]
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_synthetic_images_need_no_files(variant):
+    splits = prepared(variant=variant, synthetic=True, data_dir="nowhere")
+    assert [len(part) for part in splits] == [17, 3, 8] and splits.test.tensors[0].shape == (8, 784)
+
+
+def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        prepared(data_dir=str(tmp_path))
+    for remedy in (*FILES["background_rotation"], "https", "--data.generate=true", "--data.synthetic=true"):
+        assert remedy in str(error.value)
+
+
+def test_generating_without_mnist_names_the_remedies(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise URLError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(MisconfigurationException, match="MNIST could not be downloaded"):
+        prepared(generate=True, data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "mirrored"}, "variant must be one of rotation, .*, but is 'mirrored'"),
+        ({"noise_file": 7}, "noise_file must be from 1 to 6, but is 7"),
+        ({"noise_correlation": 1.5}, r"noise_correlation must be in \[0, 1\], but is 1.5"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        MNISTVariantDataModule(**options)
+
+
+def test_quarter_turns_are_exact():
+    images = torch.rand(3, 784, generator=generator())
+    turned = rotate(images, torch.tensor([0.5 * math.pi, math.pi, 1.5 * math.pi])).view(3, 28, 28)
+    expected = [torch.rot90(image, turns) for image, turns in zip(images.view(3, 28, 28), (1, 2, 3), strict=True)]
+    assert torch.allclose(turned, torch.stack(expected), atol=1e-4)
+
+
+def test_digits_are_turned_by_every_angle():
+    bar = torch.zeros(28, 28)
+    bar[13:15, 14:26] = 1  # to the right
+    turned = vary_digits(bar.flatten().expand(4000, 784), "rotation").view(-1, 28, 28)
+    place = torch.arange(28) - 13.5
+    right, up = (turned * place).sum((1, 2)), -(turned * place[:, None]).sum((1, 2))
+    shares = torch.histc(torch.atan2(up, right), 8, -math.pi, math.pi) / 4000
+    assert (shares - 1 / 8).abs().max() < 0.025
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6, 1.0])
+def test_noise_is_uniform_whatever_its_correlation(correlation):
+    pixels = uniform_noise(4000, correlation, generator=generator())[:, [0, 300, 783]]
+    levels = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
+    assert (pixels.quantile(levels, dim=0) - levels[:, None]).abs().max() < 0.04
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6, 1.0])
+def test_noise_is_correlated_as_described(correlation):
+    noise = uniform_noise(6_000, correlation, generator=generator())
+    normal = math.sqrt(2) * torch.erfinv(2 * noise.double()[:, [400, 401, 400 + 28 * 4, 400 + 28 * 4 + 3]] - 1)
+    found = torch.corrcoef(normal.clamp(-6, 6).T)[0, 1:]
+    expected = correlation * torch.exp(-torch.tensor([1.0, 16.0, 25.0], dtype=torch.float64) / 72)
+    assert torch.allclose(found, expected, atol=0.05)
+
+
+def test_pieces_of_pictures_have_texture():
+    patches = picture_patches(300, generator=generator())
+    assert patches.shape == (300, 784) and 0 <= patches.min() and patches.max() <= 1
+    assert patches.std(dim=1).min() >= 0.1
+
+
+def test_of_digit_and_ground_the_brighter_is_seen():
+    digits = torch.zeros(50, 784)
+    digits[:, 100] = 0.9
+    varied = vary_digits(digits, "noise", seed=1)
+    ground = vary_digits(torch.zeros(50, 784), "noise", seed=1)
+    assert torch.equal(varied, torch.maximum(digits, ground)) and varied.std() > 0.1
+
+
+def test_same_seed_gives_the_same_images():
+    digits = torch.rand(5, 784, generator=generator())
+    first, again, other = (vary_digits(digits, "background_rotation", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)

@@ -1,0 +1,129 @@
+import gzip
+import struct
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.data import NORBDataModule
+from lightning_struct.data.norb import STEMS, make_small, read_left_images
+
+BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
+
+
+def write_matrix(path, kind, array, pack=False):
+    """The official layout: kind, number of dimensions, at least three sizes, elements."""
+    sizes = [*array.shape, *[1] * max(0, 3 - array.ndim)]
+    content = struct.pack(f"<{2 + len(sizes)}i", kind, array.ndim, *sizes) + array.tobytes()
+    if pack:
+        path.with_suffix(".mat.gz").write_bytes(gzip.compress(content))
+    else:
+        path.write_bytes(content)
+
+
+def write_pair(directory, stem, first, count, size=108, classes=6, pack=False):
+    """Image number n is n everywhere in the left eye, and 255 in the right one; its class is n % classes."""
+    numbers = np.arange(first, first + count)
+    images = np.full((count, 2, size, size), 255, np.uint8)
+    images[:, 0] = numbers[:, None, None]
+    write_matrix(directory / f"{stem}-dat.mat", BYTES, images, pack)
+    write_matrix(directory / f"{stem}-cat.mat", INTEGERS, (numbers % classes).astype("<i4"), pack)
+
+
+def prepared(directory, **options):
+    data = NORBDataModule(data_dir=str(directory), **options)
+    data.setup("fit")
+    return data.splits
+
+
+def test_default_sizes_are_those_of_table_15():
+    data = NORBDataModule()
+    assert (data.train_size, data.test_size) == (291_600, 58_320)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_all_files_of_an_edition_are_read_packed_or_not(tmp_path, pack):
+    stems = [*STEMS["jittered_cluttered"]["train"], *STEMS["jittered_cluttered"]["test"]]
+    assert len(stems) == 12
+    for number, stem in enumerate(stems):
+        write_pair(tmp_path, stem, 2 * number, 2, pack=pack)
+    splits = prepared(tmp_path, train_size=20, test_size=4)
+    assert [len(part) for part in splits] == [17, 3, 4] and splits.train.tensors[0].shape == (17, 1024)
+    assert sorted(splits.test.tensors[1].tolist()) == [20 % 6, 21 % 6, 22 % 6, 23 % 6]
+
+
+def test_small_edition_has_five_classes_and_smaller_images(tmp_path):
+    stems = STEMS["small"]
+    write_pair(tmp_path, *stems["train"], 0, 20, size=96, classes=5)
+    write_pair(tmp_path, *stems["test"], 20, 6, size=96, classes=5)
+    splits = prepared(tmp_path, edition="small", train_size=20, test_size=6)
+    assert splits.train.tensors[1].max() == 4 and [len(part) for part in splits] == [17, 3, 6]
+
+
+def test_left_images_and_labels_belong_together(tmp_path):
+    write_pair(tmp_path, "some", 0, 10)
+    images, labels = read_left_images(tmp_path, "some")
+    assert torch.equal(images, torch.arange(10, dtype=torch.uint8)[:, None].expand(10, 1024))
+    assert labels.tolist() == [number % 6 for number in range(10)]
+
+
+def test_more_images_than_a_block_are_read_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_struct.data.norb.BLOCK", 3)
+    write_pair(tmp_path, "some", 0, 10, size=32)
+    assert read_left_images(tmp_path, "some")[0][:, 0].tolist() == list(range(10))
+
+
+def test_images_are_made_smaller_by_averaging():
+    image = torch.zeros(1, 64, 64, dtype=torch.uint8)
+    image[0, :2, :2] = torch.tensor([[100, 0], [100, 200]])
+    small = make_small(image)
+    assert small.shape == (1, 1024) and small[0, 0] == 100 and small[0, 1:].sum() == 0
+
+
+def test_synthetic_images_have_six_classes():
+    splits = prepared("nowhere", synthetic=True, train_size=200, test_size=20)
+    assert set(splits.train.tensors[1].tolist()) == set(range(6)) and splits.test.tensors[0].shape == (20, 1024)
+
+
+def damaged(directory, damage):
+    write_pair(directory, "some", 0, 4, size=32)
+    cat, dat = (directory / f"some-{kind}.mat" for kind in ("cat", "dat"))
+    if damage == "short":
+        dat.write_bytes(dat.read_bytes()[:-5])
+    elif damage == "no matrix":
+        cat.write_bytes(b"<html>" + cat.read_bytes())
+    elif damage == "other count":
+        write_matrix(cat, INTEGERS, np.arange(5, dtype="<i4"))
+    elif damage == "no archive":
+        dat.rename(directory / "some-dat.mat.gz")
+    else:
+        cat.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        ("short", EOFError, "ends before"),
+        ("no matrix", ValueError, "no matrix of NORB"),
+        ("other count", ValueError, "not 5 pairs of images"),
+        ("no archive", OSError, "ot a gzipped file"),
+        ("missing", FileNotFoundError, "some-cat.mat.gz"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, damage, error, message):
+    damaged(tmp_path, damage)
+    with pytest.raises(error, match=message):
+        read_left_images(tmp_path, "some")
+
+
+def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        prepared(tmp_path)
+    assert "training-01-dat.mat[.gz]" in str(error.value) and "https://cs.nyu.edu/" in str(error.value)
+    assert "--data.synthetic" in str(error.value) and "download" not in str(error.value)
+
+
+def test_unknown_edition_is_refused():
+    with pytest.raises(MisconfigurationException, match="'jittered_cluttered' or 'small', but is 'large'"):
+        NORBDataModule(edition="large")

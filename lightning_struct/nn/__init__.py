@@ -1,5 +1,21 @@
 """Layers and their initialisation, on torch alone."""
 
+from lightning_struct.nn.blocks import BlockStructured
+from lightning_struct.nn.classic import LowRank, PrunedLinear, reduced_hidden_units
 from lightning_struct.nn.init import sparse_normal_
+from lightning_struct.nn.recurrent import StructuredLSTM
+from lightning_struct.nn.replace import replace_linear, replacement_report
+from lightning_struct.nn.structured import FrozenLinear, StructuredLinear
 
-__all__ = ["sparse_normal_"]
+__all__ = [
+    "BlockStructured",
+    "FrozenLinear",
+    "LowRank",
+    "PrunedLinear",
+    "StructuredLSTM",
+    "StructuredLinear",
+    "reduced_hidden_units",
+    "replace_linear",
+    "replacement_report",
+    "sparse_normal_",
+]

@@ -1,0 +1,92 @@
+"""Finding the member of a class of structured matrices that is nearest to a given matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_struct.nn.structured import StructuredLinear
+
+
+def relative_error(matrix: Tensor, target: Tensor) -> float:
+    """‖matrix - target‖ / ‖target‖ in the Frobenius norm; the numerator alone where the target is zero."""
+    error = torch.linalg.vector_norm(matrix.detach() - target)
+    norm = torch.linalg.vector_norm(target)
+    return float(error / norm if norm > 0 else error)
+
+
+def truncated_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """G (m, rank) and H (n, rank) with G Hᵀ the matrix of that rank nearest to R (m, n), and GᵀG = HᵀH."""
+    U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)
+    root = singular_values[:rank].sqrt()
+    return U[:, :rank] * root, Vh[:rank].T * root
+
+
+def stein_residual(M: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """R (m, n) with M = Σ_{j<p} Aʲ R Bʲ, p = min(m, n): formula (2), where R = G Hᵀ.
+
+    M - A M B = R - Aᵖ R Bᵖ. One of Aᵖ and Bᵖ, that of the smaller side, is a multiple of the identity for operators
+    that are subdiagonal or shifts with a corner (the product of all entries); the other one is solved for.
+
+    Args:
+        M: (m, n).
+        a: A, (m, m), dense, with Aᵐ = wI.
+        b: B, (n, n), dense, with Bⁿ = wI.
+    """
+    m, n = M.shape
+    displacement = M - a @ M @ b
+    if m <= n:
+        w = torch.linalg.matrix_power(a, m)[0, 0]
+        system = torch.eye(n, dtype=M.dtype, device=M.device) - w * torch.linalg.matrix_power(b, m)
+        return torch.linalg.solve(system, displacement, left=False)
+    w = torch.linalg.matrix_power(b, n)[0, 0]
+    system = torch.eye(m, dtype=M.dtype, device=M.device) - w * torch.linalg.matrix_power(a, n)
+    return torch.linalg.solve(system, displacement)
+
+
+def refine_(layer: StructuredLinear, target: Tensor, iterations: int) -> None:
+    """Lower ‖M - target‖ over the parameters of M by L-BFGS, in place; never ends higher than it started.
+
+    Args:
+        layer: in float64.
+        target: (out_features, in_features), float64.
+        iterations: at most.
+    """
+    weights = [weight for weight in layer._weights().values() if weight.requires_grad]
+    scale = target.square().sum().clamp(min=torch.finfo(target.dtype).tiny)
+    best = float("inf")
+    kept = [weight.detach().clone() for weight in weights]
+
+    def loss() -> Tensor:
+        return (layer.to_dense() - target).square().sum() / scale
+
+    def closure() -> Tensor:
+        nonlocal best
+        for weight in weights:
+            weight.grad = None
+        value = loss()
+        value.backward()
+        if value.item() < best:
+            best = value.item()
+            for copy, weight in zip(kept, weights, strict=True):
+                copy.copy_(weight.detach())
+        return value
+
+    if iterations > 0:
+        optimizer = torch.optim.LBFGS(
+            weights,
+            max_iter=iterations,
+            history_size=20,
+            tolerance_grad=1e-10,
+            tolerance_change=1e-13,
+            line_search_fn="strong_wolfe",
+        )
+        with torch.enable_grad():
+            optimizer.step(closure)
+        with torch.no_grad():
+            for copy, weight in zip(kept, weights, strict=True):
+                weight.copy_(copy)
+                weight.grad = None

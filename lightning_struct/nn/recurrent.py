@@ -1,0 +1,171 @@
+"""An LSTM with structured matrices."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_struct.nn.replace import LayerFactory
+from lightning_struct.nn.structured import positive_size
+
+Gates = Literal["separate", "joint"]
+State = tuple[Tensor, Tensor]
+
+
+class StructuredLSTM(nn.Module):
+    """An LSTM whose input-hidden matrices, and if asked for the hidden-hidden ones, are made by a factory. ::
+
+        StructuredLSTM(128, 128, functools.partial(LDRSubdiagonal, rank=2))
+
+    It is called as ``nn.LSTM``, with outputs and states as of that one, and computes the same if its matrices are the
+    same: the equations of the paper's appendix F.2, with one bias in each gate where ``nn.LSTM`` has the sum of two. The
+    input-hidden products of all steps are taken at once.
+
+    Args:
+        input_size: features of the inputs.
+        hidden_size: h.
+        factory: called as ``factory(in_features, out_features, bias=bias)`` for the input-hidden matrices, such as
+            ``nn.Linear``.
+        num_layers: levels, each of which reads the outputs of the one before.
+        bias: add a vector to each gate. It belongs to the input-hidden layers.
+        batch_first: inputs and outputs are (batch, steps, ...) where else they are (steps, batch, ...).
+        dropout: probability for the outputs of every level but the last.
+        bidirectional: a second LSTM reads the sequence backwards.
+        gates: ``"separate"``: each of the four gates has a matrix (h, features), as in the paper; ``"joint"``: one matrix
+            (4h, features) for all. The authors' code has ``"joint"`` with ``pad="square"``.
+        hidden_factory: likewise for the hidden-hidden matrices; None: ``nn.Linear``.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a size is not positive, ``dropout`` is no probability, or ``gates`` is unknown.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        factory: LayerFactory,
+        *,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        gates: Gates = "separate",
+        hidden_factory: LayerFactory | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if gates not in get_args(Gates):
+            raise ValueError(f"gates must be one of {', '.join(map(repr, get_args(Gates)))}, but is {gates!r}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, but is {dropout}")
+        self.input_size = positive_size("input_size", input_size)
+        self.hidden_size = positive_size("hidden_size", hidden_size)
+        self.num_layers = positive_size("num_layers", num_layers)
+        self.batch_first = batch_first
+        self.dropout = dropout
+        self.bidirectional = bidirectional
+        self.gates = gates
+        directions = 2 if bidirectional else 1
+        self.directions = nn.ModuleList(
+            _Direction(
+                input_size if level == 0 else directions * hidden_size,
+                hidden_size,
+                factory,
+                hidden_factory or nn.Linear,
+                gates,
+                bias,
+            )
+            for level in range(num_layers)
+            for _ in range(directions)
+        )
+        self.to(device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """As ``nn.LSTM``.
+
+        Args:
+            x: (steps, batch, input_size), or (batch, steps, input_size) if ``batch_first``, or (steps, input_size).
+            state: h and c, each (levels * directions, batch, h), without the batch if x has none; None: zeros.
+
+        Returns:
+            outputs: (steps, batch, directions * h), the batch as in x; and the last h and c, shaped as ``state``.
+
+        Raises:
+            TypeError: x is a packed sequence.
+            ValueError: x has another shape.
+        """
+        if isinstance(x, PackedSequence):
+            raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask what comes out")
+        if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"StructuredLSTM takes (steps, batch, {self.input_size}) or (steps, {self.input_size}), but the input has "
+                f"shape {tuple(x.shape)}"
+            )
+        batched = x.dim() == 3
+        if not batched:
+            x = x.unsqueeze(1)
+            state = None if state is None else (state[0].unsqueeze(1), state[1].unsqueeze(1))
+        elif self.batch_first:
+            x = x.transpose(0, 1)
+        if state is None:
+            zeros = x.new_zeros(len(self.directions), x.shape[1], self.hidden_size)
+            state = zeros, zeros
+        width = 2 if self.bidirectional else 1
+        hidden, cells = [], []
+        for level in range(self.num_layers):
+            outputs = []
+            for index in range(level * width, (level + 1) * width):
+                output, (h, c) = self.directions[index](x, (state[0][index], state[1][index]), index % width == 1)
+                outputs.append(output)
+                hidden.append(h)
+                cells.append(c)
+            x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
+            if level < self.num_layers - 1:
+                x = nn.functional.dropout(x, self.dropout, self.training)
+        last = torch.stack(hidden), torch.stack(cells)
+        if not batched:
+            return x.squeeze(1), (last[0].squeeze(1), last[1].squeeze(1))
+        return (x.transpose(0, 1) if self.batch_first else x), last
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, gates={self.gates!r}"
+
+
+class _Direction(nn.Module):
+    """One level of an LSTM in one direction. The gates are in the order of ``nn.LSTM``: i, f, g, o."""
+
+    def __init__(
+        self,
+        features: int,
+        hidden_size: int,
+        factory: LayerFactory,
+        hidden_factory: LayerFactory,
+        gates: Gates,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        count, size = (4, hidden_size) if gates == "separate" else (1, 4 * hidden_size)
+        self.input_hidden = nn.ModuleList(factory(features, size, bias=bias) for _ in range(count))
+        self.hidden_hidden = nn.ModuleList(hidden_factory(hidden_size, size, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor, state: State, backwards: bool) -> tuple[Tensor, State]:
+        """(steps, batch, h) for x (steps, batch, features)."""
+        h, c = state
+        from_inputs = _side_by_side(self.input_hidden, x)
+        outputs = []
+        for from_input in reversed(from_inputs.unbind()) if backwards else from_inputs.unbind():
+            i, f, g, o = (from_input + _side_by_side(self.hidden_hidden, h)).chunk(4, -1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            outputs.append(h)
+        return torch.stack(outputs[::-1] if backwards else outputs), (h, c)
+
+
+def _side_by_side(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return layers[0](x) if len(layers) == 1 else torch.cat([layer(x) for layer in layers], -1)

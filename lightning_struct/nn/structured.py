@@ -1,0 +1,334 @@
+"""StructuredLinear: what all structured layers have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_struct.nn.approximation import refine_, relative_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Form(Protocol):
+    """A matrix M as it is kept while weights do not change: a frozen dataclass, whose tensors are fields of it."""
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x Mᵀ, (..., out_features), for x (..., in_features)."""
+
+
+@dataclass(frozen=True)
+class DenseForm:
+    """M itself, (out_features, in_features)."""
+
+    weight: Tensor
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class FrozenLinear(nn.Module):
+    """What :meth:`StructuredLinear.freeze` returns: the same map with nothing left to train.
+
+    All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it.
+
+    Args:
+        in_features, out_features: sizes.
+        form: of the matrix.
+        bias: (out_features,) or None.
+        class_name: of the layer that it was, for ``repr``.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, form: Form, bias: Tensor | None, class_name: str) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.class_name = class_name
+        self._form = form
+        self._tensors: list[tuple[str, bool]] = []
+        for field in dataclasses.fields(cast(Any, form)):
+            value = getattr(form, field.name)
+            if isinstance(value, Tensor):
+                self._tensors.append((field.name, value.is_complex()))
+                value = torch.view_as_real(value) if value.is_complex() else value
+                self.register_buffer(field.name, value.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., out_features) for x (..., in_features)."""
+        buffers = {
+            name: torch.view_as_complex(getattr(self, name)) if is_complex else getattr(self, name)
+            for name, is_complex in self._tensors
+        }
+        y = dataclasses.replace(cast(Any, self._form), **buffers).matmul(x)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A form with the tensors that it was made from.
+
+    The aliases keep the memory of the tensors, so that no other tensor can come to lie at their address.
+    """
+
+    form: Form
+    aliases: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    def is_made_from(self, tensors: Sequence[Tensor]) -> bool:
+        return all(
+            tensor._version == version and tensor.data_ptr() == alias.data_ptr()
+            for tensor, alias, version in zip(tensors, self.aliases, self.versions, strict=True)
+        )
+
+
+class StructuredLinear(nn.Module, ABC):
+    """y = M x + b, where M (out_features, in_features) has few parameters. Put it where ``nn.Linear`` stands.
+
+    Inputs are (..., in_features) with any number of leading dimensions, also none. Under autocast the product is computed
+    in the dtype of the parameters (there is no FFT in half precision) and comes out in autocast's, as of ``nn.Linear``.
+
+    In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is kept
+    between calls. It is made anew when a parameter has changed, and dropped by ``train()``, ``eval()`` and ``to()``. A
+    change through ``parameter.data``, which leaves no trace, is seen after the next ``eval()``.
+
+    A class derived from this one names its parameters in ``weight_names`` and defines ``reset_parameters``,
+    ``_multiply``, and ``_prepare`` where it has something better to keep than the dense matrix.
+
+    Args:
+        in_features: n, at least 1.
+        out_features: m, at least 1.
+        bias: add a trained vector, zero at the start.
+        device: of the parameters.
+        dtype: float32 or float64 (None: torch's default).
+
+    Attributes:
+        approximation_error: ‖M - W‖ / ‖W‖ in the Frobenius norm if the layer was made from a weight W, else None.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    weight_names: ClassVar[tuple[str, ...]] = ()
+    """The parameters of M, a factor of it first; those that an instance does without are None."""
+    _is_of_matmuls: ClassVar[bool] = False
+    """Whether the product consists of ``F.linear``, which autocast knows how to run."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = positive_size("in_features", in_features)
+        self.out_features = positive_size("out_features", out_features)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        self.approximation_error: float | None = None
+        self._kept: _Kept | None = None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int = 200, **options: Any) -> Self:
+        """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
+
+        The start is the projection on the class where there is one in closed form (low rank, circulant, pruned), and the
+        truncated singular value decomposition of the displacement for the classes of low displacement rank. From there
+        L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
+
+        Args:
+            linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
+            *arguments, **options: of the class, such as ``rank``.
+            refine: iterations of L-BFGS at most; 0 leaves the start as it is.
+
+        Returns:
+            A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.
+
+        Raises:
+            ValueError: W has NaN or infinite entries.
+        """
+        weight = linear.weight.detach()
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")
+        options |= {"bias": linear.bias is not None, "dtype": torch.float64}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layer = cls(linear.in_features, linear.out_features, *arguments, **options)
+        target = weight.double()
+        layer.to(weight.device)
+        with torch.no_grad():
+            layer._start_near(target)
+        refine_(layer, target, refine)
+        layer.approximation_error = relative_error(layer.to_dense(), target)
+        layer.to(weight.dtype)
+        if layer.bias is not None:
+            with torch.no_grad():
+                layer.bias.copy_(linear.bias)
+        return layer.train(linear.training)
+
+    @property
+    def weight_parameters(self) -> int:
+        """Trained numbers that M is made of, the bias aside."""
+        return sum(tensor.numel() for tensor in self._weights().values())
+
+    @property
+    def compression_ratio(self) -> float:
+        """Entries of M for each of its parameters: ``nn.Linear`` has 1."""
+        return self.in_features * self.out_features / self.weight_parameters
+
+    @property
+    def weight(self) -> Tensor:
+        """M, (out_features, in_features), computed at each access: for code that reads the weight of an ``nn.Linear``."""
+        return self.to_dense()
+
+    def to_dense(self) -> Tensor:
+        """M, (out_features, in_features), with gradients to the parameters."""
+        identity = torch.eye(self.in_features, device=self._reference.device, dtype=self._reference.dtype)
+        return self._multiply(identity).T
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., out_features) for x (..., in_features).
+
+        Raises:
+            TypeError: x has not the dtype of the parameters.
+            ValueError: the last dimension of x is not ``in_features``.
+        """
+        reference = self._reference
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape {tuple(x.shape)}"
+            )
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device) and x.is_floating_point() and reference.dtype == torch.float32
+        if not autocast and x.dtype != reference.dtype:
+            raise TypeError(
+                f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {reference.dtype}: convert "
+                "one of them"
+            )
+        if not autocast:
+            return self._add_bias(self._matmul(x))
+        if self._is_of_matmuls:
+            return self._add_bias(self._multiply(x))
+        with torch.autocast(device, enabled=False):
+            y = self._add_bias(self._matmul(x.to(reference.dtype)))
+        return y.to(torch.get_autocast_dtype(device))
+
+    def freeze(self) -> FrozenLinear:
+        """The same map as a module without parameters, that ``torch.export.export`` takes.
+
+        Raises:
+            ValueError: a parameter has NaN or infinite entries.
+        """
+        bias = None if self.bias is None else self.bias.detach()
+        return FrozenLinear(self.in_features, self.out_features, self._make_form(), bias, type(self).__name__)
+
+    @torch.no_grad()
+    def scale_(self, factor: float) -> Self:
+        """Multiply M by a number, in place."""
+        self._reference.mul_(factor)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        self._kept = None
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Draw new weights, and set the bias to zero."""
+
+    @abstractmethod
+    def _multiply(self, x: Tensor) -> Tensor:
+        """x Mᵀ, with gradients to x and the parameters."""
+
+    def _prepare(self) -> Form:
+        """What is kept in eval mode. Called without gradients, with finite parameters."""
+        return DenseForm(self.to_dense())
+
+    def _start_near(self, weight: Tensor) -> None:
+        """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""
+
+    def _weights(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in self.weight_names}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def _reference(self) -> Tensor:
+        """The first parameter, which has the device and the dtype of all."""
+        return getattr(self, self.weight_names[0])
+
+    def _add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        if self.training or torch.compiler.is_compiling():
+            return self._multiply(x)
+        weights = list(self._weights().values())
+        # Under torch.func, and under functional_call, the weights are no Parameters of this module.
+        if not all(isinstance(weight, nn.Parameter) for weight in weights):
+            return self._multiply(x)
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return self._multiply(x)
+        sources = [*weights, *self._buffers_of_form()]
+        if self._kept is None or not self._kept.is_made_from(sources):
+            form = self._make_form()
+            self._kept = _Kept(form, tuple(s.detach() for s in sources), tuple(s._version for s in sources))
+        return self._kept.form.matmul(x)
+
+    def _buffers_of_form(self) -> list[Tensor]:
+        return [buffer for buffer in self._buffers.values() if buffer is not None]
+
+    def _make_form(self) -> Form:
+        self.check_finite()
+        # What is made within inference mode could not take part in a backward pass to the inputs later.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._prepare()
+
+    def check_finite(self) -> None:
+        """Raises:
+        ValueError: a parameter of M has NaN or infinite entries.
+        """
+        for name, tensor in self._weights().items():
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(
+                    f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the learning "
+                    "rate, or clip gradients), or a checkpoint is damaged"
+                )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._kept = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+
+def positive_size(name: str, value: int) -> int:
+    """``value``.
+
+    Raises:
+        ValueError: it is not a positive integer.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, but is {value!r}")
+    return value

@@ -1,0 +1,54 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_struct.nn import BlockStructured, LowRank
+
+
+def test_images_and_flat_channels_are_multiplied_by_the_block_matrix():
+    torch.manual_seed(0)
+    layer = BlockStructured(3, 2, 20, partial(LowRank, rank=2), dtype=torch.float64)
+    nn.init.normal_(layer.bias)
+    dense = layer.to_dense()
+    assert dense.shape == (40, 60)
+    x = torch.randn(5, 3, 4, 5, dtype=torch.float64)
+    expected = (x.flatten(1) @ dense.T).view(5, 2, 20) + layer.bias
+    torch.testing.assert_close(layer(x), expected.view(5, 2, 4, 5))
+    torch.testing.assert_close(layer(x.flatten(2)), expected)
+
+
+def test_block_of_an_output_and_an_input_channel_is_at_its_place():
+    layer = BlockStructured(3, 2, 4, LowRank)
+    for index, block in enumerate(layer.blocks):
+        row, column = divmod(index, 3)
+        torch.testing.assert_close(
+            layer.to_dense()[4 * row : 4 * row + 4, 4 * column : 4 * column + 4], block.to_dense()
+        )
+
+
+def test_initial_weights_keep_the_variance_of_the_input():
+    torch.manual_seed(0)
+    layer = BlockStructured(16, 4, 64, partial(LowRank, rank=8))
+    assert 0.7 < layer(torch.randn(100, 16, 64)).var() < 1.4
+
+
+def test_bias_is_one_vector_for_each_channel_and_optional():
+    assert BlockStructured(3, 2, 20, LowRank).bias.shape == (2, 20)
+    layer = BlockStructured(3, 2, 20, LowRank, bias=False)
+    assert layer.bias is None and layer(torch.randn(1, 3, 20)).shape == (1, 2, 20)
+
+
+def test_compression_counts_the_blocks():
+    layer = BlockStructured(3, 2, 20, partial(LowRank, rank=2))
+    assert layer.weight_parameters == 6 * 80 and layer.compression_ratio == 40 * 60 / 480
+
+
+def test_wrong_inputs_are_named():
+    layer = BlockStructured(3, 2, 20, LowRank)
+    for shape in ((5, 2, 20), (5, 3, 4, 4), (3, 20)):
+        with pytest.raises(ValueError, match=r"takes \(batch, 3, ...\) with 20 entries"):
+            layer(torch.randn(*shape))
+    with pytest.raises(TypeError, match="makes Linear"):
+        BlockStructured(3, 2, 20, nn.Linear)

@@ -1,0 +1,102 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_struct.nn import LowRank, StructuredLSTM
+
+
+def dense_weights_of(lstm, ours):
+    """Copy the weights of an nn.LSTM."""
+    suffixes = [
+        f"l{level}{end}" for level in range(lstm.num_layers) for end in ("", "_reverse")[: 1 + lstm.bidirectional]
+    ]
+    with torch.no_grad():
+        for suffix, direction in zip(suffixes, ours.directions, strict=True):
+            gates = len(direction.input_hidden)
+            for layers, kind in ((direction.input_hidden, "ih"), (direction.hidden_hidden, "hh")):
+                for layer, part in zip(layers, getattr(lstm, f"weight_{kind}_{suffix}").chunk(gates), strict=True):
+                    layer.weight.copy_(part)
+            if lstm.bias:
+                biases = getattr(lstm, f"bias_ih_{suffix}") + getattr(lstm, f"bias_hh_{suffix}")
+                for layer, part in zip(direction.input_hidden, biases.chunk(gates), strict=True):
+                    layer.bias.copy_(part)
+
+
+@pytest.mark.parametrize("gates", ["separate", "joint"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_torch_with_the_same_matrices(gates, bidirectional, batch_first, bias):
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "bidirectional": bidirectional, "batch_first": batch_first, "bias": bias}
+    theirs = nn.LSTM(5, 7, dtype=torch.float64, **options)
+    ours = StructuredLSTM(5, 7, nn.Linear, gates=gates, dtype=torch.float64, **options)
+    dense_weights_of(theirs, ours)
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    batch = 3 if batch_first else 4
+    state = tuple(torch.randn(2 * (1 + bidirectional), batch, 7, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours(x, state), theirs(x, state))
+    one = tuple(part[:, 0] for part in state)
+    torch.testing.assert_close(ours(x[0], one), theirs(x[0], one))
+
+
+def test_gradients_equal_those_of_torch():
+    torch.manual_seed(0)
+    theirs, ours = nn.LSTM(5, 7), StructuredLSTM(5, 7, nn.Linear, gates="joint")
+    dense_weights_of(theirs, ours)
+    x = torch.randn(6, 4, 5)
+    theirs(x)[0].square().sum().backward()
+    ours(x)[0].square().sum().backward()
+    torch.testing.assert_close(ours.directions[0].input_hidden[0].weight.grad, theirs.weight_ih_l0.grad)
+    torch.testing.assert_close(ours.directions[0].hidden_hidden[0].weight.grad, theirs.weight_hh_l0.grad)
+
+
+def test_factories_make_the_matrices_that_they_are_given_for():
+    lstm = StructuredLSTM(5, 7, partial(LowRank, rank=3), num_layers=2, hidden_factory=partial(LowRank, rank=2))
+    first, second = lstm.directions
+    assert [(m.in_features, m.out_features, m.rank) for m in first.input_hidden] == [(5, 7, 3)] * 4
+    assert [(m.in_features, m.out_features, m.rank) for m in second.input_hidden] == [(7, 7, 3)] * 4
+    assert [(m.in_features, m.out_features, m.rank) for m in second.hidden_hidden] == [(7, 7, 2)] * 4
+    lstm(torch.randn(3, 2, 5))[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in lstm.parameters())
+
+
+def test_each_input_hidden_product_is_taken_once_for_all_steps():
+    calls = []
+    lstm = StructuredLSTM(5, 7, nn.Linear)
+    for layer in lstm.directions[0].input_hidden:
+        layer.register_forward_hook(lambda module, inputs, outputs: calls.append(inputs[0].shape))
+    lstm(torch.randn(9, 2, 5))
+    assert calls == [(9, 2, 5)] * 4
+
+
+def test_dropout_is_between_the_levels_alone():
+    torch.manual_seed(0)
+    one, two = (StructuredLSTM(5, 7, nn.Linear, num_layers=levels, dropout=1.0) for levels in (1, 2))
+    x = torch.randn(3, 2, 5)
+    assert torch.equal(one(x)[0], one.eval()(x)[0])
+    assert torch.equal(two(x)[0], two(torch.zeros_like(x))[0]) and not torch.equal(two.eval()(x)[0], two.train()(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gates": "both"}, "gates must be one of 'separate', 'joint', but is 'both'"),
+        ({"dropout": 1.5}, "dropout must be a probability, but is 1.5"),
+        ({"num_layers": 0}, "num_layers must be a positive integer, but is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        StructuredLSTM(5, 7, nn.Linear, **options)
+
+
+def test_wrong_inputs_are_named():
+    lstm = StructuredLSTM(5, 7, nn.Linear)
+    with pytest.raises(ValueError, match=r"the input has shape \(3, 2, 6\)"):
+        lstm(torch.randn(3, 2, 6))
+    with pytest.raises(TypeError, match="packed"):
+        lstm(nn.utils.rnn.pack_sequence([torch.randn(3, 5)]))

@@ -1,0 +1,289 @@
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.nn.layers import FACTORIES, NAMES
+
+SIZES = [(12, 12), (12, 7), (7, 12)]
+
+
+def make(name, in_features=12, out_features=7, **options):
+    torch.manual_seed(0)
+    layer = FACTORIES[name](in_features, out_features, **options)
+    if layer.bias is not None:
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def reference(layer, x):
+    y = x @ layer.to_dense().T
+    return y if layer.bias is None else y + layer.bias
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_any_leading_shape_is_multiplied_by_the_dense_matrix(name, shape, training):
+    for in_features, out_features in SIZES:
+        for bias in (True, False):
+            layer = make(name, in_features, out_features, bias=bias, dtype=torch.float64).train(training)
+            x = torch.randn(*shape, in_features, dtype=torch.float64)
+            with torch.set_grad_enabled(training):
+                y = layer(x)
+                assert y.shape == (*shape, out_features) and layer.to_dense().shape == (out_features, in_features)
+                torch.testing.assert_close(y, reference(layer, x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_dense_matrix(name):
+    for in_features, out_features in SIZES:
+        layer = make(name, in_features, out_features, dtype=torch.float64)
+        x = torch.randn(5, in_features, dtype=torch.float64, requires_grad=True)
+        cotangent = torch.randn(5, out_features, dtype=torch.float64)
+        tensors = [x, *layer.parameters()]
+        ours = torch.autograd.grad(layer(x), tensors, cotangent)
+        theirs = torch.autograd.grad(reference(layer, x), tensors, cotangent)
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_is_as_exact_as_it_can_be(name):
+    layer = make(name, 12, 7)
+    x = torch.randn(4, 12)
+    exact = reference(copy.deepcopy(layer).double(), x.double())
+    assert (layer(x) - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives(name):
+    layer = make(name, 4, 3, dtype=torch.float64) if name != "pruned" else make(name, 8, 6, dtype=torch.float64)
+    x = torch.randn(2, layer.in_features, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def function(x, *tensors):
+        return torch.func.functional_call(layer, dict(zip(names, tensors, strict=True)), (x,))
+
+    assert torch.autograd.gradgradcheck(function, (x, *parameters))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_function_transforms(name):
+    layer = make(name, dtype=torch.float64).eval()
+    x = torch.randn(5, 12, dtype=torch.float64)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    tangents = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+
+    def run(parameters, x=x):
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    with torch.no_grad():
+        layer(x)  # what is kept for this call must not be taken for the others
+    y, push_forward = torch.func.jvp(run, (parameters,), (tangents,))
+    cotangent = torch.randn_like(y)
+    (pull_back,) = torch.func.vjp(run, parameters)[1](cotangent)
+    inner = sum((pull_back[name] * tangents[name]).sum() for name in parameters)
+    torch.testing.assert_close((push_forward * cotangent).sum(), inner)
+    gradients = torch.func.vmap(torch.func.grad(lambda p, x: run(p, x).square().sum()), (None, 0))(parameters, x)
+    for sample in range(5):
+        alone = torch.func.grad(lambda p, x: run(p, x).square().sum())(parameters, x[sample])
+        for key in parameters:
+            torch.testing.assert_close(gradients[key][sample], alone[key])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_gives_the_dtype_that_linear_gives(name):
+    layer = make(name)
+    x = torch.randn(3, 12)
+    for training in (True, False):
+        layer.train(training)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(training):
+            assert nn.Linear(12, 7)(x).dtype == layer(x).dtype == layer(x.bfloat16()).dtype == torch.bfloat16
+            torch.testing.assert_close(layer(x).float(), reference(layer, x), rtol=0.05, atol=0.05)
+    layer.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = layer(x).square().sum()
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_kept_in_eval_mode_follows_the_parameters(name):
+    layer = make(name).eval()
+    other = make(name)
+    x = torch.randn(3, 12)
+
+    def nudge():
+        layer._parameters[layer.weight_names[0]].add_(1.0)
+
+    def swap_data():
+        weight = layer._parameters[layer.weight_names[0]]
+        weight.data = weight.data + 1.0
+
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+        for change in (lambda: None, nudge, swap_data, lambda: layer.load_state_dict(other.state_dict()), layer.double):
+            change()
+            inputs = x.to(layer.bias.dtype)
+            torch.testing.assert_close(layer(inputs), reference(layer, inputs))
+            torch.testing.assert_close(layer(inputs), reference(layer, inputs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eval_mode_keeps_nothing_that_gradients_need(name):
+    layer = make(name).eval()
+    x = torch.randn(3, 12)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in layer.parameters())
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    x.requires_grad_(True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(gradient, layer.to_dense().sum(0).expand(3, -1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_and_copies(name):
+    layer = make(name).eval()
+    x = torch.randn(3, 12)
+    with torch.no_grad():
+        before = layer(x)
+        keys = list(layer.state_dict())
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert list(twin.state_dict()) == keys
+            torch.testing.assert_close(twin(x), before)
+        fresh = FACTORIES[name](12, 7)
+        fresh.load_state_dict(layer.state_dict())
+        torch.testing.assert_close(fresh.eval()(x), before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_form_is_exported(name):
+    layer = make(name)
+    x = torch.randn(3, 12)
+    frozen = layer.freeze()
+    assert not list(frozen.parameters()) and frozen.in_features == 12
+    torch.testing.assert_close(frozen(x), layer(x).detach(), rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(nn.Sequential(frozen), (x,))
+    torch.testing.assert_close(exported.module()(x), frozen(x))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    assert frozen(x).abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_form_changes_its_dtype(name):
+    layer = make(name)
+    x = torch.randn(3, 12, dtype=torch.float64)
+    torch.testing.assert_close(layer.freeze().double()(x), layer.double()(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_inputs_are_named(name):
+    layer = make(name)
+    with pytest.raises(ValueError, match=r"takes inputs \(\.\.\., 12\), but the input has shape \(3, 7\)"):
+        layer(torch.randn(3, 7))
+    with pytest.raises(ValueError, match=r"has shape \(\)"):
+        layer(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="dtype torch.int64, its parameters have torch.float32"):
+        layer(torch.ones(3, 12, dtype=torch.int64))
+    with pytest.raises(TypeError, match="dtype torch.float64"):
+        layer(torch.ones(3, 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_sizes_are_named(name):
+    for sizes, message in (
+        ((0, 4), "in_features .* 0"),
+        ((4, -1), "out_features .* -1"),
+        ((4.0, 4), "in_features .* 4.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FACTORIES[name](*sizes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_are_not_finite_are_named(name):
+    layer = make(name).eval()
+    weight = layer.weight_names[0]
+    with torch.no_grad():
+        layer._parameters[weight].view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match=f"parameter '{weight}' .* NaN or infinite"):
+        layer.freeze()
+    with torch.no_grad(), pytest.raises(ValueError, match=f"parameter '{weight}' .* NaN or infinite"):
+        layer(torch.randn(3, 12))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compression_counts_weights_alone(name):
+    layer = make(name)
+    weights = sum(parameter.numel() for key, parameter in layer.named_parameters() if key != "bias")
+    assert layer.weight_parameters == weights and layer.compression_ratio == 12 * 7 / weights
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_initial_weights_keep_the_variance_of_the_input(name):
+    if name == "pruned":
+        options = {"parameters": 2000}
+    else:
+        options = {}
+    for sizes in ((64, 64), (1024, 1024), (96, 200), (200, 96)):
+        torch.manual_seed(1)
+        ratios = []
+        for _ in range(4):
+            layer = FACTORIES[name](*sizes, **options)
+            with torch.no_grad():
+                ratios.append(layer(torch.randn(32, sizes[0])).var().item())
+        assert 0.5 < sum(ratios) / len(ratios) < 2, (sizes, ratios)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_drawn_from_the_seed(name):
+    first, second = make(name), make(name)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    first.reset_parameters()
+    weight = first.weight_names[0]
+    assert not torch.equal(first._parameters[weight], second._parameters[weight]) and (first.bias == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_from_linear_copies_what_is_not_the_weight(name):
+    linear = nn.Linear(12, 7).eval()
+    layer = type(make(name)).from_linear(linear, refine=5, **FACTORIES[name].keywords)
+    assert torch.equal(layer.bias, linear.bias) and not layer.training
+    assert all(parameter.dtype == torch.float32 and parameter.grad is None for parameter in layer.parameters())
+    error = (layer.to_dense() - linear.weight).norm() / linear.weight.norm()
+    assert layer.approximation_error == pytest.approx(error.item(), rel=1e-4)
+    assert error < 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_from_linear_draws_no_random_numbers(name):
+    linear = nn.Linear(12, 7, bias=False)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = type(make(name)).from_linear(linear, refine=3, **FACTORIES[name].keywords)
+    torch.manual_seed(5)
+    second = type(first).from_linear(linear, refine=3, **FACTORIES[name].keywords)
+    assert first.bias is None and torch.equal(first.to_dense(), second.to_dense())
+    torch.manual_seed(5)
+    type(first).from_linear(linear, refine=3, **FACTORIES[name].keywords)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_from_linear_refuses_what_is_not_finite(name):
+    linear = nn.Linear(12, 7)
+    linear.weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        type(make(name)).from_linear(linear, **FACTORIES[name].keywords)

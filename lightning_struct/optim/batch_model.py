@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from lightning_struct.functional.gauss_newton import batch_normalising_layer, linearize
 from lightning_struct.functional.gradient_norms import variance_from_sums
+from lightning_struct.functional.kronecker import Probe, probe_layers
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.preconditioner import (
     empirical_fisher_diagonal,
@@ -83,12 +84,13 @@ class BatchModel:
         if self._batch_normalised:
             with restored_random_state(self._random_state):
                 module(*self.args)
-        self.linearization = linearize(module, weights, *self.args, backend=backend, chunk_size=chunk_size)
-        self.outputs = self.linearization.outputs.to(self.dtype)
-        self._residual = loss.residual(self.outputs, targets)
-        self.right_hand_side = -self._residual
         self._weights_flat = self.flat(weights)
-        self._measure()
+        with own_parameters_kept(module):
+            self.linearization = linearize(module, weights, *self.args, backend=backend, chunk_size=chunk_size)
+            self.outputs = self.linearization.outputs.to(self.dtype)
+            self._residual = loss.residual(self.outputs, targets)
+            self.right_hand_side = -self._residual
+            self._measure()
 
     def _count_samples(self) -> None:
         tensors = [t for t in (*self.args, self.targets) if isinstance(t, Tensor)]
@@ -169,14 +171,11 @@ class BatchModel:
     def value_at(self, d: Tensor, step: float = 1.0) -> float:
         """f(w + s d), truly evaluated, with the dropout masks of the linearisation."""
         weights = self._weights_flat.add(d, alpha=step)
-        size = self._chunk_size or self.rows
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with restored_random_state(self._random_state):
-            for first in range(0, self.rows, size):
-                rows = slice(first, first + size)
-                args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+            for rows in self._chunks():
                 targets = self.targets[rows]
-                total += self.loss.value(self._evaluate(weights, args), targets) * len(targets)
+                total += self.loss.value(self._evaluate(weights, self._rows_of_args(rows)), targets) * len(targets)
         return all_reduce(total).item() / self.n + self._penalty(weights)
 
     def validation_value(self, d: Tensor, batches: Batches) -> float:
@@ -206,13 +205,59 @@ class BatchModel:
         if choice == "fisher":
             diagonal = empirical_fisher_diagonal(self.linearization, self.loss, self.targets)
             return fisher_scaling(all_reduce(self.flat(diagonal).mul_(share)), damping)
-        # All processes draw the signs of the whole batch and take their rows, so that they are those of one process.
-        generator = torch.Generator(self.device).manual_seed(seed)
-        signs = random_signs(self.n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
-        probe = signs[self._first_row : self._first_row + self.rows]
+        probe = self._random_signs(seed)
         diagonal = randomized_gauss_newton_diagonal(self.linearization, self.loss, self.targets, probe=probe)
         mean = all_reduce(self.flat(diagonal).mul_(share))
         return jacobi_scaling(mean) if choice == "diagonal" else mean.mul_(self.n).add_(1.0).reciprocal_()
+
+    def _random_signs(self, seed: int) -> Tensor:
+        """A sign for each output of this process's samples."""
+        # All processes draw the signs of the whole batch and take their rows, so that they are those of one process.
+        generator = torch.Generator(self.device).manual_seed(seed)
+        signs = random_signs(self.n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
+        return signs[self._first_row : self._first_row + self.rows]
+
+    def probes(
+        self, layers: Collection[nn.Module], parameters: Mapping[str, nn.Parameter], seed: int
+    ) -> Iterator[Probe]:
+        """What S times random signs, back-propagated, finds in ``layers``: of this process's samples, chunk by chunk.
+
+        Args:
+            layers, parameters: of :func:`~lightning_struct.functional.kronecker.probe_layers`.
+            seed: of the random signs.
+        """
+        signs = self._random_signs(seed)
+        with restored_random_state(self._random_state):
+            for rows in self._chunks():
+                args, targets = self._rows_of_args(rows), self.targets[rows]
+                yield probe_layers(
+                    self.module,
+                    args,
+                    layers,
+                    parameters,
+                    lambda outputs, targets=targets, rows=rows: self.loss.sqrt_hessian(  # type: ignore[misc]
+                        outputs.to(self.dtype), targets, signs[rows]
+                    ),
+                )
+
+    def _chunks(self) -> Iterator[slice]:
+        size = self._chunk_size or self.rows
+        return (slice(first, first + size) for first in range(0, self.rows, size))
+
+    def _rows_of_args(self, rows: slice) -> tuple[Any, ...]:
+        return tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+
+
+@contextmanager
+def own_parameters_kept(module: nn.Module) -> Iterator[None]:
+    """Put back the parameters of all layers in the end: ``functional_call`` leaves others in a layer that is registered in
+    two places (seen from torch 2.6 to 2.15)."""
+    kept = [(layer, dict(layer._parameters)) for layer in module.modules()]
+    try:
+        yield
+    finally:
+        for layer, parameters in kept:
+            layer._parameters.update(parameters)
 
 
 @contextmanager

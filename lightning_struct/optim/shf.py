@@ -6,7 +6,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,13 @@ from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.least_squares import RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import armijo as armijo_search
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
-from lightning_struct.optim.batch_model import Batches, BatchModel
+from lightning_struct.optim.batch_model import Batches, BatchModel, own_parameters_kept
 from lightning_struct.optim.collective import all_reduce, rank
+from lightning_struct.optim.kronecker import BlockPreconditioner, Factors, KroneckerFactors
 from lightning_struct.optim.merit import MeritStopping
 
 SOLVERS = ("lsmr", "lsqr", "cg")
-PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher")
+PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")
 # A step whose direction is no descent direction, or along which no step length will do, is solved anew from zero with
 # the damping multiplied by this, so often. The paper has no such guard.
 _RETRY_DAMPING, _RETRIES = 4.0, 5
@@ -118,12 +119,14 @@ class SHF(torch.optim.Optimizer):
         solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of
             Martens (2010), the paper's rival.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
-            ``"fisher"`` (Martens 2010); None; or an object with ``solve`` and ``solve_transpose`` on dicts of tensors by
-            parameter name, and optionally ``update(linearization, loss, targets, damping)``, called in each step.
+            ``"fisher"`` (Martens 2010); ``"kronecker"``, the layers' Kronecker factors, averaged over steps and damped by
+            μ² = λ² + l2 (not in the paper; :meth:`summary` says what each parameter has); None; or an object with
+            ``solve`` and ``solve_transpose`` on dicts of tensors by parameter name, and optionally
+            ``update(linearization, loss, targets, damping)``, called in each step.
         damping_center: ``"start"``: λ²‖d - d0‖² (Algorithm 6); ``"origin"``: λ²‖d‖² (equation 18).
         damping_space: ``"y"``: the damping is on the preconditioned direction (Algorithm 6); ``"x"``: on the direction
             itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there, as
-            it is for a preconditioner object with damping around the origin.
+            it is for Kronecker factors, and for a preconditioner object with damping around the origin.
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``.
         max_warm_start: in [0, 1).
@@ -139,10 +142,15 @@ class SHF(torch.optim.Optimizer):
         backend: of :func:`~lightning_struct.functional.linearize`. For few solver iterations on a model that is no
             chain of Linear layers ``"double_backward"`` is quicker than the default, whose set-up is dear.
         chunk_size: form products over chunks of so many samples, to save memory.
+        factor_decay: weight of the old in the running average of the Kronecker factors, in [0, 1).
+        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next.
+        max_factor_size: a Kronecker factor with more rows is kept as its diagonal.
+        exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.
         seed: of the random signs of the preconditioner and of what the network draws (dropout), with the step's number.
 
     Raises:
         ValueError: an argument out of range; weights that are neither float32 nor float64, or of mixed dtype.
+        MemoryError: the Kronecker factors take more than is free.
     """
 
     def __init__(
@@ -176,6 +184,10 @@ class SHF(torch.optim.Optimizer):
         dataset_size: int | None = None,
         backend: str | None = None,
         chunk_size: int | None = None,
+        factor_decay: float = 0.8,
+        factor_interval: int = 1,
+        max_factor_size: int | None = None,
+        exclude_factors: Sequence[str | nn.Module] = (),
         seed: int = 0,
     ) -> None:
         if not (damping > 0 and math.isfinite(damping)):
@@ -202,9 +214,13 @@ class SHF(torch.optim.Optimizer):
         for name, value in at_least_zero.items():
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
-        if not maxiter >= 1:
-            raise ValueError(f"maxiter must be >= 1, got {maxiter}")
-        for name, size in (("dataset_size", dataset_size), ("chunk_size", chunk_size)):
+        for name, number in (("maxiter", maxiter), ("factor_interval", factor_interval)):
+            if not number >= 1:
+                raise ValueError(f"{name} must be >= 1, got {number}")
+        if not 0 <= factor_decay < 1:
+            raise ValueError(f"factor_decay must be in [0, 1), got {factor_decay}")
+        sizes = {"dataset_size": dataset_size, "chunk_size": chunk_size, "max_factor_size": max_factor_size}
+        for name, size in sizes.items():
             if size is not None and not size >= 1:
                 raise ValueError(f"{name} must be >= 1 or None, got {size}")
         if not 0 < armijo < 1:
@@ -218,11 +234,11 @@ class SHF(torch.optim.Optimizer):
             )
         # Damping on y around another point than the start needs C itself; an object has only its inverse.
         off_start = damping_center == "origin" and preconditioner is not None and not isinstance(preconditioner, str)
-        only_on_x = solver == "cg" or l2 > 0 or off_start
+        only_on_x = solver == "cg" or l2 > 0 or off_start or preconditioner == "kronecker"
         if damping_space == "y" and only_on_x:
             raise ValueError(
-                "damping_space='y' is possible with LSMR and LSQR only, without l2, and with a preconditioner object only "
-                "around the start; leave it out"
+                "damping_space='y' is possible with LSMR and LSQR only, without l2, not with Kronecker factors, and with a "
+                "preconditioner object only around the start; leave it out"
             )
 
         self.module = module
@@ -239,6 +255,11 @@ class SHF(torch.optim.Optimizer):
         self._armijo, self._l2 = armijo, l2
         self._theta, self._dataset_size = theta, dataset_size
         self._backend, self._chunk_size, self._seed = backend, chunk_size, seed
+        self._factor_decay, self._factor_interval = factor_decay, factor_interval
+        self._factors: KroneckerFactors | None = None
+        if preconditioner == "kronecker":
+            self._factors = KroneckerFactors(module, named, max_size=max_factor_size, exclude=exclude_factors)
+        self._factored: tuple[Factors, float, BlockPreconditioner] | None = None
         self._validation: Batches | None = None
         self.report: StepReport | None = None
         super().__init__(
@@ -261,7 +282,7 @@ class SHF(torch.optim.Optimizer):
             name: value
             for name, value in self.__dict__.items()
             if name != "step" and not name.startswith("_optimizer_")  # a scheduler puts its own step there
-        }
+        } | {"_factored": None}
 
     @property
     def damping(self) -> float:
@@ -305,6 +326,16 @@ class SHF(torch.optim.Optimizer):
         if all_reduce(samples).item() == 0:
             self._validation = None
             raise ValueError("the validation data has no samples: give a validation set, or None to do without")
+
+    def summary(self) -> str:
+        """A table of what the Kronecker preconditioner does for each parameter, and of the memory that it takes.
+
+        Raises:
+            ValueError: the preconditioner is another.
+        """
+        if self._factors is None:
+            raise ValueError(f"only preconditioner='kronecker' has a summary, not {self._preconditioner!r}")
+        return self._factors.summary()
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -356,7 +387,15 @@ class SHF(torch.optim.Optimizer):
         if largest and model.n > largest:
             maxiter = math.ceil(model.n / largest * maxiter)
 
-        taken = self._search(model, maxiter, seconds)
+        with _timed(seconds, "precondition"):
+            factors, factor_damping = self._factors_of(model)
+        make_preconditioner: Callable[[float], Tensor | RightPreconditioner | None]
+        if factors is None:
+            make_preconditioner = partial(self._make_preconditioner, model)
+        else:
+            make_preconditioner = partial(self._make_kronecker, factors, factor_damping)
+        with own_parameters_kept(self.module):
+            taken = self._search(model, maxiter, make_preconditioner, seconds)
         if taken.solution is not None:
             for name, change in model.unflat(taken.solution.direction * taken.length).items():
                 weights[name].add_(change)
@@ -366,6 +405,8 @@ class SHF(torch.optim.Optimizer):
             "steps": memory["steps"] + 1,
             "largest_batch": max(model.n, largest),
             "direction": None if taken.solution is None else taken.solution.last,
+            "factors": factors,
+            "factor_damping": factor_damping,
         }
         group["maxiter"] = maxiter
         group["warm_start"] = min(group["warm_start"] * self._warm_start_growth, self._max_warm_start)
@@ -380,7 +421,7 @@ class SHF(torch.optim.Optimizer):
                 min_damping=self._min_damping,
                 max_damping=self._max_damping,
             )
-        with _timed(seconds, "merit"):
+        with _timed(seconds, "merit"), own_parameters_kept(self.module):
             merit = self._merit_after(model, taken)
         self.report = StepReport(
             loss_before=model.value,
@@ -400,7 +441,24 @@ class SHF(torch.optim.Optimizer):
         )
         return self.report
 
-    def _search(self, model: BatchModel, maxiter: int, seconds: dict[str, float]) -> _Step:
+    def _factors_of(self, model: BatchModel) -> tuple[Factors | None, float]:
+        """Averages of the Kronecker factors, and the λ that they are damped with; None with another preconditioner."""
+        if self._factors is None:
+            return None, self.damping
+        memory = self._memory
+        old = memory.get("factors")
+        if old is not None and memory["steps"] % self._factor_interval:
+            return old, memory["factor_damping"]
+        new = self._factors.measure(model, self._seed_for("signs"))
+        return self._factors.averaged(old, new, self._factor_decay), self.damping
+
+    def _search(
+        self,
+        model: BatchModel,
+        maxiter: int,
+        make_preconditioner: Callable[[float], Tensor | RightPreconditioner | None],
+        seconds: dict[str, float],
+    ) -> _Step:
         """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
         if model.gradient_squared == 0.0:
             warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=4)
@@ -411,7 +469,7 @@ class SHF(torch.optim.Optimizer):
         damping, iterations = self.damping, 0
         for _ in range(1 + _RETRIES):
             with _timed(seconds, "precondition"):
-                preconditioner = self._make_preconditioner(model, damping)
+                preconditioner = make_preconditioner(damping)
             with _timed(seconds, "solve"):
                 solution = self._solve(model, damping, start, preconditioner, maxiter)
             iterations += solution.iterations
@@ -440,11 +498,12 @@ class SHF(torch.optim.Optimizer):
         return _Step(None, 0.0, model.value, 0.0, damping, iterations, "line_search")
 
     def _check_preconditioner_applies(self) -> None:
-        layer = batch_normalising_layer(self.module) if isinstance(self._preconditioner, str) else None
+        per_sample = isinstance(self._preconditioner, str) and self._preconditioner != "kronecker"
+        layer = batch_normalising_layer(self.module) if per_sample else None
         if layer is not None:
             raise ValueError(
                 f"preconditioner={self._preconditioner!r} is made of gradients per sample, and the layer {layer} normalises "
-                "over the batch, which leaves them undefined: use preconditioner=None, or put the layer in eval mode"
+                "over the batch, which leaves them undefined: use preconditioner=None or 'kronecker', or put the layer in eval mode"
             )
 
     def _seed_for(self, purpose: str) -> int:
@@ -460,6 +519,14 @@ class SHF(torch.optim.Optimizer):
         if hasattr(choice, "update"):
             choice.update(model.linearization, self.loss, model.targets, damping)
         return _FlatOperator(choice, model)
+
+    def _make_kronecker(self, factors: Factors, factor_damping: float, damping: float) -> BlockPreconditioner:
+        """``factor_damping`` is λ of the step that the factors were updated in; a step that is solved anew raises it."""
+        assert self._factors is not None
+        strength = math.sqrt(max(factor_damping, damping) ** 2 + self._l2)
+        if self._factored is None or self._factored[0] is not factors or self._factored[1] != strength:
+            self._factored = factors, strength, self._factors.preconditioner(factors, strength)
+        return self._factored[2]
 
     def _solve(
         self,

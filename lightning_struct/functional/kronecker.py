@@ -1,0 +1,334 @@
+"""Kronecker factors of the Gauss-Newton matrix of a layer, and the right preconditioner that they make.
+
+The Gauss-Newton block of a weight that multiplies rows ã (its bias's 1 among them) is the mean over samples of
+vec(f ãᵀ) vec(f ãᵀ)ᵀ, f the back-propagated product of the square root of the loss Hessian with random signs, as in
+:func:`~lightning_struct.functional.preconditioner.randomized_gauss_newton_diagonal`. It is taken for G ⊗ A, A the mean of
+ã ãᵀ and G that of f fᵀ (Martens & Grosse 2015; over the T positions of a sequence or an image A is the mean and G the sum,
+as in Grosse & Martens 2016). This is exact in expectation for one sample at one position, and where ã and f are
+independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from lightning_struct.functional.attention_contributions import RowBlocks
+from lightning_struct.functional.contributions import (
+    Contribution,
+    Convolution,
+    Dense,
+    Lookup,
+    Outer,
+    Uncovered,
+    at_least_float32,
+)
+from lightning_struct.functional.layer_contributions import contributions, draws_random_numbers, tensors_in
+from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
+
+# Per-sample gradients of a diagonal block hold at most this many numbers at a time.
+_NUMBERS_AT_A_TIME = 2**25
+
+
+# --- what the factors are made of ------------------------------------------------------------------------------------
+
+
+class SecondMoments(NamedTuple):
+    """Sums over the positions of all samples, for each group of a weight (a grouped convolution, stacked projections).
+
+    Attributes:
+        inputs: Σ ã ãᵀ, (groups, in, in), or its diagonal, (groups, in).
+        outputs: Σ f fᵀ, (groups, out, out), or its diagonal, (groups, out).
+        positions: (groups,), terms in each sum.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    positions: Tensor
+
+
+def second_moments(
+    use: Contribution,
+    *,
+    groups: int = 1,
+    bias: bool = False,
+    diagonal_inputs: bool = False,
+    diagonal_outputs: bool = False,
+) -> SecondMoments:
+    """Of one use of a weight, or of a bias alone, for which ã is 1 and f the sum over positions.
+
+    Args:
+        use: what the back-propagated probe adds to the weight, as rows ã and f.
+        groups: matrices that are stacked in the rows of the weight, each with inputs of its own.
+        bias: ã ends in a 1.
+        diagonal_inputs: keep the diagonal of Σ ã ãᵀ only.
+        diagonal_outputs: keep the diagonal of Σ f fᵀ only.
+
+    Raises:
+        Uncovered: the use is no product of a matrix with rows.
+    """
+    if isinstance(use, RowBlocks):
+        of_blocks = [
+            second_moments(block, bias=bias, diagonal_inputs=diagonal_inputs, diagonal_outputs=diagonal_outputs)
+            for block in use.blocks
+        ]
+        return SecondMoments(*(torch.cat(sums) for sums in zip(*of_blocks, strict=True)))
+    moments: list[SecondMoments] = []
+    for rows, cotangents in _rows(use, groups):
+        rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
+        inputs = _second_moment(rows, diagonal_inputs)
+        positions = inputs.new_full((groups,), rows.shape[1])
+        moments.append(
+            SecondMoments(
+                inputs.expand(groups, *inputs.shape[1:]), _second_moment(cotangents, diagonal_outputs), positions
+            )
+        )
+    return SecondMoments(
+        *(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0] for sums in zip(*moments, strict=True))
+    )
+
+
+def _second_moment(rows: Tensor, diagonal: bool) -> Tensor:
+    return rows.square().sum(1) if diagonal else rows.mT @ rows
+
+
+def _rows(use: Contribution, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """ã as (groups or 1, positions, in) and f as (groups, positions, out), in parts."""
+    if isinstance(use, Outer):
+        rows, cotangents = (at_least_float32(t).flatten(0, 1) for t in (use.inputs, use.cotangents))
+        yield rows[None], cotangents.unflatten(1, (groups, -1)).transpose(0, 1)
+    elif isinstance(use, Convolution):
+        for chunk in use._image_chunks():
+            patches, cotangents = use._input_patches(chunk)  # (m, groups, features, positions)
+            yield patches.permute(1, 0, 3, 2).flatten(1, 2), cotangents.permute(1, 0, 3, 2).flatten(1, 2)
+    elif isinstance(use, Dense) and use.gradients.ndim == 2:
+        shares = at_least_float32(use.gradients)
+        yield shares.new_ones(1, len(shares), 1), shares.unflatten(1, (groups, -1)).transpose(0, 1)
+    else:
+        raise Uncovered(f"a {type(use).__name__} is no product of a matrix with rows")
+
+
+def squared_shares(use: Contribution) -> Tensor:
+    """Σᵢ cᵢ² over the samples' shares of one use, elementwise; of the parameter's shape."""
+    if isinstance(use, Dense):
+        return at_least_float32(use.gradients).square().sum(0)
+    if isinstance(use, Lookup):
+        offsets = use.table_rows * torch.arange(use.samples, device=use.device)[:, None]
+        keys, inverse = torch.unique(use.indices + offsets, return_inverse=True)
+        delta = at_least_float32(use.cotangents)
+        shares = delta.new_zeros(len(keys), delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
+        return delta.new_zeros(use.shape).index_add_(0, keys % use.table_rows, shares.square())
+    size = max(1, _NUMBERS_AT_A_TIME // max(1, torch.Size(use.shape).numel()))
+    chunks = (slice(start, start + size) for start in range(0, use.samples, size))
+    return torch.stack([use.per_sample(chunk).square().sum(0) for chunk in chunks]).sum(0)
+
+
+# --- the preconditioner of one block ---------------------------------------------------------------------------------
+
+
+class NotPositiveDefinite(ArithmeticError):
+    """A damped factor has no Cholesky factor, in float64 either."""
+
+
+@dataclass(frozen=True)
+class KroneckerRoot:
+    """C of a block with CᵀC = (G + (μ/π) I) ⊗ (A + π μ I), on matrices (groups, out, in) of weights and biases.
+
+    Attributes:
+        inputs: lower Cholesky factors (groups, in, in), or square roots (groups, in) of a diagonal.
+        outputs: likewise, (groups, out, out) or (groups, out).
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def solve(self, y: Tensor) -> Tensor:
+        """C⁻¹ y."""
+        return _solved_rows(self.inputs, _solved_columns(self.outputs, y, transpose=True), transpose=True)
+
+    def solve_transpose(self, x: Tensor) -> Tensor:
+        """C⁻ᵀ x."""
+        return _solved_rows(self.inputs, _solved_columns(self.outputs, x, transpose=False), transpose=False)
+
+
+@dataclass(frozen=True)
+class DiagonalRoot:
+    """C of a block with CᵀC = D + μ² I, on tensors of the shape of ``root``, its diagonal."""
+
+    root: Tensor
+
+    def solve(self, y: Tensor) -> Tensor:
+        """C⁻¹ y."""
+        return y / self.root
+
+    def solve_transpose(self, x: Tensor) -> Tensor:
+        """C⁻ᵀ x."""
+        return x / self.root
+
+
+def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> KroneckerRoot:
+    """Factor the damped factors: A + π μ I and G + (μ/π) I with π² = (tr A/dim A)/(tr G/dim G).
+
+    Args:
+        inputs: A, (groups, in, in), or its diagonal (groups, in).
+        outputs: G, (groups, out, out), or its diagonal (groups, out).
+        damping: μ > 0.
+
+    Raises:
+        FloatingPointError: a factor holds NaN or infinity.
+        NotPositiveDefinite: no Cholesky factor, in float64 either.
+    """
+    of_inputs, of_outputs = _mean_eigenvalue(inputs), _mean_eigenvalue(outputs)
+    defined = (of_inputs > 0) & (of_outputs > 0)
+    ratio = torch.where(defined, of_inputs / torch.where(defined, of_outputs, 1.0), 1.0).sqrt()
+    return KroneckerRoot(_root(inputs, damping * ratio), _root(outputs, damping / ratio))
+
+
+def diagonal_root(diagonal: Tensor, damping: float) -> DiagonalRoot:
+    """Of D + μ² I.
+
+    Raises:
+        FloatingPointError: the diagonal holds NaN or infinity.
+    """
+    _refuse_not_finite(diagonal)
+    return DiagonalRoot((diagonal + damping * damping).sqrt_())
+
+
+def _mean_eigenvalue(factor: Tensor) -> Tensor:
+    diagonal = factor if factor.ndim == 2 else factor.diagonal(dim1=1, dim2=2)
+    return diagonal.mean(1)
+
+
+def _root(factor: Tensor, shift: Tensor) -> Tensor:
+    _refuse_not_finite(factor)
+    if factor.ndim == 2:
+        return (factor + shift[:, None]).sqrt_()
+    for dtype in (factor.dtype, torch.float64):
+        damped = factor.to(dtype, copy=True)
+        damped.diagonal(dim1=1, dim2=2).add_(shift.to(dtype)[:, None])
+        root, info = torch.linalg.cholesky_ex(damped)
+        if not info.any() and root.diagonal(dim1=1, dim2=2).isfinite().all():
+            return root.to(factor)
+    raise NotPositiveDefinite(
+        f"the damped factor of {factor.shape[1]} rows is not positive definite, in float64 either"
+    )
+
+
+def _refuse_not_finite(factor: Tensor) -> None:
+    if not factor.sum().isfinite():
+        raise FloatingPointError("the curvature factor holds NaN or infinity")
+
+
+def _solved_columns(root: Tensor, matrix: Tensor, *, transpose: bool) -> Tensor:
+    """L⁻¹ or L⁻ᵀ times each column of (groups, rows, columns)."""
+    if root.ndim == 2:
+        return matrix / root[:, :, None]
+    return torch.linalg.solve_triangular(root.mT if transpose else root, matrix, upper=transpose)
+
+
+def _solved_rows(root: Tensor, matrix: Tensor, *, transpose: bool) -> Tensor:
+    """L⁻¹ or L⁻ᵀ times each row of (groups, rows, columns)."""
+    if root.ndim == 2:
+        return matrix / root[:, None]
+    return torch.linalg.solve_triangular(root if transpose else root.mT, matrix, upper=not transpose, left=False)
+
+
+# --- what a network's layers read, and what comes back to them --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    edges: list[GradientEdge | None]
+    random_state: RandomState | None
+
+
+class Probe(NamedTuple):
+    """What a back-propagated vector found.
+
+    Attributes:
+        uses: (layer, name of the parameter below it, its use) for each call of each layer.
+        gradients: of the parameters that were asked for, by name; zero where nothing arrives.
+    """
+
+    uses: list[tuple[nn.Module, str, Contribution]]
+    gradients: dict[str, Tensor]
+
+
+def probe_layers(
+    module: nn.Module,
+    args: Sequence[Any],
+    layers: Collection[nn.Module],
+    parameters: Mapping[str, nn.Parameter],
+    cotangent: Callable[[Tensor], Tensor],
+) -> Probe:
+    """Run a module once, back-propagate, and read off what each call of the layers adds to their parameters.
+
+    The module's buffers stay as they are. A call whose samples cannot be told apart is left out, as is one through
+    which nothing comes back.
+
+    Args:
+        module: called as ``module(*args)``.
+        args: its inputs.
+        layers: modules below it.
+        parameters: of which the whole gradient is wanted.
+        cotangent: from the module's outputs to what is back-propagated from them.
+    """
+    calls: list[_Call] = []
+    states: dict[nn.Module, RandomState] = {}
+
+    def before(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if draws_random_numbers(layer):
+            states[layer] = random_state(*tensors_in((inputs, kwargs)))
+
+    def after(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        # An edge of the graph, and not the tensor, which may be written over by the next layer.
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(outputs)]
+        calls.append(_Call(layer, inputs, kwargs, outputs, edges, states.pop(layer, None)))
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(after, prepend=True, with_kwargs=True) for layer in layers]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        with torch.enable_grad():
+            outputs = functional_call(module, buffers, tuple(args))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    wanted: list[Any] = [edge for call in calls for edge in call.edges if edge is not None]
+    found = iter(
+        torch.autograd.grad(
+            outputs, [*wanted, *parameters.values()], cotangent(outputs.detach()).to(outputs.dtype), allow_unused=True
+        )
+    )
+    uses = []
+    for call in calls:
+        cotangents = [None if edge is None else next(found) for edge in call.edges]
+        if any(t is not None for t in cotangents):
+            uses += [(call.layer, name, use) for name, use in _contributions(call, cotangents).items()]
+    gradients = {
+        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)
+    }
+    return Probe(uses, gradients)
+
+
+def _contributions(call: _Call, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+    with ExitStack() as stack:
+        if call.random_state is not None:
+            stack.enter_context(restored_random_state(call.random_state))
+        try:
+            return contributions(call.layer, call.args, call.kwargs, call.outputs, cotangents)
+        except Uncovered:
+            return {}

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_struct.functional.contributions import Convolution, Dense, Lookup, Outer, Uncovered
+from lightning_struct.functional.kronecker import (
+    NotPositiveDefinite,
+    diagonal_root,
+    kronecker_root,
+    probe_layers,
+    second_moments,
+    squared_shares,
+)
+from tests.cases import CASES, Case, trainable
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def positive(groups: int, size: int, seed: int = 0) -> Tensor:
+    rows = gaussian(groups, size, 2 * size, seed=seed)
+    return rows @ rows.mT / size
+
+
+# --- second moments --------------------------------------------------------------------------------------------------
+
+
+def outer_products(rows: Tensor) -> Tensor:
+    """Of rows (positions, size), one by one."""
+    return sum((torch.outer(row, row) for row in rows), torch.zeros(rows.shape[1], rows.shape[1], dtype=rows.dtype))
+
+
+def with_one(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+
+
+def test_moments_of_a_product_are_sums_of_outer_products_over_samples_and_positions() -> None:
+    inputs, cotangents = gaussian(4, 3, 5), gaussian(4, 3, 2, seed=1)
+    moments = second_moments(Outer(inputs, cotangents), bias=True)
+    torch.testing.assert_close(moments.inputs[0], outer_products(with_one(inputs.reshape(12, 5))))
+    torch.testing.assert_close(moments.outputs[0], outer_products(cotangents.reshape(12, 2)))
+    assert moments.positions.tolist() == [12]
+
+
+def test_moments_of_stacked_matrices_are_those_of_each() -> None:
+    inputs, cotangents = gaussian(4, 3, 5), gaussian(4, 3, 6, seed=1)
+    moments = second_moments(Outer(inputs, cotangents), groups=3)
+    for group in range(3):
+        mine = cotangents.reshape(12, 6)[:, 2 * group : 2 * group + 2]
+        torch.testing.assert_close(moments.inputs[group], outer_products(inputs.reshape(12, 5)))
+        torch.testing.assert_close(moments.outputs[group], outer_products(mine))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_moments_of_a_convolution_are_sums_over_patches(groups: int) -> None:
+    images, cotangents = gaussian(3, 4, 6, 5), gaussian(3, 2, 6, 3, seed=1)
+    use = Convolution(images, cotangents, (3, 3), (1, 2), (1, 1), ((1, 1), (1, 1)), groups)
+    moments = second_moments(use, groups=groups, bias=True)
+    for group in range(groups):
+        channels = images[:, 4 // groups * group : 4 // groups * (group + 1)]
+        patches = F.unfold(channels, 3, padding=1, stride=(1, 2)).transpose(1, 2).flatten(0, 1)
+        rows = cotangents[:, 2 // groups * group : 2 // groups * (group + 1)].movedim(1, -1).flatten(0, 2)
+        torch.testing.assert_close(moments.inputs[group], outer_products(with_one(patches)))
+        torch.testing.assert_close(moments.outputs[group], outer_products(rows))
+    assert moments.positions.tolist() == [3 * 6 * 3] * groups
+
+
+def test_moments_of_a_bias_are_those_of_the_samples_shares() -> None:
+    shares = gaussian(6, 3)
+    moments = second_moments(Dense(shares))
+    assert (moments.inputs.tolist(), moments.positions.tolist()) == ([[[6.0]]], [6])
+    torch.testing.assert_close(moments.outputs[0], outer_products(shares))
+
+
+def test_diagonal_moments_are_the_diagonals() -> None:
+    use = Outer(gaussian(4, 3, 5), gaussian(4, 3, 2, seed=1))
+    full = second_moments(use, bias=True)
+    diagonal = second_moments(use, bias=True, diagonal_inputs=True, diagonal_outputs=True)
+    torch.testing.assert_close(diagonal.inputs, full.inputs.diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(diagonal.outputs, full.outputs.diagonal(dim1=1, dim2=2))
+
+
+def test_what_is_no_product_of_a_matrix_with_rows_has_no_moments() -> None:
+    with pytest.raises(Uncovered, match="Lookup is no product"):
+        second_moments(Lookup(torch.zeros(2, 1, dtype=torch.long), gaussian(2, 1, 3), 4))
+
+
+SHARES = {
+    "dense": Dense(gaussian(5, 3, 2)),
+    "outer": Outer(gaussian(5, 4, 3), gaussian(5, 4, 2, seed=1)),
+    "lookup": Lookup(torch.tensor([[1, 2, 1], [0, 0, 0], [2, 1, 3]]), gaussian(3, 3, 2), 5),
+    "convolution": Convolution(gaussian(3, 2, 5), gaussian(3, 4, 3, seed=1), (3,), (1,), (1,), ((0, 0),), 2),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_squared_shares_are_the_squares_of_each_samples_share(name: str) -> None:
+    use = SHARES[name]
+    expected = use.per_sample(slice(None)).square().sum(0)
+    torch.testing.assert_close(squared_shares(use), expected)
+
+
+# --- roots -----------------------------------------------------------------------------------------------------------
+
+
+def dense_of(factor: Tensor, group: int) -> Tensor:
+    return factor[group] if factor.ndim == 3 else torch.diag(factor[group])
+
+
+@pytest.mark.parametrize("diagonal_inputs", [False, True])
+@pytest.mark.parametrize("diagonal_outputs", [False, True])
+def test_the_root_is_one_of_the_product_of_the_damped_factors(diagonal_inputs: bool, diagonal_outputs: bool) -> None:
+    inputs, outputs, damping = positive(2, 5), 30 * positive(2, 3, seed=1), 0.3
+    if diagonal_inputs:
+        inputs = inputs.diagonal(dim1=1, dim2=2)
+    if diagonal_outputs:
+        outputs = outputs.diagonal(dim1=1, dim2=2)
+    root = kronecker_root(inputs, outputs, damping)
+    x = gaussian(2, 3, 5, seed=2)
+    solved = root.solve(root.solve_transpose(x))
+    for group in range(2):
+        a, g = dense_of(inputs, group), dense_of(outputs, group)
+        ratio = math.sqrt((a.trace() / 5) / (g.trace() / 3))
+        a, g = a + ratio * damping * torch.eye(5), g + damping / ratio * torch.eye(3)
+        torch.testing.assert_close(g @ solved[group] @ a, x[group])
+
+
+def test_solve_and_solve_transpose_are_transposes_of_each_other() -> None:
+    root = kronecker_root(positive(2, 5), positive(2, 3, seed=1), 0.3)
+    x, y = gaussian(2, 3, 5, seed=2), gaussian(2, 3, 5, seed=3)
+    torch.testing.assert_close((root.solve(y) * x).sum(), (y * root.solve_transpose(x)).sum())
+
+
+@pytest.mark.parametrize("zero", ["inputs", "outputs", "both"])
+def test_a_factor_of_zeros_leaves_the_damping(zero: str) -> None:
+    inputs, outputs = positive(1, 4), positive(1, 3, seed=1)
+    inputs = inputs * 0 if zero != "outputs" else inputs
+    outputs = outputs * 0 if zero != "inputs" else outputs
+    root = kronecker_root(inputs, outputs, 0.5)
+    x = gaussian(1, 3, 4, seed=2)
+    solved = root.solve(root.solve_transpose(x))
+    if zero == "both":
+        torch.testing.assert_close(solved, x / 0.25)
+    assert solved.isfinite().all()
+
+
+def test_a_factor_that_float32_cannot_factor_is_factored_in_float64() -> None:
+    inputs = torch.full((1, 8, 8), 1e4)  # in float32 the damping vanishes beside its entries
+    outputs = torch.full((1, 1, 1), 1e4)
+    assert torch.linalg.cholesky_ex(inputs + 1e-4 * torch.eye(8))[1].any()
+    x = gaussian(1, 1, 8).float()
+    root = kronecker_root(inputs, outputs, 1e-4)
+    assert (root.inputs.dtype, root.solve(x).isfinite().all().item()) == (torch.float32, True)
+
+
+def test_a_factor_that_float64_cannot_factor_either_is_an_error() -> None:
+    with pytest.raises(NotPositiveDefinite, match="4 rows is not positive definite, in float64 either"):
+        kronecker_root(-positive(1, 4).float(), positive(1, 3).float(), 1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_infinity_in_a_factor_are_errors(value: float) -> None:
+    spoilt = positive(1, 4)
+    spoilt[0, 1, 2] = value
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        kronecker_root(spoilt, positive(1, 3), 1.0)
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        kronecker_root(positive(1, 3), spoilt.diagonal(dim1=1, dim2=2) * value, 1.0)
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        diagonal_root(spoilt, 1.0)
+
+
+def test_the_root_of_a_diagonal_is_that_of_the_damped_diagonal() -> None:
+    diagonal, x = gaussian(4, 3).square(), gaussian(4, 3, seed=1)
+    root = diagonal_root(diagonal, 0.5)
+    torch.testing.assert_close(root.solve(root.solve_transpose(x)), x / (diagonal + 0.25))
+
+
+# --- what a back-propagated vector finds -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "tied_functional"], ids=str)
+def test_the_uses_of_a_parameter_add_up_to_its_gradient(case: Case) -> None:
+    module, inputs = case.make()
+    cotangent = torch.randn_like(module(inputs))
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    layers = [
+        layer
+        for layer in module.modules()
+        if list(layer.parameters(recurse=False))
+        and not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    ]
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    probe = probe_layers(module, (inputs,), layers, parameters, lambda outputs: cotangent)
+    expected = torch.autograd.grad(module(inputs), list(parameters.values()), cotangent)
+    found = {p: torch.zeros_like(p) for p in parameters.values()}
+    for layer, name, use in probe.uses:
+        found[layer.get_parameter(name)] += use.total()
+    for (name, p), g in zip(parameters.items(), expected, strict=True):
+        torch.testing.assert_close(found[p], g, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(probe.gradients[name], g, rtol=1e-9, atol=1e-11)
+    if case.name != "batch_norm_train":
+        assert all(torch.equal(b, buffers[name]) for name, b in module.named_buffers())
+
+
+def test_a_layer_that_writes_over_its_input_is_read_before() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2)).double()
+    inputs, cotangent = gaussian(6, 4), gaussian(6, 2, seed=1)
+    probe = probe_layers(module, (inputs,), [module[0]], {}, lambda outputs: cotangent)
+    (use,) = [use for _, name, use in probe.uses if name == "weight"]
+    expected = torch.autograd.grad(module(inputs), module[0].weight, cotangent)[0]
+    torch.testing.assert_close(use.total(), expected)
+
+
+def test_a_layer_that_nothing_comes_back_to_has_no_use() -> None:
+    module = nn.ModuleDict({"used": nn.Linear(3, 2), "ignored": nn.Linear(3, 2)}).double()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.parts["ignored"](x)
+            return self.parts["used"](x)
+
+    net = Net()
+    ignored = {"weight": module["ignored"].weight}
+    probe = probe_layers(net, (gaussian(4, 3),), list(module.values()), ignored, torch.ones_like)
+    assert {layer for layer, _, _ in probe.uses} == {module["used"]}
+    assert not probe.gradients["weight"].any()
+
+
+def test_the_module_keeps_its_buffers_and_hooks() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    before = {name: b.clone() for name, b in module.named_buffers()}
+    probe_layers(module, (gaussian(6, 4),), list(module), {}, torch.ones_like)
+    assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module)
+
+
+def test_dropout_inside_a_layer_has_the_mask_of_the_run() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)).double()
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[0]
+
+    net = First()
+    parameters = dict(net.named_parameters())
+    probe = probe_layers(net, (gaussian(5, 6, 4),), [net.inner], parameters, torch.ones_like)
+    assert len(probe.uses) == len(trainable(net))
+    for _, name, use in probe.uses:
+        torch.testing.assert_close(use.total(), probe.gradients[f"inner.{name}"])

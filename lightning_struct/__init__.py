@@ -15,19 +15,39 @@ if TYPE_CHECKING:
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
+    from lightning_struct.nn import BlockStructured as BlockStructured
+    from lightning_struct.nn import HankelLike as HankelLike
+    from lightning_struct.nn import LDRSubdiagonal as LDRSubdiagonal
+    from lightning_struct.nn import LDRTridiagonal as LDRTridiagonal
+    from lightning_struct.nn import LowRank as LowRank
+    from lightning_struct.nn import PrunedLinear as PrunedLinear
+    from lightning_struct.nn import StructuredLSTM as StructuredLSTM
+    from lightning_struct.nn import StructuredLinear as StructuredLinear
+    from lightning_struct.nn import ToeplitzLike as ToeplitzLike
+    from lightning_struct.nn import replace_linear as replace_linear
     from lightning_struct.optim import RLS as RLS
     from lightning_struct.optim import SHF as SHF
     from lightning_struct.strategies import RLSOptimization as RLSOptimization
     from lightning_struct.strategies import SHFOptimization as SHFOptimization
 
 _HOME_OF = {
+    "BlockStructured": "lightning_struct.nn",
     "GrowingBatchSize": "lightning_struct.callbacks",
+    "HankelLike": "lightning_struct.nn",
+    "LDRSubdiagonal": "lightning_struct.nn",
+    "LDRTridiagonal": "lightning_struct.nn",
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
+    "LowRank": "lightning_struct.nn",
+    "PrunedLinear": "lightning_struct.nn",
     "RLS": "lightning_struct.optim",
     "RLSOptimization": "lightning_struct.strategies",
     "SHF": "lightning_struct.optim",
     "SHFOptimization": "lightning_struct.strategies",
+    "StructuredLSTM": "lightning_struct.nn",
+    "StructuredLinear": "lightning_struct.nn",
+    "ToeplitzLike": "lightning_struct.nn",
     "ValidationMeritStopping": "lightning_struct.callbacks",
+    "replace_linear": "lightning_struct.nn",
 }
 
 __all__ = list(_HOME_OF)

@@ -1,8 +1,9 @@
 """Layers and their initialisation, on torch alone."""
 
 from lightning_struct.nn.blocks import BlockStructured
-from lightning_struct.nn.classic import LowRank, PrunedLinear, reduced_hidden_units
+from lightning_struct.nn.classic import HankelLike, LowRank, PrunedLinear, ToeplitzLike, reduced_hidden_units
 from lightning_struct.nn.init import sparse_normal_
+from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.replace import replace_linear, replacement_report
 from lightning_struct.nn.structured import FrozenLinear, StructuredLinear
@@ -10,10 +11,14 @@ from lightning_struct.nn.structured import FrozenLinear, StructuredLinear
 __all__ = [
     "BlockStructured",
     "FrozenLinear",
+    "HankelLike",
+    "LDRSubdiagonal",
+    "LDRTridiagonal",
     "LowRank",
     "PrunedLinear",
     "StructuredLSTM",
     "StructuredLinear",
+    "ToeplitzLike",
     "reduced_hidden_units",
     "replace_linear",
     "replacement_report",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.operators import SubdiagonalOperator
+
 if TYPE_CHECKING:
     from lightning_struct.nn.structured import StructuredLinear
 
@@ -25,26 +27,29 @@ def truncated_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return U[:, :rank] * root, Vh[:rank].T * root
 
 
-def stein_residual(M: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """R (m, n) with M = Σ_{j<p} Aʲ R Bʲ, p = min(m, n): formula (2), where R = G Hᵀ.
+def stein_residual(M: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> Tensor:
+    """R (m, n) with M = Σ_{j<p} Aʲ R (Bᵀ)ʲ, p = min(m, n): the G Hᵀ of which M is made.
 
-    M - A M B = R - Aᵖ R Bᵖ. One of Aᵖ and Bᵖ, that of the smaller side, is a multiple of the identity for operators
-    that are subdiagonal or shifts with a corner (the product of all entries); the other one is solved for.
+    M - A M Bᵀ = R - Aᵖ R (Bᵀ)ᵖ. On the smaller side the power is wI, w the product of all entries with the corner; for the
+    other side, if that is larger and w is not 0, a linear system is solved (in the sense of least squares: for some sizes
+    it is singular).
 
     Args:
         M: (m, n).
-        a: A, (m, m), dense, with Aᵐ = wI.
-        b: B, (n, n), dense, with Bⁿ = wI.
+        a, b: A of size m and B of size n.
     """
     m, n = M.shape
-    displacement = M - a @ M @ b
-    if m <= n:
-        w = torch.linalg.matrix_power(a, m)[0, 0]
-        system = torch.eye(n, dtype=M.dtype, device=M.device) - w * torch.linalg.matrix_power(b, m)
-        return torch.linalg.solve(system, displacement, left=False)
-    w = torch.linalg.matrix_power(b, n)[0, 0]
-    system = torch.eye(m, dtype=M.dtype, device=M.device) - w * torch.linalg.matrix_power(a, n)
-    return torch.linalg.solve(system, displacement)
+    displacement = M - a.matvec(b.matvec(M).mT).mT
+    if m > n:
+        return stein_residual(M.mT, b, a).mT
+    w = a.subdiagonal.prod() * a.corner
+    if w == 0 or m == n:
+        return displacement / (1 - w * b.subdiagonal.prod() * b.corner)
+    identity = torch.eye(n, dtype=M.dtype, device=M.device)
+    power = identity
+    for _ in range(m):
+        power = b.matvec(power)
+    return displacement @ torch.linalg.pinv(identity - w * power)
 
 
 def refine_(layer: StructuredLinear, target: Tensor, iterations: int) -> None:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.nn.approximation import truncated_factors
+from lightning_struct.functional.operators import SubdiagonalOperator
+from lightning_struct.functional.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
+from lightning_struct.nn.approximation import stein_residual, truncated_factors
 from lightning_struct.nn.generators import GeneratorLinear
 from lightning_struct.nn.structured import Form, StructuredLinear, positive_size
 
@@ -50,6 +52,57 @@ class LowRank(GeneratorLinear):
         G, H = truncated_factors(self._squared(weight), self.rank)
         self.G.copy_(G)
         self.H.copy_(H)
+
+
+class ToeplitzLike(GeneratorLinear):
+    """M = Σ_i K(Z_1, g_i) K(Z_-1, h_i)ᵀ: Toeplitz-like with r (m + n) parameters.
+
+    Square, these are all matrices whose displacement Z_1 M - M Z_-1 has rank r (Sindhwani et al.); the authors of the paper
+    have corners 0 instead of 1 and -1.
+    """
+
+    def _sum_of_squares(self) -> float:
+        return self.out_features * self.in_features * min(self.rows, self.columns)
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return toeplitz_like_matmul(self.G, self.H, x)
+
+    def _prepare_large(self) -> Form:
+        return self._part(prepare_toeplitz_like(self.G, self.H))
+
+    def _start_near(self, weight: Tensor) -> None:
+        self._start_near_square(self._squared(weight))
+
+    def _start_near_square(self, target: Tensor) -> None:
+        one = target.new_ones(())
+        a = SubdiagonalOperator(target.new_ones(self.rows - 1), one)
+        b = SubdiagonalOperator(target.new_ones(self.columns - 1), -one)
+        G, H = truncated_factors(stein_residual(target, a, b), self.rank)
+        self.G.copy_(G)
+        self.H.copy_(H)
+
+
+@dataclass(frozen=True)
+class FlippedForm:
+    """Of a form: its outputs in reverse order."""
+
+    form: Form
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.form.matmul(x).flip(-1)
+
+
+class HankelLike(ToeplitzLike):
+    """A Toeplitz-like matrix with its rows in reverse order, which is Hankel-like; r (m + n) parameters."""
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return super()._square_multiply(x).flip(-1)
+
+    def _prepare_large(self) -> Form:
+        return self._part(FlippedForm(prepare_toeplitz_like(self.G, self.H)))
+
+    def _start_near_square(self, target: Tensor) -> None:
+        super()._start_near_square(target.flip(0))
 
 
 class PrunedLinear(StructuredLinear):

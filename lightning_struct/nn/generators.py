@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.structured import Form, PartForm, StructuredLinear, positive_size
 
 Init = Literal["variance", "reference"]
 Pad = Literal["square"]
@@ -106,6 +106,10 @@ class GeneratorLinear(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._cut(self._square_multiply(self._filled_up(x)))
 
+    def _part(self, form: Form) -> Form:
+        """The form of the matrix (out_features, in_features) of that of the matrix (rows, columns)."""
+        return form if self.pad is None else PartForm(form, self.columns - self.in_features, self.out_features)
+
     def _filled_up(self, x: Tensor) -> Tensor:
         return x if self.columns == self.in_features else F.pad(x, (0, self.columns - self.in_features))
 
@@ -121,3 +125,8 @@ def _checked_rank(rank: int, in_features: int, out_features: int) -> int:
             "nn.Linear"
         )
     return rank
+
+
+def sum_of_overlaps(m: int, n: int) -> int:
+    """Σ over a < m and b < n of min(a, b) + 1: the sum of squares of a Toeplitz-like matrix without corners."""
+    return sum(min(a, n) * (min(a, n) + 1) // 2 + max(n - a, 0) * a for a in range(1, m + 1))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,10 @@ from lightning_struct.nn.approximation import refine_, relative_error
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+# Up to so many entries the dense matrix is what is kept: measured, one product with it takes less time than transforms.
+_LARGEST_DENSE = 2**20
 
 
 class Form(Protocol):
@@ -33,6 +37,18 @@ class DenseForm:
 
     def matmul(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class PartForm:
+    """Of a form: its inputs are filled up with zeros, of its outputs the first ones are taken."""
+
+    form: Form
+    zeros: int
+    out_features: int
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.form.matmul(F.pad(x, (0, self.zeros)))[..., : self.out_features]
 
 
 class FrozenLinear(nn.Module):
@@ -55,26 +71,41 @@ class FrozenLinear(nn.Module):
         self.out_features = out_features
         self.class_name = class_name
         self._form = form
-        self._tensors: list[tuple[str, bool]] = []
-        for field in dataclasses.fields(cast(Any, form)):
-            value = getattr(form, field.name)
-            if isinstance(value, Tensor):
-                self._tensors.append((field.name, value.is_complex()))
-                value = torch.view_as_real(value) if value.is_complex() else value
-                self.register_buffer(field.name, value.detach().clone())
+        for name, tensor in _tensors_of(form):
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            self.register_buffer(name, tensor.detach().clone())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features)."""
-        buffers = {
-            name: torch.view_as_complex(getattr(self, name)) if is_complex else getattr(self, name)
-            for name, is_complex in self._tensors
-        }
-        y = dataclasses.replace(cast(Any, self._form), **buffers).matmul(x)
+        y = _with_tensors_of(self, self._form).matmul(x)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
+
+
+def _tensors_of(form: Any, prefix: str = "form") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a form, and of the forms in it, with a name for each."""
+    for field in dataclasses.fields(form):
+        name, value = f"{prefix}_{field.name}", getattr(form, field.name)
+        if isinstance(value, Tensor):
+            yield name, value
+        elif dataclasses.is_dataclass(value):
+            yield from _tensors_of(value, name)
+
+
+def _with_tensors_of(module: nn.Module, form: Any, prefix: str = "form") -> Any:
+    """``form`` with the buffers of ``module`` in place of its tensors."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(form):
+        name, value = f"{prefix}_{field.name}", getattr(form, field.name)
+        if isinstance(value, Tensor):
+            buffer = getattr(module, name)
+            changed[field.name] = torch.view_as_complex(buffer) if value.is_complex() else buffer
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = _with_tensors_of(module, value, name)
+    return dataclasses.replace(form, **changed)
 
 
 @dataclass(frozen=True)
@@ -263,6 +294,12 @@ class StructuredLinear(nn.Module, ABC):
 
     def _prepare(self) -> Form:
         """What is kept in eval mode. Called without gradients, with finite parameters."""
+        if self.in_features * self.out_features <= _LARGEST_DENSE:
+            return DenseForm(self.to_dense())
+        return self._prepare_large()
+
+    def _prepare_large(self) -> Form:
+        """What is kept where the dense matrix is too large to be the best."""
         return DenseForm(self.to_dense())
 
     def _start_near(self, weight: Tensor) -> None:

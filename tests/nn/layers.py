@@ -2,10 +2,19 @@
 
 from functools import partial
 
-from lightning_struct.nn import LowRank, PrunedLinear
+from lightning_struct.nn import HankelLike, LDRSubdiagonal, LDRTridiagonal, LowRank, PrunedLinear, ToeplitzLike
 
 # Each is called as factory(in_features, out_features, ...).
 FACTORIES = {
+    "ldr_sd": partial(LDRSubdiagonal, rank=2),
+    "ldr_sd_without_corners": partial(LDRSubdiagonal, rank=2, corner="zero"),
+    "ldr_sd_padded": partial(LDRSubdiagonal, rank=2, pad="square"),
+    "ldr_td": partial(LDRTridiagonal, rank=2),
+    "ldr_td_without_corners": partial(LDRTridiagonal, rank=2, corner="zero"),
+    "toeplitz_like": partial(ToeplitzLike, rank=2),
+    "toeplitz_like_padded": partial(ToeplitzLike, rank=2, pad="square"),
+    "hankel_like": partial(HankelLike, rank=2),
+    "hankel_like_padded": partial(HankelLike, rank=2, pad="square"),
     "low_rank": partial(LowRank, rank=2),
     "low_rank_padded": partial(LowRank, rank=2, pad="square"),
     "pruned": partial(PrunedLinear, parameters=30),

@@ -9,6 +9,7 @@ from lightning_struct.data.mnist_variants import MNISTVariantDataModule
 from lightning_struct.data.norb import NORBDataModule
 from lightning_struct.data.rectangles import RectanglesDataModule
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+from lightning_struct.data.text_corpus import TextCorpusDataModule
 
 __all__ = [
     "BatchedTensorDataset",
@@ -22,5 +23,6 @@ __all__ = [
     "MNISTVariantDataModule",
     "NORBDataModule",
     "RectanglesDataModule",
+    "TextCorpusDataModule",
     "USPSDataModule",
 ]

@@ -2,14 +2,30 @@
 
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, fully_connected, mini_vgg
+from lightning_struct.models.language import LanguageModel
+from lightning_struct.models.structured import (
+    convolution_and_layer,
+    lenet,
+    pruned,
+    single_hidden_layer,
+    structured_in_place_of_convolution,
+    unbiased_linear,
+)
 from lightning_struct.models.text import RecurrentNetwork
 
 __all__ = [
     "Autoencoder",
     "Classifier",
+    "LanguageModel",
     "RLSClassifier",
     "RecurrentNetwork",
     "SHFAutoencoder",
+    "convolution_and_layer",
     "fully_connected",
+    "lenet",
     "mini_vgg",
+    "pruned",
+    "single_hidden_layer",
+    "structured_in_place_of_convolution",
+    "unbiased_linear",
 ]

@@ -1,0 +1,311 @@
+"""A text for language models: words in columns that are read side by side, a few steps at a time."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_struct.data.files import read_or_explain
+
+PARTS = ("train", "val", "test")
+LAYOUTS = (
+    {"train": "wiki.train.tokens", "val": "wiki.valid.tokens", "test": "wiki.test.tokens"},
+    {"train": "train.txt", "val": "valid.txt", "test": "test.txt"},
+)
+DIRECTORY = "wikitext-2"
+SITE = "https://www.salesforce.com/blog/the-wikitext-long-term-dependency-language-modeling-dataset/"
+END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
+LEAST_COUNT = 3
+SHARES = {"train": 0.9, "val": 0.05, "test": 0.05}
+WIKITEXT_2_SIZES = {"train": 2_088_628, "val": 217_646, "test": 245_569}
+SUCCESSORS = 8  # of each word of a synthetic text
+CHAINS = 64
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Corpus(NamedTuple):
+    """The words by their numbers, and the three parts of the text as numbers, (words,), int64."""
+
+    vocabulary: list[str]
+    train: Tensor
+    val: Tensor
+    test: Tensor
+
+
+class ColumnLoader:
+    """Reads a text in columns: batches follow each other in the text.
+
+    The text is cut into as many columns as fit side by side; what is left over at its end is dropped. A batch has the next
+    words of all columns, and for each word the one that follows it. With several processes each reads its share of the
+    columns. An epoch that is left is begun anew, but one that is resumed from a state goes on with the next batch: Lightning
+    saves the state in its checkpoints.
+
+    Args:
+        words: the text, (words,), int64.
+        columns: over all processes together.
+        steps: words of a column in a batch, the last batch excepted.
+        processes: that share the columns.
+        rank: of this process.
+
+    Raises:
+        MisconfigurationException: if the columns cannot be shared, or have less than two words.
+    """
+
+    def __init__(self, words: Tensor, columns: int, steps: int, processes: int = 1, rank: int = 0) -> None:
+        if columns % processes:
+            raise MisconfigurationException(
+                f"{columns} columns cannot be shared by {processes} processes: make the batch size a multiple of them."
+            )
+        length = len(words) // columns
+        if length < 2:
+            raise MisconfigurationException(
+                f"A text of {len(words)} words is too short for {columns} columns: make the batch size smaller."
+            )
+        table = words[: length * columns].view(columns, length).T
+        self.table = table[:, rank * (columns // processes) : (rank + 1) * (columns // processes)].contiguous()
+        self.steps = steps
+        self._first, self._done = 0, 0
+
+    def __len__(self) -> int:
+        return math.ceil((len(self.table) - 1) / self.steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Words and the words that follow them, both (steps, columns), int64."""
+        self._done, self._first = self._first, 0
+        while self._done < len(self):
+            begin = self._done * self.steps
+            end = min(begin + self.steps, len(self.table) - 1)
+            self._done += 1
+            yield self.table[begin:end], self.table[begin + 1 : end + 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Batches of this epoch that have been read."""
+        return {"done": self._done}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self._done = state_dict["done"]
+        self._first = self._done % len(self)  # a whole epoch is followed by the next one
+
+
+class TextCorpusDataModule(L.LightningDataModule):
+    """WikiText-2, or any other text: 2,088,628 / 217,646 / 245,569 words for training, validation and test.
+
+    Batches are (words, next words), both (steps, columns), int64, as in torch's example ``word_language_model``, whose
+    settings the paper takes: each column goes on where it ended in the batch before. Words are what stands between spaces,
+    and ``<eos>`` at the end of each line. They are numbered in the order in which the training text has them; a word that
+    it does not have is ``<unk>``. ::
+
+        data = TextCorpusDataModule(data_dir="data")
+        Trainer().fit(LanguageModel(data.vocabulary_size), datamodule=data)
+
+    A checkpoint has the vocabulary, and is refused where another was made.
+
+    Args:
+        data_dir: directory with ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens``, or with ``train.txt``,
+            ``valid.txt`` and ``test.txt``; or with a directory ``wikitext-2`` of them.
+        text_file: a plain text that is read instead: its first 90 % of words are for training, the next 5 % for validation
+            and the rest for test. Words that its training part has less than three times are ``<unk>``, as in WikiText.
+        batch_size: columns in training, over all processes together.
+        eval_batch_size: columns in validation, test and prediction, over all processes together.
+        steps: words of a column in a batch.
+        train_size: words of training that are kept, from the beginning; None keeps all.
+        val_size: likewise of validation.
+        test_size: likewise of test.
+        synthetic: a random text of as many words instead of the files; nothing is read. After each word there are eight
+            that may follow it.
+        synthetic_vocabulary: words of that text.
+        seed: of synthetic texts.
+
+    Raises:
+        MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text; for a
+            checkpoint of another vocabulary.
+    """
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        text_file: str | None = None,
+        batch_size: int = 20,
+        eval_batch_size: int = 10,
+        steps: int = 35,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        test_size: int | None = None,
+        synthetic: bool = False,
+        synthetic_vocabulary: int = 33_278,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        positive: dict[str, int | None] = {f"{part}_size": size for part, size in self.sizes.items()}
+        positive |= {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "steps": steps}
+        for name, value in positive.items():
+            if value is not None and value < 1:
+                raise MisconfigurationException(f"{name} must be at least 1, but is {value}")
+        if synthetic_vocabulary <= SUCCESSORS:
+            raise MisconfigurationException(
+                f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is {synthetic_vocabulary}"
+            )
+        self.data_dir = data_dir
+        self.text_file = text_file
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.steps = steps
+        self.synthetic = synthetic
+        self.synthetic_vocabulary = synthetic_vocabulary
+        self.seed = seed
+        self._corpus: Corpus | None = None
+
+    @property
+    def corpus(self) -> Corpus:
+        """The text, which is read when it is first asked for."""
+        if self._corpus is None:
+            self._corpus = self._cut(self._load())
+        return self._corpus
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Words that have a number."""
+        return len(self.corpus.vocabulary)
+
+    def setup(self, stage: str) -> None:
+        self._corpus = self.corpus
+
+    def train_dataloader(self) -> ColumnLoader:
+        return self._loader(self.corpus.train, self.batch_size)
+
+    def val_dataloader(self) -> ColumnLoader:
+        return self.evaluation_dataloader("val")
+
+    def test_dataloader(self) -> ColumnLoader:
+        return self.evaluation_dataloader("test")
+
+    def predict_dataloader(self) -> ColumnLoader:
+        return self.evaluation_dataloader("test")
+
+    def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> ColumnLoader:
+        """All of one of the parts, in the columns of validation."""
+        return self._loader(getattr(self.corpus, part), self.eval_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": self.corpus.vocabulary}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["vocabulary"] != self.corpus.vocabulary:
+            raise MisconfigurationException(
+                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that of the "
+                f"text here ({self.vocabulary_size} words): give the data_dir, text_file, train_size and synthetic of its run"
+            )
+
+    def _loader(self, words: Tensor, columns: int) -> ColumnLoader:
+        processes, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        return ColumnLoader(words, columns, self.steps, processes, rank)
+
+    def _load(self) -> Corpus:
+        if self.synthetic:
+            rank_zero_info(
+                "Text: a random one, in which each word has eight that may follow it, stands in for the real one."
+            )
+            sizes = [self.sizes[part] or WIKITEXT_2_SIZES[part] for part in PARTS]
+            words = synthetic_text(sum(sizes), self.synthetic_vocabulary, seed=self.seed)
+            return Corpus([f"word{number}" for number in range(self.synthetic_vocabulary)], *words.split(sizes))
+        if self.text_file is not None:
+            path = Path(self.text_file)
+            return self._explaining(lambda: number_words(*cut_text(read_words(path))), str(path.parent), path.name)
+        names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
+        files = f"{names} of WikiText-2 ({SITE}), or those of another text,"
+        return self._explaining(lambda: number_words(*read_parts(Path(self.data_dir))), self.data_dir, files)
+
+    def _explaining(self, read: Callable[[], Corpus], directory: str, files: str) -> Corpus:
+        return read_or_explain("The text", read, data_dir=directory, files=files)
+
+    def _cut(self, corpus: Corpus) -> Corpus:
+        for part, size in self.sizes.items():
+            available = len(getattr(corpus, part))
+            if size is not None and size > available:
+                raise MisconfigurationException(f"{part}_size is {size}, but there are {available} words")
+        return corpus._replace(**{part: getattr(corpus, part)[:size] for part, size in self.sizes.items()})
+
+
+def read_words(path: Path) -> list[str]:
+    """Words between spaces, and ``<eos>`` behind each line.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not UTF-8.
+    """
+    with path.open(encoding="utf-8") as lines:
+        return [word for line in lines for word in (*line.split(), END_OF_LINE)]
+
+
+def read_parts(data_dir: Path) -> list[list[str]]:
+    """The words of training, validation and test, in the first of the layouts that is there.
+
+    Raises:
+        OSError: if none is.
+        ValueError: if a file is not UTF-8.
+    """
+    places = [(directory, layout) for directory in (data_dir, data_dir / DIRECTORY) for layout in LAYOUTS]
+    for directory, layout in places:
+        if (directory / layout["train"]).is_file():
+            return [read_words(directory / layout[part]) for part in PARTS]
+    raise FileNotFoundError(f"neither {' nor '.join(layout['train'] for layout in LAYOUTS)} is there")
+
+
+def cut_text(words: Sequence[str]) -> list[list[str]]:
+    """The three parts of one text. Words that the first has less than three times are ``<unk>`` in all of them."""
+    first, second = (round(len(words) * share) for share in (SHARES["train"], SHARES["train"] + SHARES["val"]))
+    counts = Counter(words[:first])
+    known = [word if counts[word] >= LEAST_COUNT else UNKNOWN for word in words]
+    return [known[:first], known[first:second], known[second:]]
+
+
+def number_words(train: Sequence[str], val: Sequence[str], test: Sequence[str]) -> Corpus:
+    """Number the words in the order of the training text; others are ``<unk>``, which has the last number if it is new.
+
+    Raises:
+        ValueError: if there are no words.
+    """
+    if not train:
+        raise ValueError("there is no word in it")
+    vocabulary = list(dict.fromkeys(train))
+    if UNKNOWN not in vocabulary:
+        vocabulary.append(UNKNOWN)
+    number_of = {word: number for number, word in enumerate(vocabulary)}
+    unknown = number_of[UNKNOWN]
+    parts = (torch.tensor([number_of.get(word, unknown) for word in part]) for part in (train, val, test))
+    return Corpus(vocabulary, *parts)
+
+
+def synthetic_text(count: int, vocabulary_size: int, *, seed: int = 0) -> Tensor:
+    """A Markov chain of words: eight may follow each word, the first of them half of the time, and so on.
+
+    Args:
+        count: number of words.
+        vocabulary_size: of words that there are, above eight.
+        seed: the same seed gives the same text; which words follow which does not depend on it.
+
+    Returns:
+        (count,), int64.
+    """
+    followers = torch.randint(
+        vocabulary_size, (vocabulary_size, SUCCESSORS), generator=torch.Generator().manual_seed(0)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    length = math.ceil(count / CHAINS)  # chains side by side, then one after another
+    chances = 0.5 ** torch.arange(1.0, SUCCESSORS + 1)
+    choices = torch.multinomial(chances, CHAINS * length, replacement=True, generator=generator).view(length, CHAINS)
+    words = torch.empty(length, CHAINS, dtype=torch.int64)
+    current = torch.randint(vocabulary_size, (CHAINS,), generator=generator)
+    for step in range(length):
+        current = followers[current, choices[step]]
+        words[step] = current
+    return words.T.flatten()[:count]

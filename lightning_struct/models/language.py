@@ -1,0 +1,176 @@
+"""A language model: an LSTM with structured input-hidden matrices that tells the next word."""
+
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_struct.models.structured import LayerFactory
+from lightning_struct.nn import StructuredLSTM
+
+State = tuple[Tensor, Tensor]
+INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
+
+
+class LanguageModel(L.LightningModule):
+    """Reads a text in columns and tells the word that follows each (section 5.1 and appendix F.2, Table 2). ::
+
+        data = TextCorpusDataModule(data_dir="data")
+        Trainer(gradient_clip_val=0.25).fit(LanguageModel(data.vocabulary_size), datamodule=data)
+
+    Embedding, dropout, one layer of :class:`StructuredLSTM`, dropout, output layer. The state is carried from batch to batch
+    within an epoch, and gradients stop there. What the paper leaves open is as in torch's example ``word_language_model``,
+    which it names: dropout of .2, initial weights, an output layer with weights of its own.
+
+    Logged are ``train_loss``, ``val_loss`` and ``test_loss``, the cross-entropy in nats, average over words, and
+    ``val_perplexity`` and ``test_perplexity``, its exponential.
+
+    Args:
+        vocabulary_size: numbers of words.
+        embedding_size: numbers that stand for a word.
+        hidden_size: units of the LSTM.
+        layer: makes the input-hidden matrices, ``layer(embedding_size, hidden_size)``, with bias as ``nn.Linear`` has it.
+        gates: ``"separate"`` matrices for the four gates, as in the paper, or a ``"joint"`` one.
+        dropout: probability, for the embedded words and for the outputs of the LSTM.
+        tied: the output layer has the weights of the embedding; the authors' code has this as an option.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
+            needs a metric gets ``val_loss``.
+
+    Raises:
+        MisconfigurationException: if a size is not positive, or ``tied`` with sizes that differ; in a batch, if a word has
+            a number that the embedding does not have.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        embedding_size: int = 128,
+        hidden_size: int = 128,
+        layer: LayerFactory = nn.Linear,
+        gates: Literal["separate", "joint"] = "separate",
+        dropout: float = 0.2,
+        tied: bool = False,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary_size": vocabulary_size, "embedding_size": embedding_size, "hidden_size": hidden_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
+        if tied and embedding_size != hidden_size:
+            raise MisconfigurationException(
+                f"tied needs embedding_size and hidden_size to be the same, but they are {embedding_size} and {hidden_size}"
+            )
+        # what makes layers and optimizers need not be picklable
+        self.save_hyperparameters(ignore=["layer", "optimizer", "lr_scheduler"])
+        if "_instantiator" in self.hparams:  # from a command line: there the layer is plain data, which can be saved
+            self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+
+        def gate(in_features: int, out_features: int, *, bias: bool) -> nn.Module:
+            return layer(in_features, out_features)  # bias: as the caller has made ``layer``
+
+        self.embedding = nn.Embedding(vocabulary_size, embedding_size)
+        self.recurrent = StructuredLSTM(embedding_size, hidden_size, gate, gates=gates)
+        self.output = nn.Linear(hidden_size, vocabulary_size)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.uniform_(self.embedding.weight, -INITIAL_RANGE, INITIAL_RANGE)
+        nn.init.uniform_(self.output.weight, -INITIAL_RANGE, INITIAL_RANGE)
+        nn.init.zeros_(self.output.bias)
+        if tied:
+            self.output.weight = self.embedding.weight
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+        self._states: dict[str, State] = {}
+        self._resumed: State | None = None  # of all columns
+
+    def forward(self, words: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits of the next words, (steps, columns, vocabulary_size), and the state behind the last step.
+
+        Args:
+            words: (steps, columns), int64.
+            state: of the LSTM, two tensors (1, columns, hidden_size); None: zeros.
+        """
+        largest = int(words.max())
+        if largest >= self.embedding.num_embeddings:
+            raise MisconfigurationException(
+                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the model: give it the "
+                "vocabulary_size of the data"
+            )
+        outputs, state = self.recurrent(self.dropout(self.embedding(words)), state)
+        return self.output(self.dropout(outputs)), state
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self._next_loss("train", batch, batch_idx)
+        if not torch.isfinite(loss):
+            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        self.log("train_loss", loss, prog_bar=True, batch_size=batch[0].numel(), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_perplexity("val")
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_perplexity("test")
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The words that are likeliest to follow, (steps, columns), int64."""
+        return self._next_logits("predict", batch[0], batch_idx).argmax(dim=-1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        scheduler = self.make_lr_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "train" in self._states:  # a resumed run may have another number of processes
+            checkpoint["state_of_the_text"] = tuple(self._all_columns(part) for part in self._states["train"])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._resumed = checkpoint.get("state_of_the_text")
+
+    def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:
+        """Logits of a batch that follows the last one of this stage; the first begins without a state."""
+        state = self._state_before(stage) if batch_idx else None
+        logits, (h, c) = self(words, state)
+        self._states[stage] = h.detach(), c.detach()
+        return logits
+
+    def _state_before(self, stage: str) -> State:
+        if stage not in self._states:  # the first batch of a run that is resumed from within an epoch
+            assert self._resumed is not None
+            h, c = (self._own_columns(part) for part in self._resumed)
+            return h, c
+        return self._states[stage]
+
+    def _next_loss(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        words, targets = batch
+        return F.cross_entropy(self._next_logits(stage, words, batch_idx).flatten(0, 1), targets.flatten())
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss = self._next_loss(stage, batch, batch_idx)
+        self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=batch[0].numel(), sync_dist=True)
+
+    def _log_perplexity(self, stage: str) -> None:
+        average = self.trainer.callback_metrics[f"{stage}_loss"]  # over all words and processes
+        self.log(f"{stage}_perplexity", average.exp(), prog_bar=True)
+
+    def _all_columns(self, part: Tensor) -> Tensor:
+        return part if self.trainer.world_size == 1 else torch.cat(list(self.all_gather(part)), dim=1)
+
+    def _own_columns(self, part: Tensor) -> Tensor:
+        return part.tensor_split(self.trainer.world_size, dim=1)[self.trainer.global_rank].to(self.device)

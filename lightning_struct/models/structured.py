@@ -1,0 +1,206 @@
+"""Networks with structured matrices: those of Thomas et al., "Learning compressed transforms with low displacement rank"."""
+
+from collections.abc import Callable
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_struct.models.classifier import Classifier
+from lightning_struct.nn import BlockStructured, PrunedLinear
+
+LayerFactory = Callable[[int, int], nn.Module]
+"""Makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a ``functools.partial``."""
+
+COLORS = 3
+HALVINGS = 4  # of height and width by the two poolings of LeNet, together
+
+
+def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
+    """``nn.Linear`` without bias."""
+    return nn.Linear(in_features, out_features, bias=False)
+
+
+def single_hidden_layer(
+    pixels: int = 784, classes: int = 10, layer: LayerFactory = unbiased_linear, hidden: int | None = None
+) -> nn.Sequential:
+    """A hidden layer, a ReLU and an output layer (appendix F.1, Tables 1, 6, 8, 13). ::
+
+        single_hidden_layer(784, 10, partial(LDRSubdiagonal, rank=1, bias=False))
+
+    Args:
+        pixels: of an image; images are flattened.
+        classes: outputs.
+        layer: makes the hidden layer, ``layer(pixels, hidden)``. The paper's has no bias.
+        hidden: its units; None takes as many as there are pixels.
+
+    Returns:
+        A network from (n, ...) to (n, classes): logits. Its layers are named ``hidden`` and ``output``.
+
+    Raises:
+        MisconfigurationException: if a size is not positive.
+    """
+    units = pixels if hidden is None else hidden
+    _check_positive(pixels=pixels, classes=classes, hidden=units)
+    return _with_head(nn.Sequential(nn.Flatten()), layer(pixels, units), units, classes)
+
+
+def lenet(
+    size: int = 28, channels: int = 1, classes: int = 10, layer: LayerFactory = nn.Linear, hidden: int | None = None
+) -> nn.Sequential:
+    """Two convolutions with poolings, a fully connected layer and an output layer (appendix F.1, Tables 7, 9).
+
+    The paper names 6 and 16 channels, and 784 or 1024 features. Those come out of convolutions 5 x 5 that keep the size
+    and poolings that halve it, as in the authors' code: 16 x 7 x 7 and 16 x 8 x 8. Its counts include a bias of the layer.
+
+    Args:
+        size: height and width of an image, a multiple of 4.
+        channels: of an image; images may be flat.
+        classes: outputs.
+        layer: makes the fully connected layer, ``layer(features, hidden)``, with bias as ``nn.Linear`` has it.
+        hidden: its units; None takes as many as there are features.
+
+    Returns:
+        A network from (n, ...) to (n, classes): logits. Its last layers are named ``hidden`` and ``output``.
+
+    Raises:
+        MisconfigurationException: if a size is not positive, or ``size`` no multiple of 4.
+    """
+    _check_positive(size=size, channels=channels, classes=classes)
+    if size % HALVINGS:
+        raise MisconfigurationException(f"size must be a multiple of 4, which two poolings can halve, but is {size}")
+    features = 16 * (size // HALVINGS) ** 2
+    units = features if hidden is None else hidden
+    _check_positive(hidden=units)
+    stages = (
+        nn.Flatten(),
+        nn.Unflatten(1, (channels, size, size)),
+        *(nn.Conv2d(channels, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Flatten(),
+    )
+    return _with_head(nn.Sequential(*stages), layer(features, units), units, classes)
+
+
+def convolution_and_layer(
+    channels: int = 3, pool: bool = False, hidden: int = 512, classes: int = 10, size: int = 32
+) -> nn.Sequential:
+    """One convolution of colour images and one hidden layer: the first rows of Table 3.
+
+    The convolution is 5 x 5 and keeps the size. The paper writes "stride 5", but counts as many outputs as inputs and
+    3 x 3 x 25 weights. Its counts are those of hidden layers without bias.
+
+    Args:
+        channels: that come out of the convolution.
+        pool: halve height and width behind it.
+        hidden: units of the hidden layer.
+        classes: outputs.
+        size: height and width of an image, even if there is a pooling.
+
+    Returns:
+        A network from (n, 3, size, size) to (n, classes): logits. The hidden layers are named ``first`` and ``hidden``.
+
+    Raises:
+        MisconfigurationException: if a size is not positive, or odd with ``pool``.
+    """
+    _check_positive(channels=channels, hidden=hidden, classes=classes, size=size)
+    if pool and size % 2:
+        raise MisconfigurationException(f"size must be even to be halved by the pooling, but is {size}")
+    side = size // 2 if pool else size
+    layers = nn.Sequential()
+    layers.add_module("first", nn.Conv2d(COLORS, channels, 5, padding=2, bias=False))
+    layers.append(nn.ReLU())
+    if pool:
+        layers.append(nn.MaxPool2d(2))
+    layers.append(nn.Flatten())
+    return _with_head(layers, unbiased_linear(channels * side**2, hidden), hidden, classes)
+
+
+def structured_in_place_of_convolution(
+    first: LayerFactory,
+    layer: LayerFactory,
+    channels: bool = False,
+    hidden: int = 512,
+    classes: int = 10,
+    size: int = 32,
+) -> nn.Sequential:
+    """Two structured layers on colour images: the last rows of Table 3. ::
+
+        structured_in_place_of_convolution(
+            partial(LDRSubdiagonal, rank=48, bias=False), partial(LDRSubdiagonal, rank=16, bias=False, pad="square")
+        )
+
+    The paper's counts are those of layers without bias, with the hidden layer 3072 → 512 a part of a square one.
+
+    Args:
+        first: makes what stands in place of the convolution.
+        layer: makes the hidden layer, ``layer(3 * size ** 2, hidden)``.
+        channels: nine square matrices between three channels, ``first(size ** 2, size ** 2)`` each
+            (:class:`BlockStructured`), instead of one matrix ``first(3 * size ** 2, 3 * size ** 2)``.
+        hidden: units of the hidden layer.
+        classes: outputs.
+        size: height and width of an image.
+
+    Returns:
+        A network from (n, 3, size, size) to (n, classes): logits. The hidden layers are named ``first`` and ``hidden``.
+
+    Raises:
+        MisconfigurationException: if a size is not positive.
+    """
+    _check_positive(hidden=hidden, classes=classes, size=size)
+    entries = size**2
+    layers = nn.Sequential(nn.Flatten())
+    if channels:
+
+        def block(in_features: int, out_features: int, *, bias: bool) -> nn.Module:
+            return first(in_features, out_features)  # bias: as the caller has made ``first``
+
+        layers.append(nn.Unflatten(1, (COLORS, entries)))
+        layers.add_module("first", BlockStructured(COLORS, COLORS, entries, block, bias=False))
+        layers.append(nn.Flatten())
+    else:
+        layers.add_module("first", first(COLORS * entries, COLORS * entries))
+    layers.append(nn.ReLU())
+    return _with_head(layers, layer(COLORS * entries, hidden), hidden, classes)
+
+
+def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
+    """A trained network whose hidden layer has only its largest weights left, to be trained on (Tables 8 and 9).
+
+    Args:
+        checkpoint: of a run of :class:`Classifier` from the command line, whose network has an ``nn.Linear`` named
+            ``hidden``, such as :func:`single_hidden_layer` and :func:`lenet`.
+        parameters: weights that are left, those of largest magnitude.
+
+    Returns:
+        The network with a :class:`PrunedLinear` in the place of that layer.
+
+    Raises:
+        MisconfigurationException: if there is no such checkpoint, or no such layer in it.
+    """
+    try:
+        network = Classifier.load_from_checkpoint(checkpoint, map_location="cpu").network
+    except OSError as error:
+        raise MisconfigurationException(
+            f"{checkpoint} cannot be read ({error}): train the network that is to be pruned first, and name its checkpoint"
+        ) from error
+    hidden = getattr(network, "hidden", None)
+    if not isinstance(network, nn.Sequential) or not isinstance(hidden, nn.Linear):
+        raise MisconfigurationException(
+            f"The network of {checkpoint} has no nn.Linear named hidden to be pruned: train an unstructured one first"
+        )
+    network.hidden = PrunedLinear.from_linear(hidden, parameters=parameters)
+    return network
+
+
+def _with_head(layers: nn.Sequential, hidden: nn.Module, units: int, classes: int) -> nn.Sequential:
+    """The layers, a hidden one and the output, the last two by name."""
+    layers.add_module("hidden", hidden)
+    layers.append(nn.ReLU())
+    layers.add_module("output", nn.Linear(units, classes))
+    return layers
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise MisconfigurationException(f"{name} must be at least 1, but is {size}")

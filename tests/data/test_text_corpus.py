@@ -1,0 +1,171 @@
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.data import TextCorpusDataModule
+from lightning_struct.data.text_corpus import ColumnLoader, cut_text, number_words, synthetic_text
+
+LAYOUTS = {
+    "tokens": ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+    "txt": ("train.txt", "valid.txt", "test.txt"),
+}
+TEXTS = ("the cat sat\n\n the <unk> cat\n", "the dog sat\n", "a cat")
+VOCABULARY = ["the", "cat", "sat", "<eos>", "<unk>"]
+
+
+def write(directory, layout="tokens"):
+    directory.mkdir(exist_ok=True)
+    for name, text in zip(LAYOUTS[layout], TEXTS, strict=True):
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def columns(text, *arguments, **options):
+    return list(ColumnLoader(torch.arange(text), *arguments, **options))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("folder", ["", "wikitext-2"])
+def test_words_of_the_training_text_are_numbered_in_their_order(tmp_path, layout, folder):
+    write(tmp_path / folder, layout)
+    corpus = TextCorpusDataModule(str(tmp_path)).corpus
+    assert corpus.vocabulary == VOCABULARY
+    assert [part.tolist() for part in corpus[1:]] == [[0, 1, 2, 3, 3, 0, 4, 1, 3], [0, 4, 2, 3], [4, 1, 3]]
+
+
+def test_official_files_come_before_others(tmp_path):
+    write(tmp_path, "tokens")
+    (tmp_path / "train.txt").write_text("other words")
+    assert TextCorpusDataModule(str(tmp_path)).corpus.vocabulary == VOCABULARY
+
+
+def test_unknown_words_get_the_last_number_where_the_training_text_has_none():
+    corpus = number_words(["a", "b", "a"], ["c"], ["b", "c"])
+    assert corpus.vocabulary == ["a", "b", "<unk>"] and corpus.test.tolist() == [1, 2]
+
+
+def test_one_text_is_cut_into_three_parts_and_its_rare_words_are_unknown(tmp_path):
+    words = ["often"] * 85 + ["twice"] * 2 + ["thrice"] * 3 + ["twice"] * 5 + ["new"] * 5
+    train, val, test = cut_text(words)
+    assert train == ["often"] * 85 + ["<unk>"] * 2 + ["thrice"] * 3
+    assert val == ["<unk>"] * 5 and test == ["<unk>"] * 5
+    (tmp_path / "some.txt").write_text(" ".join(words[:-1]))  # the end of the line is a word
+    corpus = TextCorpusDataModule(text_file=str(tmp_path / "some.txt")).corpus
+    assert corpus.vocabulary == ["often", "<unk>", "thrice"] and [len(part) for part in corpus[1:]] == [90, 5, 5]
+
+
+def test_sizes_keep_the_beginning_of_each_part(tmp_path):
+    write(tmp_path)
+    corpus = TextCorpusDataModule(str(tmp_path), train_size=3, test_size=1).corpus
+    assert [len(part) for part in corpus[1:]] == [3, 4, 1]
+
+
+def test_batches_are_the_next_words_of_all_columns():
+    first, second, third = columns(12, 2, 2)  # columns 0..5 and 6..11
+    assert first[0].tolist() == [[0, 6], [1, 7]] and first[1].tolist() == [[1, 7], [2, 8]]
+    assert second[0].tolist() == [[2, 8], [3, 9]] and third[0].tolist() == [[4, 10]] and third[1].tolist() == [[5, 11]]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 6])
+def test_every_word_but_the_first_of_a_column_is_told_once(steps):
+    loader = ColumnLoader(torch.arange(14), 2, steps)
+    batches = list(loader)
+    assert torch.cat([targets for _, targets in batches]).T.tolist() == [[*range(1, 7)], [*range(8, 14)]]
+    assert len(loader) == len(batches)
+
+
+def test_processes_share_the_columns():
+    whole = columns(40, 4, 3)
+    shares = [columns(40, 4, 3, processes=2, rank=rank) for rank in (0, 1)]
+    for batch, *parts in zip(whole, *shares, strict=True):
+        assert torch.equal(torch.cat([part[0] for part in parts], dim=1), batch[0])
+
+
+def test_resumed_epoch_goes_on_with_the_next_batch_and_the_following_one_begins_anew():
+    whole, resumed = ColumnLoader(torch.arange(40), 2, 3), ColumnLoader(torch.arange(40), 2, 3)
+    batches = list(whole)
+    reading = iter(whole)
+    for _ in range(3):
+        next(reading)
+    resumed.load_state_dict(whole.state_dict())
+    assert [batch[0].tolist() for batch in resumed] == [batch[0].tolist() for batch in batches[3:]]
+    assert [batch[0].tolist() for batch in resumed] == [batch[0].tolist() for batch in batches]
+
+
+def test_state_of_a_whole_epoch_is_followed_by_a_whole_epoch():
+    whole, resumed = ColumnLoader(torch.arange(40), 2, 3), ColumnLoader(torch.arange(40), 2, 3)
+    count = len(list(whole))
+    resumed.load_state_dict(whole.state_dict())
+    assert len(list(resumed)) == count
+
+
+def test_epoch_that_is_left_is_begun_anew():
+    loader = ColumnLoader(torch.arange(40), 2, 3)
+    next(iter(loader))
+    assert next(iter(loader))[0][0, 0] == 0
+
+
+def test_synthetic_text_has_few_followers_of_each_word():
+    text = synthetic_text(20_000, 12)
+    followers = {pair: None for pair in zip(text[:-1].tolist(), text[1:].tolist(), strict=True)}
+    assert text.shape == (20_000,) and set(text.tolist()) <= set(range(12))
+    assert len(followers) < 12 * 8 + 64  # and the seams
+
+
+def test_synthetic_texts_of_one_language_depend_on_the_seed():
+    def text(seed):
+        data = TextCorpusDataModule(
+            synthetic=True, synthetic_vocabulary=30, train_size=90, val_size=20, test_size=10, seed=seed
+        )
+        assert data.vocabulary_size == 30
+        return torch.cat(data.corpus[1:])
+
+    assert torch.equal(text(1), text(1)) and not torch.equal(text(1), text(2)) and len(text(1)) == 120
+
+
+def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        TextCorpusDataModule(str(tmp_path)).setup("fit")
+    for remedy in (*LAYOUTS["tokens"], "https://", "--data.data_dir", "--data.synthetic=true"):
+        assert remedy in str(error.value)
+
+
+def test_missing_text_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(MisconfigurationException, match="put some.txt there"):
+        TextCorpusDataModule(text_file=str(tmp_path / "some.txt")).setup("fit")
+
+
+def test_checkpoint_of_another_vocabulary_is_refused(tmp_path):
+    write(tmp_path)
+    data = TextCorpusDataModule(str(tmp_path))
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(MisconfigurationException, match="another vocabulary .2 words. .* here .5 words."):
+        data.load_state_dict({"vocabulary": ["the", "cat"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"val_size": 0}, "val_size must be at least 1"),
+        ({"synthetic_vocabulary": 8}, "synthetic_vocabulary must be above 8, .* but is 8"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        TextCorpusDataModule(**options)
+
+
+def test_size_beyond_the_text_is_refused(tmp_path):
+    write(tmp_path)
+    with pytest.raises(MisconfigurationException, match="train_size is 50, but there are 9 words"):
+        TextCorpusDataModule(str(tmp_path), train_size=50).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [((3, 5), "9 words is too short for 5 columns"), ((2, 5), "cannot be shared by 2")]
+)
+def test_text_that_cannot_be_cut_into_columns_is_refused(arguments, message):
+    steps_or_processes, count = arguments
+    with pytest.raises(MisconfigurationException, match=message):
+        ColumnLoader(torch.arange(9), count, 3, processes=2 if steps_or_processes == 2 else 1)

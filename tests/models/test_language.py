@@ -1,0 +1,159 @@
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_struct.data import TextCorpusDataModule
+from lightning_struct.models import LanguageModel
+from lightning_struct.nn import LowRank
+
+SGD = partial(torch.optim.SGD, lr=2.0)
+
+
+def model(vocabulary_size=30, **options):
+    torch.manual_seed(0)
+    return LanguageModel(vocabulary_size, 6, 5, **{"optimizer": SGD, "dropout": 0.0, **options})
+
+
+def text(**options):
+    sizes = {"train_size": 400, "val_size": 120, "test_size": 120, "batch_size": 4, "eval_batch_size": 2, "steps": 9}
+    return TextCorpusDataModule(synthetic=True, synthetic_vocabulary=30, **{**sizes, **options})
+
+
+def trainer(**options):
+    return L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, "max_epochs": 1, **options},
+    )
+
+
+def test_logits_and_state_are_those_of_an_lstm_between_embedding_and_output():
+    lit, words = model(), torch.arange(12).view(3, 4)
+    reference = nn.LSTM(6, 5)
+    cell = lit.recurrent.directions[0]
+    with torch.no_grad():
+        reference.weight_ih_l0.copy_(torch.cat([gate.weight for gate in cell.input_hidden]))
+        reference.bias_ih_l0.copy_(torch.cat([gate.bias for gate in cell.input_hidden]))
+        reference.weight_hh_l0.copy_(torch.cat([gate.weight for gate in cell.hidden_hidden]))
+        reference.bias_hh_l0.zero_()
+    outputs, (h, c) = reference(lit.embedding(words))
+    logits, state = lit(words)
+    assert torch.allclose(logits, lit.output(outputs), atol=1e-6) and logits.shape == (3, 4, 30)
+    assert torch.allclose(state[0], h, atol=1e-6) and torch.allclose(state[1], c, atol=1e-6)
+
+
+def test_input_hidden_matrices_are_made_by_the_factory():
+    lit = LanguageModel(30, layer=partial(LowRank, rank=2))
+    gates = lit.recurrent.directions[0].input_hidden
+    assert len(gates) == 4 and sum(gate.G.numel() + gate.H.numel() for gate in gates) == 2048
+    assert all(isinstance(gate, nn.Linear) for gate in lit.recurrent.directions[0].hidden_hidden)
+
+
+def test_state_is_carried_through_the_text_and_no_further():
+    """The losses of all batches of an epoch, averaged, are the loss of the text read at once; in every epoch."""
+    lit, data = model(optimizer=partial(torch.optim.SGD, lr=0.0)), text()
+    run = trainer(max_epochs=2)
+    run.fit(lit, datamodule=data)
+    for part in ("val", "test"):
+        words = data.evaluation_dataloader(part).table
+        with torch.no_grad():
+            logits = lit(words[:-1])[0]
+        expected = nn.functional.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
+        (logged,) = (
+            run.validate(lit, datamodule=data, verbose=False)
+            if part == "val"
+            else run.test(lit, datamodule=data, verbose=False)
+        )
+        assert logged[f"{part}_loss"] == pytest.approx(expected.item(), rel=1e-5)
+        assert logged[f"{part}_perplexity"] == pytest.approx(expected.exp().item(), rel=1e-5)
+
+
+def test_training_sees_the_state_but_its_gradient_stops_at_the_batch():
+    lit, data = model(), text()
+    data.setup("fit")
+    lit.log = lambda *arguments, **options: None
+    first, second, *_ = data.train_dataloader()
+    lit.training_step(first, 0)
+    loss = lit.training_step(second, 1)
+    _, state = lit(first[0])
+    expected = nn.functional.cross_entropy(
+        lit(second[0], tuple(part.detach() for part in state))[0].flatten(0, 1), second[1].flatten()
+    )
+    assert torch.equal(loss, expected)
+    gradients = [torch.autograd.grad(value, list(lit.parameters())) for value in (loss, expected)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_training_learns_which_words_follow():
+    lit, data = model(optimizer=partial(torch.optim.SGD, lr=5.0)), text(train_size=2000)
+    run = trainer(max_epochs=4, gradient_clip_val=0.25)
+    run.fit(lit, datamodule=data)
+    assert run.callback_metrics["val_perplexity"] < 20  # of 30 words
+
+
+def test_rate_is_quartered_after_an_epoch_that_is_no_better():
+    # the rate is so small that nothing is learned; without eps it may become still smaller
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.25, patience=0, threshold=0.0, eps=0.0)
+    lit = model(optimizer=partial(torch.optim.SGD, lr=1e-30), lr_scheduler=plateau)
+    run = trainer(max_epochs=3)
+    run.fit(lit, datamodule=text())
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-30 / 16)
+
+
+def test_resumed_within_an_epoch_it_ends_where_the_uninterrupted_run_ends(tmp_path):
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=16, save_top_k=-1)  # 11 in an epoch
+    whole, resumed = model(), model()
+    trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True).fit(whole, datamodule=text())
+    trainer(max_epochs=2).fit(resumed, datamodule=text(), ckpt_path=tmp_path / "step=16.ckpt")
+    assert all(torch.equal(*pair) for pair in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_predictions_are_the_likeliest_next_words():
+    lit, data = model(), text()
+    predicted = torch.cat(trainer().predict(lit, datamodule=data))
+    words = data.evaluation_dataloader("test").table[:-1]
+    assert torch.equal(predicted, lit(words)[0].argmax(-1))
+
+
+def test_tied_weights_are_shared():
+    lit = LanguageModel(30, 6, 6, tied=True)
+    assert lit.output.weight is lit.embedding.weight
+
+
+def test_initial_weights_of_embedding_and_output_are_those_of_the_example():
+    lit = LanguageModel(300)
+    for weight in (lit.embedding.weight, lit.output.weight):
+        assert weight.abs().max() <= 0.1 and weight.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+    assert not lit.output.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary_size": 0}, "vocabulary_size must be at least 1, but is 0"),
+        ({"vocabulary_size": 9, "hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"vocabulary_size": 9, "hidden_size": 5, "tied": True}, "tied needs .* the same, but they are 128 and 5"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        LanguageModel(**options)
+
+
+def test_word_beyond_the_vocabulary_is_refused():
+    with pytest.raises(MisconfigurationException, match="Word 30 is not among the vocabulary_size=30"):
+        model()(torch.tensor([[30]]))
+
+
+def test_loss_that_is_not_finite_stops_training():
+    lit = model()
+    nn.init.constant_(lit.output.bias, float("inf"))
+    with pytest.raises(ValueError, match="train_loss is nan in batch 0: lower the learning rate"):
+        trainer().fit(lit, datamodule=text())

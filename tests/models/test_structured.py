@@ -1,0 +1,123 @@
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_struct.models import (
+    convolution_and_layer,
+    lenet,
+    pruned,
+    single_hidden_layer,
+    structured_in_place_of_convolution,
+)
+from lightning_struct.nn import LowRank
+
+
+def parameters(network):
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def hidden_parameters(network):
+    return parameters(network) - parameters(network.output)
+
+
+def fully_connected_parameters(network):
+    return parameters(network.hidden) + parameters(network.output)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "classes", "hidden", "count"),
+    [
+        (784, 10, None, 622_506),
+        (1024, 10, None, 1_058_826),
+        (1024, 6, None, 1_054_726),
+        *(
+            (784, 10, *row)
+            for row in ((14, 11_126), (16, 12_714), (20, 15_890), (28, 22_242), (36, 28_594), (44, 34_946))
+        ),
+    ],
+)
+def test_single_hidden_layer_counts_are_those_of_tables_1_and_8(pixels, classes, hidden, count):
+    assert parameters(single_hidden_layer(pixels, classes, hidden=hidden)) == count
+
+
+@pytest.mark.parametrize(
+    ("hidden", "count"),
+    [(15, 11_935), (17, 13_525), (21, 16_705), (29, 23_065), (37, 29_425), (45, 35_785)],
+)
+def test_lenet_counts_are_those_of_table_9(hidden, count):
+    assert fully_connected_parameters(lenet(hidden=hidden)) == count
+
+
+@pytest.mark.parametrize(("size", "features"), [(28, 784), (32, 1024)])
+def test_fully_connected_layer_of_lenet_is_square(size, features):
+    hidden = lenet(size=size).hidden
+    assert (hidden.in_features, hidden.out_features) == (features, features)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"channels": 3}, 1_573_089), ({"channels": 3, "pool": True}, 393_441), ({"channels": 4, "pool": True}, 524_588)],
+)
+def test_convolutional_counts_are_those_of_table_3(options, count):
+    assert hidden_parameters(convolution_and_layer(**options)) == count
+
+
+@pytest.mark.parametrize(("channels", "rank"), [(True, 16), (False, 48)])
+def test_counts_of_classes_without_operators_are_those_of_table_3(channels, rank):
+    layers = [partial(LowRank, rank=rank, bias=False), partial(LowRank, rank=16, bias=False, pad="square")]
+    assert hidden_parameters(structured_in_place_of_convolution(*layers, channels=channels)) == 393_216
+
+
+SMALL = partial(LowRank, rank=2, bias=False)
+NETWORKS = {
+    "single hidden layer": (single_hidden_layer(36, 3), (36,)),
+    "lenet on flat images": (lenet(8, 1, 3), (64,)),
+    "lenet on coloured images": (lenet(8, 3, 3), (3, 8, 8)),
+    "convolution": (convolution_and_layer(2, False, 5, 3, 6), (3, 6, 6)),
+    "convolution and pooling": (convolution_and_layer(2, True, 5, 3, 6), (3, 6, 6)),
+    "matrix": (structured_in_place_of_convolution(SMALL, SMALL, False, 5, 3, 4), (3, 4, 4)),
+    "matrices between channels": (structured_in_place_of_convolution(SMALL, SMALL, True, 5, 3, 4), (3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_network_makes_logits_and_all_of_it_is_trained(name):
+    network, shape = NETWORKS[name]
+    network.zero_grad()
+    outputs = network(torch.randn(7, *shape, generator=torch.Generator().manual_seed(0)))
+    outputs.square().sum().backward()
+    assert outputs.shape == (7, 3) and all(parameter.grad.any() for parameter in network.parameters())
+
+
+def test_hidden_layer_is_made_by_the_factory():
+    network = single_hidden_layer(20, 3, partial(LowRank, rank=2, bias=False), hidden=8)
+    assert isinstance(network.hidden, LowRank) and network.hidden.to_dense().shape == (8, 20)
+
+
+def test_hidden_layer_of_the_paper_has_no_bias_and_that_of_lenet_has_one():
+    assert single_hidden_layer(20, 3).hidden.bias is None and lenet(8).hidden.bias is not None
+
+
+def test_units_of_the_hidden_layers_are_rectified():
+    network = nn.Sequential(*single_hidden_layer(20, 3)[:-1])
+    assert network(torch.randn(9, 20)).min() == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: single_hidden_layer(0, 3), "pixels must be at least 1, but is 0"),
+        (lambda: single_hidden_layer(9, 3, hidden=0), "hidden must be at least 1"),
+        (lambda: lenet(30), "size must be a multiple of 4, .* but is 30"),
+        (lambda: lenet(28, channels=0), "channels must be at least 1"),
+        (lambda: convolution_and_layer(pool=True, size=7), "size must be even .* but is 7"),
+        (lambda: structured_in_place_of_convolution(SMALL, SMALL, hidden=0), "hidden must be at least 1"),
+        (lambda: pruned("nowhere.ckpt", 10), "train the network that is to be pruned first"),
+    ],
+)
+def test_wrong_sizes_are_refused(make, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        make()

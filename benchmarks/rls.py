@@ -16,7 +16,8 @@ of its figures 4 and 5: RLS with another k or another η. The settings are those
 - ``imdb``: two layers of 64 units, embedding of 64, 100 words, 5,000 training and 2,500 test reviews.
 
 ``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed have the same weights at the start and
-the same batches. A run is skipped where its file is in ``--output`` already, so that seeds can be trained by several
+the same batches, all of 128: what is left over of an epoch would be a step as long as the others by the gradient of a few
+samples. A run is skipped where its file is in ``--output`` already, so that seeds can be trained by several
 processes at a time; the table and the picture are made of all files that are there. Training loss: the average over an
 epoch, while it is trained. Seconds: CPU time of the process, which another job on the machine changes little (wall clock
 on a GPU), without the evaluations.
@@ -173,7 +174,7 @@ class EpochRecord(L.Callback):
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.epochs: list[dict[str, float]] = []
-        self._loss = torch.zeros(())  # a sum over samples
+        self._loss = torch.zeros(())  # a sum over batches
         self._began = self._seconds = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -182,17 +183,16 @@ class EpochRecord(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._loss += outputs["loss"].detach() * len(batch[0])
+        self._loss += outputs["loss"].detach()
         if trainer.is_last_batch:
             self._seconds = self.clock() - self._began
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert trainer.train_dataloader is not None
-        metrics, samples = trainer.callback_metrics, len(trainer.train_dataloader.dataset)
+        metrics = trainer.callback_metrics
         self.epochs.append(
             {
                 "seconds": self._seconds,
-                "train_loss": self._loss.item() / samples,
+                "train_loss": self._loss.item() / trainer.num_training_batches,
                 "test_loss": metrics["val_loss"].item(),
                 "test_accuracy": metrics["val_accuracy"].item(),
             }
@@ -242,7 +242,7 @@ def train(
     try:
         trainer.fit(
             kind(network, task.classes, loss, optimizer),  # type: ignore[arg-type]
-            DataLoader(training, batch_size=BATCH_SIZE, shuffle=True, collate_fn=keep_batch),
+            DataLoader(training, batch_size=BATCH_SIZE, shuffle=True, drop_last=True, collate_fn=keep_batch),
             DataLoader(test, batch_size=500, collate_fn=keep_batch),
         )
     except ValueError as not_finite:  # the way diverged, which is a result

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.operators import SubdiagonalOperator
 from lightning_struct.functional.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
-from lightning_struct.nn.approximation import stein_residual, truncated_factors
+from lightning_struct.nn.approximation import stein_residual
 from lightning_struct.nn.generators import GeneratorLinear
 from lightning_struct.nn.structured import Form, StructuredLinear, positive_size
 
@@ -49,9 +49,7 @@ class LowRank(GeneratorLinear):
         return FactoredForm(self.G[: self.out_features].detach(), self.H[: self.in_features].detach())
 
     def _start_near(self, weight: Tensor) -> None:
-        G, H = truncated_factors(self._squared(weight), self.rank)
-        self.G.copy_(G)
-        self.H.copy_(H)
+        self._set_generators(self._squared(weight))
 
 
 class ToeplitzLike(GeneratorLinear):
@@ -77,9 +75,7 @@ class ToeplitzLike(GeneratorLinear):
         one = target.new_ones(())
         a = SubdiagonalOperator(target.new_ones(self.rows - 1), one)
         b = SubdiagonalOperator(target.new_ones(self.columns - 1), -one)
-        G, H = truncated_factors(stein_residual(target, a, b), self.rank)
-        self.G.copy_(G)
-        self.H.copy_(H)
+        self._set_generators(stein_residual(target, a, b))
 
 
 @dataclass(frozen=True)

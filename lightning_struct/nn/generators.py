@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.nn.approximation import truncated_factors
 from lightning_struct.nn.structured import Form, PartForm, StructuredLinear, positive_size
 
 Init = Literal["variance", "reference"]
@@ -49,11 +50,9 @@ class GeneratorLinear(StructuredLinear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.rank = _checked_rank(rank, in_features, out_features)
-        if init not in get_args(Init):
-            raise ValueError(f"init must be one of {', '.join(map(repr, get_args(Init)))}, but is {init!r}")
         if pad is not None and pad not in get_args(Pad):
             raise ValueError(f"pad must be 'square' or None, but is {pad!r}")
-        self.init = init
+        self.init = checked_init(init)
         self.pad = pad
         largest = max(in_features, out_features)
         self.rows, self.columns = (largest, largest) if pad == "square" else (out_features, in_features)
@@ -103,6 +102,13 @@ class GeneratorLinear(StructuredLinear):
         """``weight`` filled up with zeros to (rows, columns)."""
         return F.pad(weight, (0, self.columns - self.in_features, 0, self.rows - self.out_features))
 
+    @torch.no_grad()
+    def _set_generators(self, R: Tensor) -> None:
+        """Make G Hᵀ the matrix of rank r nearest to R (rows, columns)."""
+        G, H = truncated_factors(R, self.rank)
+        self.G.copy_(G)
+        self.H.copy_(H)
+
     def _multiply(self, x: Tensor) -> Tensor:
         return self._cut(self._square_multiply(self._filled_up(x)))
 
@@ -115,6 +121,17 @@ class GeneratorLinear(StructuredLinear):
 
     def _cut(self, y: Tensor) -> Tensor:
         return y if self.rows == self.out_features else y[..., : self.out_features]
+
+
+def checked_init(init: Init) -> Init:
+    """``init``.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if init not in get_args(Init):
+        raise ValueError(f"init must be one of {', '.join(map(repr, get_args(Init)))}, but is {init!r}")
+    return init
 
 
 def _checked_rank(rank: int, in_features: int, out_features: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.displacement import ldr_matmul, ldr_to_dense
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
-from lightning_struct.nn.approximation import relative_error, stein_residual, truncated_factors
+from lightning_struct.nn.approximation import relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
 
 Corner = Literal["learned", "zero"]
@@ -63,6 +63,12 @@ class LearnedOperatorLinear(GeneratorLinear):
     def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]:
         """A (m x m) and B (n x n), as functions of the parameters."""
 
+    def operator_entries(self) -> tuple[Tensor, Tensor]:
+        """All that A learns, and all that B learns, flat."""
+        entries = {name: weight.flatten() for name, weight in self._weights().items() if name not in ("G", "H")}
+        a, b = (torch.cat([weight for name, weight in entries.items() if name.endswith(end)]) for end in ("_a", "_b"))
+        return a, b
+
     def reset_parameters(self) -> None:
         """Draw G and H; A and B become Z_0, ones on the subdiagonal; the bias becomes zero."""
         super().reset_parameters()
@@ -88,18 +94,18 @@ class LearnedOperatorLinear(GeneratorLinear):
     def _start_near(self, weight: Tensor) -> None:
         target = self._squared(weight)
         corners = [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]
-        starts = []
-        for pair in corners:
-            a, b = (_shift(size, corner, target) for size, corner in zip(target.shape, pair, strict=True))
-            self._set_corners(*pair)
-            G, H = truncated_factors(stein_residual(target, a, b), self.rank)
-            self.G.copy_(G)
-            self.H.copy_(H)
-            starts.append((relative_error(self._square_to_dense(), target), pair, G, H))
-        _, pair, G, H = min(starts, key=lambda start: start[0])
-        self._set_corners(*pair)
-        self.G.copy_(G)
-        self.H.copy_(H)
+        errors = [self._start_with_corners(target, *pair) for pair in corners]
+        self._start_with_corners(target, *corners[errors.index(min(errors))])
+
+    def _start_with_corners(self, target: Tensor, corner_a: float, corner_b: float) -> float:
+        """The relative error of the start with A = Z_corner_a and B = Z_corner_b."""
+        a, b = (
+            SubdiagonalOperator(target.new_ones(size - 1), target.new_tensor(corner))
+            for size, corner in zip(target.shape, (corner_a, corner_b), strict=True)
+        )
+        self._set_corners(corner_a, corner_b)
+        self._set_generators(stein_residual(target, a, b))
+        return relative_error(self._square_to_dense(), target)
 
     @abstractmethod
     def _set_corners(self, corner_a: float, corner_b: float) -> None:
@@ -193,7 +199,3 @@ class LDRTridiagonal(LearnedOperatorLinear):
         if self.corners_a is not None and self.corners_b is not None:
             self.corners_a[0] = corner_a
             self.corners_b[0] = corner_b
-
-
-def _shift(size: int, corner: float, like: Tensor) -> SubdiagonalOperator:
-    return SubdiagonalOperator(like.new_ones(size - 1), like.new_tensor(corner))

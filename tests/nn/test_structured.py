@@ -25,16 +25,16 @@ def reference(layer, x):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3)])
 @pytest.mark.parametrize("training", [True, False])
-def test_any_leading_shape_is_multiplied_by_the_dense_matrix(name, shape, training):
+def test_any_leading_shape_is_multiplied_by_the_dense_matrix(name, training):
     for in_features, out_features in SIZES:
-        for bias in (True, False):
-            layer = make(name, in_features, out_features, bias=bias, dtype=torch.float64).train(training)
-            x = torch.randn(*shape, in_features, dtype=torch.float64)
-            with torch.set_grad_enabled(training):
+        layer = make(name, in_features, out_features, bias=in_features == 12, dtype=torch.float64).train(training)
+        assert layer.to_dense().shape == layer.weight.shape == (out_features, in_features)
+        with torch.set_grad_enabled(training):
+            for shape in ((), (3,), (2, 3), (0,), (2, 0, 3)):
+                x = torch.randn(*shape, in_features, dtype=torch.float64)
                 y = layer(x)
-                assert y.shape == (*shape, out_features) and layer.to_dense().shape == (out_features, in_features)
+                assert y.shape == (*shape, out_features)
                 torch.testing.assert_close(y, reference(layer, x), rtol=1e-10, atol=1e-10)
 
 

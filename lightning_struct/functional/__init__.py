@@ -36,6 +36,7 @@ from lightning_struct.functional.preconditioner import (
     jacobi_scaling,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.tridiagonal import choose_tridiagonal_method, tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
     "ConjugateGradientResult",
@@ -56,6 +57,7 @@ __all__ = [
     "TransposedOperator",
     "TridiagonalOperator",
     "armijo",
+    "choose_tridiagonal_method",
     "conjugate_gradient",
     "displacement_rank",
     "empirical_fisher_diagonal",
@@ -74,4 +76,6 @@ __all__ = [
     "randomized_gauss_newton_diagonal",
     "required_batch_size",
     "sylvester_displacement",
+    "tridiagonal_matmul",
+    "tridiagonal_to_dense",
 ]

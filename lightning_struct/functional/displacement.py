@@ -18,27 +18,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.krylov import krylov_matrix, krylov_product, krylov_rows
-from lightning_struct.functional.operators import DisplacementOperator, as_operator
+from lightning_struct.functional.krylov import (
+    krylov_matrix,
+    krylov_product,
+    krylov_rows,
+    require_generators,
+    require_vectors,
+)
+from lightning_struct.functional.operators import (
+    DiagonalOperator,
+    DisplacementOperator,
+    ShiftOperator,
+    SubdiagonalOperator,
+    TransposedOperator,
+    TridiagonalOperator,
+    as_operator,
+)
+from lightning_struct.functional.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = ["displacement_rank", "krylov_matrix", "ldr_matmul", "ldr_to_dense", "sylvester_displacement"]
 
 Operator = DisplacementOperator | Tensor
 
 
-def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor) -> Tensor:
-    """M of formula (2), (m, n), by its definition: O(mnpr) operations, for any operators.
+def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "auto") -> Tensor:
+    """M of formula (2), (m, n).
 
     Args:
         a: A of size m, or its matrix (m, m).
         b: B of size n, or its matrix (n, n).
         G: (m, r).
         H: (n, r).
+        method: ``"krylov"`` multiplies the two Krylov matrices, by the definition; ``"auto"`` takes the fastest form that the
+            operators have.
 
     Raises:
-        ValueError: G or H has another shape.
+        ValueError: G or H has another shape, or there is no such method.
     """
-    left, right = _krylov_rows(as_operator(a), as_operator(b), G, H)
+    a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
+    require_generators(G, H, a.size, b_transposed.size)
+    if method not in ("auto", "krylov"):
+        raise ValueError(f'method must be "auto" or "krylov", got {method!r}')
+    if method == "auto" and _is_real(a, b_transposed, G, H):
+        if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
+            return tridiagonal_to_dense(a, b_transposed, G, H)
+        if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
+            return G @ H.mT * _geometric_sums(a.d[:, None] * b_transposed.d, min(a.size, b_transposed.size))
+    left, right = _krylov_rows(a, b_transposed, G, H)
     return left.mT @ right
 
 
@@ -51,7 +77,8 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        method: ``"krylov"`` multiplies by the two Krylov matrices; ``"auto"`` by the fastest form that the operators have.
+        method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest form that
+            they have; any other is one of :func:`tridiagonal_matmul` where A and B are tridiagonal.
 
     Returns:
         (..., m).
@@ -59,12 +86,17 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
     Raises:
         ValueError: G, H or x has another shape, or the operators have no such method.
     """
-    a, b = as_operator(a), as_operator(b)
-    if x.ndim == 0 or x.shape[-1] != b.size:
-        raise ValueError(f"x must be (..., {b.size}) beside an operator B of that size, got {tuple(x.shape)}")
+    a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
+    require_generators(G, H, a.size, b_transposed.size)
+    require_vectors(x, b_transposed.size)
+    if method != "krylov" and _is_real(a, b_transposed, G, H, x):
+        if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
+            return tridiagonal_matmul(a, b_transposed, G, H, x, method)
+        if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
+            return x @ ldr_to_dense(a, b, G, H).mT
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
-    return krylov_product(*_krylov_rows(a, b, G, H), x)
+    return krylov_product(*_krylov_rows(a, b_transposed, G, H), x)
 
 
 def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
@@ -111,18 +143,32 @@ def _spectral_norm(operator: DisplacementOperator, like: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(operator.rmatvec(identity), 2)
 
 
-def _krylov_rows(a: DisplacementOperator, b: DisplacementOperator, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
+def _krylov_rows(
+    a: DisplacementOperator, b_transposed: DisplacementOperator, G: Tensor, H: Tensor
+) -> tuple[Tensor, Tensor]:
     """The columns of all K(A, g_i) and of all K(Bᵀ, h_i) in the same order, as rows: (pr, m) and (pr, n)."""
-    _require_generators(G, H, a.size, b.size)
-    count = min(a.size, b.size)
-    return krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b.T, H.mT, count).flatten(0, 1)
+    count = min(a.size, b_transposed.size)
+    return krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b_transposed, H.mT, count).flatten(0, 1)
 
 
-def _require_generators(G: Tensor, H: Tensor, m: int, n: int) -> None:
-    for name, generator, size in (("G", G, m), ("H", H, n)):
-        if generator.ndim != 2 or generator.shape[0] != size:
-            raise ValueError(
-                f"{name} must be ({size}, r) beside an operator of that size, got {tuple(generator.shape)}"
-            )
-    if G.shape[1] != H.shape[1]:
-        raise ValueError(f"G and H must have the same number of columns, got {G.shape[1]} and {H.shape[1]}")
+def _resolved(operator: DisplacementOperator) -> DisplacementOperator:
+    """The same operator; a :class:`TransposedOperator` only where there is no other way to write it."""
+    if isinstance(operator, TransposedOperator) and not isinstance(
+        operator.operator, SubdiagonalOperator | ShiftOperator
+    ):
+        return operator.operator.T
+    return operator
+
+
+def _is_real(a: DisplacementOperator, b: DisplacementOperator, *tensors: Tensor) -> bool:
+    return not any(tensor.is_complex() for tensor in (a.entries, b.entries, *tensors))
+
+
+def _geometric_sums(z: Tensor, count: int) -> Tensor:
+    """1 + z + ... + z^(count - 1), elementwise; by doubling, since (1 - z^count)/(1 - z) has no digits near z = 1."""
+    total, power = torch.ones_like(z), z
+    for bit in bin(count)[3:]:
+        total, power = total + total * power, power * power
+        if bit == "1":
+            total, power = total + power, power * z
+    return total

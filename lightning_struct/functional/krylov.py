@@ -54,3 +54,28 @@ def krylov_product(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
     if batch * k * (m + n) <= m * n * (k + batch):
         return (x @ right.mT) @ left
     return x @ (right.mT @ left)
+
+
+def require_generators(G: Tensor, H: Tensor, m: int, n: int) -> None:
+    """Refuse other shapes than G (m, r) and H (n, r).
+
+    Raises:
+        ValueError: a shape is another, or r differs.
+    """
+    for name, generator, size in (("G", G, m), ("H", H, n)):
+        if generator.ndim != 2 or generator.shape[0] != size:
+            raise ValueError(
+                f"{name} must be ({size}, r) beside an operator of that size, got {tuple(generator.shape)}"
+            )
+    if G.shape[1] != H.shape[1]:
+        raise ValueError(f"G and H must have the same number of columns, got {G.shape[1]} and {H.shape[1]}")
+
+
+def require_vectors(x: Tensor, n: int) -> None:
+    """Refuse other shapes than (..., n).
+
+    Raises:
+        ValueError: x has another last dimension, or none.
+    """
+    if x.ndim == 0 or x.shape[-1] != n:
+        raise ValueError(f"x must be (..., {n}) for a matrix of {n} columns, got {tuple(x.shape)}")

@@ -27,7 +27,7 @@ class DisplacementOperator(ABC):
 
     @property
     @abstractmethod
-    def _entries(self) -> Tensor:
+    def entries(self) -> Tensor:
         """A tensor whose dtype and device are those of A."""
 
     @property
@@ -45,7 +45,7 @@ class DisplacementOperator(ABC):
 
     def to_dense(self) -> Tensor:
         """A, (n, n)."""
-        entries = self._entries
+        entries = self.entries
         return self.rmatvec(torch.eye(self.size, dtype=entries.dtype, device=entries.device))
 
     def _require_vectors(self, v: Tensor) -> None:
@@ -80,7 +80,7 @@ class SubdiagonalOperator(DisplacementOperator):
         return self.subdiagonal.shape[0] + 1
 
     @property
-    def _entries(self) -> Tensor:
+    def entries(self) -> Tensor:
         return self.subdiagonal
 
     @property
@@ -135,7 +135,7 @@ class TridiagonalOperator(DisplacementOperator):
         return self.diagonal.shape[0]
 
     @property
-    def _entries(self) -> Tensor:
+    def entries(self) -> Tensor:
         return self.diagonal
 
     @property
@@ -179,7 +179,7 @@ class ShiftOperator(DisplacementOperator):
         return self.n
 
     @property
-    def _entries(self) -> Tensor:
+    def entries(self) -> Tensor:
         return self.f if isinstance(self.f, Tensor) else torch.empty(0)
 
     @property
@@ -219,7 +219,7 @@ class DiagonalOperator(DisplacementOperator):
         return self.d.shape[0]
 
     @property
-    def _entries(self) -> Tensor:
+    def entries(self) -> Tensor:
         return self.d
 
     @property
@@ -258,7 +258,7 @@ class DenseOperator(DisplacementOperator):
         return self.matrix.shape[0]
 
     @property
-    def _entries(self) -> Tensor:
+    def entries(self) -> Tensor:
         return self.matrix
 
     @property
@@ -289,8 +289,8 @@ class TransposedOperator(DisplacementOperator):
         return self.operator.size
 
     @property
-    def _entries(self) -> Tensor:
-        return self.operator._entries
+    def entries(self) -> Tensor:
+        return self.operator.entries
 
     @property
     def T(self) -> DisplacementOperator:

@@ -1,0 +1,267 @@
+"""Linear recurrences S_{t+1} = W S_t + F_{t+1}, S_0 = F_0, whose matrix W is tridiagonal and cyclic.
+
+Each place is made of itself and its two neighbours; the first and the last are neighbours. A place is a number
+(:class:`Bands`) or a block of them (:class:`Blocks`). With F_0 = v and F_t = 0 beyond, S_t = Wᵗv: the columns of a Krylov
+matrix. Backwards, cotangents run through the same recurrence with Wᵀ and the cotangents of S_t as F_t, from the last t to
+the first. So one function is its own derivative of any order.
+
+Several recurrences, each with its own W, may run in one loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Places(Protocol):
+    """How the places of W and of the states are stored. The states are (count, ...), with t first."""
+
+    columns: int
+    """The dimension of the states along which independent columns lie."""
+
+    def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
+        """S_new <- W S_old + F_new for each (old, new) of the steps, in turn.
+
+        Args:
+            weights: W of each recurrence.
+            states: F of each recurrence, one for each t, or F_0 alone.
+            steps: len(steps) + 1 is the number of states.
+        """
+
+    def transpose(self, weight: Tensor) -> Tensor:
+        """Wᵀ, stored as W."""
+
+    def multiply(self, weight: Tensor, states: Tensor) -> Tensor:
+        """W S_t for all t."""
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """The entries of Σ_t L_t R_tᵀ that W has."""
+
+
+def recurrences(
+    places: Places, weights: Sequence[Tensor], sources: Sequence[Tensor], count: int, backwards: bool = False
+) -> tuple[Tensor, ...]:
+    """S_0, ..., S_{count-1} of each recurrence; ``backwards``, S_t = W S_{t+1} + F_t.
+
+    Args:
+        places: how W and the states are stored.
+        weights: W of each recurrence.
+        sources: F_0, ..., F_{count-1} of each recurrence; or, forwards, F_0 alone, the others being zero.
+        count: number of states.
+        backwards: the direction.
+
+    Returns:
+        The states of each recurrence, shaped as the sources but for the first dimension, ``count``.
+    """
+    return _Recurrences.apply(places, count, backwards, *weights, *sources)
+
+
+class _Recurrences(torch.autograd.Function):
+    @staticmethod
+    def forward(places: Places, count: int, backwards: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, sources = _halves(tensors)
+        steps = [(t, t + 1) for t in range(count - 1)]
+        if backwards:
+            steps = [(new, old) for old, new in reversed(steps)]
+        with _denormals_flushed():
+            return tuple(places.run(weights, sources, steps))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.places, ctx.count, ctx.backwards = inputs[:3]
+        weights, sources = _halves(inputs[3:])
+        ctx.lengths = [source.shape[0] for source in sources]
+        ctx.save_for_backward(*weights, *output)
+        ctx.save_for_forward(*weights, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        weights, states = _halves(ctx.saved_tensors)
+        transposed = [ctx.places.transpose(weight) for weight in weights]
+        adjoints = recurrences(ctx.places, transposed, cotangents, ctx.count, not ctx.backwards)
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[3 : 3 + len(weights)]):
+            later, earlier = _neighbours(ctx.backwards)
+            of_weights = [
+                ctx.places.outer(adjoint[later], state[earlier])
+                for adjoint, state in zip(adjoints, states, strict=True)
+            ]
+        of_sources = [adjoint[:length] for adjoint, length in zip(adjoints, ctx.lengths, strict=True)]
+        return None, None, None, *of_weights, *of_sources
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        weights, states = _halves(ctx.saved_tensors)
+        of_weights, of_sources = _halves(tangents[3:])
+        _, earlier = _neighbours(ctx.backwards)
+        sources = []
+        for weight, source, state in zip(of_weights, of_sources, states, strict=True):
+            total = torch.zeros_like(state)
+            if source is not None:
+                total = total + torch.cat([source, total[source.shape[0] :]])
+            if weight is not None:
+                product = [total[:1] * 0, ctx.places.multiply(weight, state[earlier])]
+                total = total + torch.cat(product[::-1] if ctx.backwards else product)
+            sources.append(total)
+        return recurrences(ctx.places, weights, sources, ctx.count, ctx.backwards)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[int | None, ...], places: Places, count: int, backwards: bool, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        weight_dims, source_dims = _halves(dims[3:])
+        weights, sources = _halves(tensors)
+        if all(dim is None for dim in weight_dims):
+            merged = [
+                _merge(s, dim, info.batch_size, places.columns) for s, dim in zip(sources, source_dims, strict=True)
+            ]
+            states = recurrences(places, weights, merged, count, backwards)
+            split = tuple(state.unflatten(places.columns, (-1, info.batch_size)) for state in states)
+            return split, (places.columns + 1,) * len(split)
+        runs = [
+            recurrences(places, _entries(weights, weight_dims, i), _entries(sources, source_dims, i), count, backwards)
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(states) for states in zip(*runs, strict=True)), (0,) * len(sources)
+
+
+class Bands:
+    """Places are numbers.
+
+    Of a recurrence with n places and r columns the states are (count, r, n), and W is (3, n): what place i takes of place
+    i - 1, of itself, and of place i + 1.
+    """
+
+    columns = 1
+
+    # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. With copies of
+    # this many places they need renewing only after as many steps, since what they take from beyond spreads by one a step.
+    HALO = 16
+
+    def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
+        halo = min(self.HALO, *(weight.shape[-1] for weight in weights))
+        bodies = list(_bodies((weight.shape[-1] for weight in weights), halo))
+        shape = (len(steps) + 1, states[0].shape[1], bodies[-1].stop + halo)
+        buffer, bands = states[0].new_zeros(shape), weights[0].new_zeros(3, shape[-1])
+        for body, weight, state in zip(bodies, weights, states, strict=True):
+            buffer[: state.shape[0], :, body] = state
+            bands[:, body] = weight
+        _renew(buffer, bodies, halo)
+        _renew(bands, bodies, halo)
+        width = shape[-1] - 2
+        left, own, right = (buffer[..., k : k + width].unbind() for k in range(3))
+        of_left, of_own, of_right = bands[:, 1:-1].unbind()
+        for done, (old, new) in enumerate(steps, 1):
+            own[new].addcmul_(left[old], of_left).addcmul_(own[old], of_own).addcmul_(right[old], of_right)
+            if done % halo == 0:
+                _renew(buffer[new], bodies, halo)
+        return [buffer[..., body] for body in bodies]
+
+    def transpose(self, weight: Tensor) -> Tensor:
+        return torch.stack([weight[2].roll(1), weight[1], weight[0].roll(-1)])
+
+    def multiply(self, weight: Tensor, states: Tensor) -> Tensor:
+        return weight[0] * states.roll(1, -1) + weight[1] * states + weight[2] * states.roll(-1, -1)
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        of_left = [_dot(left[..., :1], right[..., -1:]), _dot(left[..., 1:], right[..., :-1])]
+        of_right = [_dot(left[..., :-1], right[..., 1:]), _dot(left[..., -1:], right[..., :1])]
+        return torch.stack([torch.cat(of_left), _dot(left, right), torch.cat(of_right)])
+
+
+class Blocks:
+    """Places are blocks of b numbers.
+
+    Of a recurrence with k blocks and c columns the states are (count, k, b, c), and W is (k, b, 3b): what block i takes of
+    block i - 1, of itself, and of block i + 1.
+    """
+
+    columns = 3
+
+    def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
+        return [self._run(weight, state, steps) for weight, state in zip(weights, states, strict=True)]
+
+    def _run(self, weight: Tensor, state: Tensor, steps: list[tuple[int, int]]) -> Tensor:
+        _, k, b, c = state.shape
+        buffer = state.new_zeros(len(steps) + 1, k + 2, b, c)
+        body = slice(1, k + 1)
+        buffer[: state.shape[0], body] = state
+        windows = buffer.as_strided((len(steps) + 1, k, 3 * b, c), ((k + 2) * b * c, b * c, c, 1))
+        for old, new in steps:
+            ends = buffer[old]
+            ends[0], ends[-1] = ends[-2], ends[1]
+            buffer[new, body].baddbmm_(weight, windows[old])
+        return buffer[:, body]
+
+    def transpose(self, weight: Tensor) -> Tensor:
+        left, own, right = weight.chunk(3, -1)
+        return torch.cat([right.roll(1, 0).mT, own.mT, left.roll(-1, 0).mT], -1)
+
+    def multiply(self, weight: Tensor, states: Tensor) -> Tensor:
+        return weight @ torch.cat([states.roll(1, -3), states, states.roll(-1, -3)], -2)
+
+    def outer(self, left: Tensor, right: Tensor) -> Tensor:
+        left, right = (states.movedim(0, 2).flatten(2) for states in (left, right))
+        return torch.cat([left @ right.roll(shift, 0).mT for shift in (1, 0, -1)], -1)
+
+
+@contextmanager
+def _denormals_flushed() -> Iterator[None]:
+    """Numbers below the normal range become zero, in this thread.
+
+    Powers decay into that range, where the arithmetic of a CPU takes many times as long. torch does not tell the mode that
+    it is in, but Python's own floats are computed in it.
+    """
+    flushed = sys.float_info.min / 2 == 0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushed)
+
+
+def _bodies(sizes: Iterator[int], halo: int) -> Iterator[slice]:
+    """Where n numbers lie for each n, with ``halo`` numbers at both sides of each."""
+    start = halo
+    for n in sizes:
+        yield slice(start, start + n)
+        start += n + 2 * halo
+
+
+def _renew(buffer: Tensor, bodies: list[slice], halo: int) -> None:
+    for body in bodies:
+        buffer[..., body.start - halo : body.start] = buffer[..., body.stop - halo : body.stop]
+        buffer[..., body.stop : body.stop + halo] = buffer[..., body.start : body.start + halo]
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return (left * right).sum((0, 1))
+
+
+def _halves(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    half = len(tensors) // 2
+    return tensors[:half], tensors[half:]
+
+
+def _neighbours(backwards: bool) -> tuple[slice, slice]:
+    """The indices t of the states that are made of others, and those of the others."""
+    return (slice(None, -1), slice(1, None)) if backwards else (slice(1, None), slice(None, -1))
+
+
+def _merge(source: Tensor, dim: int | None, size: int, columns: int) -> Tensor:
+    """A batch of sources as more columns: the batch runs faster."""
+    if dim is None:
+        batched = source.unsqueeze(columns + 1).expand(*source.shape[: columns + 1], size, *source.shape[columns + 1 :])
+    else:
+        batched = source.movedim(dim, columns + 1)
+    return batched.flatten(columns, columns + 1)
+
+
+def _entries(tensors: Sequence[Tensor], dims: Sequence[int | None], i: int) -> list[Tensor]:
+    return [tensor if dim is None else tensor.select(dim, i) for tensor, dim in zip(tensors, dims, strict=True)]

@@ -36,6 +36,14 @@ from lightning_struct.functional.preconditioner import (
     jacobi_scaling,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.transforms import (
+    cauchy_like_matmul,
+    circulant_matmul,
+    hadamard_transform,
+    hankel_like_matmul,
+    toeplitz_like_matmul,
+    vandermonde_like_matmul,
+)
 from lightning_struct.functional.tridiagonal import choose_tridiagonal_method, tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
@@ -57,12 +65,16 @@ __all__ = [
     "TransposedOperator",
     "TridiagonalOperator",
     "armijo",
+    "cauchy_like_matmul",
     "choose_tridiagonal_method",
+    "circulant_matmul",
     "conjugate_gradient",
     "displacement_rank",
     "empirical_fisher_diagonal",
     "fisher_scaling",
     "gradient_variance",
+    "hadamard_transform",
+    "hankel_like_matmul",
     "jacobi_scaling",
     "krylov_matrix",
     "ldr_matmul",
@@ -76,6 +88,8 @@ __all__ = [
     "randomized_gauss_newton_diagonal",
     "required_batch_size",
     "sylvester_displacement",
+    "toeplitz_like_matmul",
     "tridiagonal_matmul",
     "tridiagonal_to_dense",
+    "vandermonde_like_matmul",
 ]

@@ -130,7 +130,8 @@ class SHF(torch.optim.Optimizer):
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``.
         max_warm_start: in [0, 1).
-        maxiter: bound on the solver's iterations; grows in the ratio of the batch size.
+        maxiter: bound on the solver's iterations.
+        scale_maxiter: let ``maxiter`` grow in the ratio of the batch size, rounded up in each step.
         miniter, recover, ftol: of the stop on validation data (see :meth:`set_validation`).
         atol: LSMR and LSQR stop when ‖Aᵀr‖ <= atol ‖A‖ ‖r‖.
         progress_tolerance: ε of Martens' rule, for CG.
@@ -172,6 +173,7 @@ class SHF(torch.optim.Optimizer):
         warm_start_growth: float = 1.002,
         max_warm_start: float = 0.95,
         maxiter: int = 150,
+        scale_maxiter: bool = True,
         miniter: int = 50,
         recover: int = 100,
         atol: float = 1e-8,
@@ -250,6 +252,7 @@ class SHF(torch.optim.Optimizer):
         self._solver, self._preconditioner, self._damping_center = solver, preconditioner, damping_center
         self._damping_space = damping_space or ("x" if only_on_x else "y")
         self._warm_start_growth, self._max_warm_start = warm_start_growth, max_warm_start
+        self._scale_maxiter = scale_maxiter
         self._miniter, self._recover, self._atol, self._ftol = miniter, recover, atol, ftol
         self._progress_tolerance, self._return_best = progress_tolerance, return_best
         self._armijo, self._l2 = armijo, l2
@@ -384,7 +387,7 @@ class SHF(torch.optim.Optimizer):
                 chunk_size=self._chunk_size,
             )
         largest, maxiter = memory["largest_batch"], group["maxiter"]
-        if largest and model.n > largest:
+        if self._scale_maxiter and largest and model.n > largest:
             maxiter = math.ceil(model.n / largest * maxiter)
 
         with _timed(seconds, "precondition"):

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from lightning_struct.optim import SHF
-from tests.cases import flat, mlp, trainable
+from tests.cases import First, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 
 pytestmark = pytest.mark.slow
@@ -34,6 +34,28 @@ def network() -> nn.Module:
 
 def convolution() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4, 2)).double()
+
+
+def recurrent_and_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2)), First(nn.GRU(2, 3, batch_first=True)), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 2)
+    ).double()
+
+
+class Offset(nn.Module):
+    """With a parameter outside of the layers that torch knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(4))
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.offset)
+
+
+def offset() -> nn.Module:
+    return Offset().double()
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,19 @@ SCENARIOS = {
     "chunks": Scenario({"chunk_size": 4}),
     "validation": Scenario({"maxiter": 20, "return_best": True}, validation=(4, 9)),
     "validation_on_one_process": Scenario({"maxiter": 20, "miniter": 5, "ftol": 1e-3}, validation=(0, 6)),
+    "kronecker_lsmr": Scenario({"preconditioner": "kronecker", "maxiter": 20}),
+    "kronecker_cg_l2": Scenario({"preconditioner": "kronecker", "solver": "cg", "l2": 0.1, "factor_interval": 2}),
+    "kronecker_cross_entropy_chunks": Scenario(
+        {"preconditioner": "kronecker", "solver": "lsqr", "chunk_size": 4, "maxiter": 20, "max_factor_size": 5},
+        loss="cross_entropy",
+    ),
+    "kronecker_convolution": Scenario({"preconditioner": "kronecker", "maxiter": 10}, build=convolution),
+    "kronecker_recurrent": Scenario(
+        {"preconditioner": "kronecker", "maxiter": 8, "backend": "double_backward"}, build=recurrent_and_norm
+    ),
+    "kronecker_parameter": Scenario(
+        {"preconditioner": "kronecker", "maxiter": 8, "backend": "double_backward"}, build=offset
+    ),
     "float32": Scenario({"maxiter": 10}, dtype=torch.float32),
 }
 
@@ -95,9 +130,9 @@ def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
     return steps
 
 
-def count_collectives(rank: int, maxiter: int) -> dict[str, list[int]]:
+def count_collectives(rank: int, maxiter: int, preconditioner: str = "diagonal") -> dict[str, list[int]]:
     """Sizes of what is communicated in one step with so many iterations of LSMR."""
-    scenario = Scenario({"maxiter": maxiter, "atol": 0.0})
+    scenario = Scenario({"maxiter": maxiter, "atol": 0.0, "preconditioner": preconditioner})
     _, optimizer = make(scenario)
     sizes: dict[str, list[int]] = {"all_reduce": [], "all_gather": [], "broadcast": [], "barrier": []}
     originals = {name: getattr(dist, name) for name in sizes}
@@ -166,6 +201,7 @@ def worker(rank: int, directory: str) -> None:
     results = {
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": {maxiter: count_collectives(rank, maxiter) for maxiter in (4, 5, 7)},
+        "collectives_of_factors": count_collectives(rank, 5, "kronecker"),
         "faults": {name: fail(rank, spoil) for name, spoil in FAULTS.items()},
     }
     torch.save(results, f"{directory}/rank{rank}.pt")
@@ -243,6 +279,17 @@ def test_an_iteration_of_lsmr_sends_one_flat_vector_and_one_scalar(
             for size in {*after["all_reduce"], *before["all_reduce"]}
         }
         assert {size: count for size, count in extra.items() if count} == {weights: more - fewer, 1: more - fewer}
+
+
+def test_the_factors_are_reduced_in_one_flat_collective(processes: list[dict[str, Any]]) -> None:
+    factors = 25 + 25 + 1 + 36 + 9 + 1 + 16 + 4 + 1  # with the number of positions of each block
+    weights = len(flat(trainable(network())))
+    for process in processes:
+        sizes, diagonal = process["collectives_of_factors"]["all_reduce"], process["collectives"][5]["all_reduce"]
+        assert sizes.count(factors) == 1
+        # the diagonal has a vector of the weights in place of the factors
+        assert len(sizes) == len(diagonal)
+        assert sizes.count(weights) == diagonal.count(weights) - 1
 
 
 def test_nothing_but_sums_and_the_check_of_the_batch_is_communicated(processes: list[dict[str, Any]]) -> None:

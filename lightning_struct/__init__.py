@@ -14,16 +14,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
+    from lightning_struct.callbacks import OperatorMonitor as OperatorMonitor
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
     from lightning_struct.nn import BlockStructured as BlockStructured
+    from lightning_struct.nn import CauchyLike as CauchyLike
+    from lightning_struct.nn import Circulant as Circulant
+    from lightning_struct.nn import Fastfood as Fastfood
     from lightning_struct.nn import HankelLike as HankelLike
     from lightning_struct.nn import LDRSubdiagonal as LDRSubdiagonal
     from lightning_struct.nn import LDRTridiagonal as LDRTridiagonal
     from lightning_struct.nn import LowRank as LowRank
     from lightning_struct.nn import PrunedLinear as PrunedLinear
-    from lightning_struct.nn import StructuredLSTM as StructuredLSTM
     from lightning_struct.nn import StructuredLinear as StructuredLinear
+    from lightning_struct.nn import StructuredLSTM as StructuredLSTM
     from lightning_struct.nn import ToeplitzLike as ToeplitzLike
+    from lightning_struct.nn import VandermondeLike as VandermondeLike
     from lightning_struct.nn import replace_linear as replace_linear
     from lightning_struct.optim import RLS as RLS
     from lightning_struct.optim import SHF as SHF
@@ -32,12 +37,16 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     "BlockStructured": "lightning_struct.nn",
+    "CauchyLike": "lightning_struct.nn",
+    "Circulant": "lightning_struct.nn",
+    "Fastfood": "lightning_struct.nn",
     "GrowingBatchSize": "lightning_struct.callbacks",
     "HankelLike": "lightning_struct.nn",
     "LDRSubdiagonal": "lightning_struct.nn",
     "LDRTridiagonal": "lightning_struct.nn",
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
     "LowRank": "lightning_struct.nn",
+    "OperatorMonitor": "lightning_struct.callbacks",
     "PrunedLinear": "lightning_struct.nn",
     "RLS": "lightning_struct.optim",
     "RLSOptimization": "lightning_struct.strategies",
@@ -47,6 +56,7 @@ _HOME_OF = {
     "StructuredLinear": "lightning_struct.nn",
     "ToeplitzLike": "lightning_struct.nn",
     "ValidationMeritStopping": "lightning_struct.callbacks",
+    "VandermondeLike": "lightning_struct.nn",
     "replace_linear": "lightning_struct.nn",
 }
 

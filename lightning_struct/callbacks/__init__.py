@@ -2,6 +2,7 @@
 
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
+from lightning_struct.callbacks.operator_monitor import OperatorMonitor
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.callbacks.reconstructions import ReconstructionPlot
 from lightning_struct.callbacks.training_curves import TrainingCurves
@@ -10,6 +11,7 @@ from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 __all__ = [
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",
+    "OperatorMonitor",
     "PredictionWriter",
     "ReconstructionPlot",
     "TrainingCurves",

@@ -1,7 +1,17 @@
 """Layers and their initialisation, on torch alone."""
 
 from lightning_struct.nn.blocks import BlockStructured
-from lightning_struct.nn.classic import HankelLike, LowRank, PrunedLinear, ToeplitzLike, reduced_hidden_units
+from lightning_struct.nn.classic import (
+    CauchyLike,
+    Circulant,
+    Fastfood,
+    HankelLike,
+    LowRank,
+    PrunedLinear,
+    ToeplitzLike,
+    VandermondeLike,
+    reduced_hidden_units,
+)
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.recurrent import StructuredLSTM
@@ -10,6 +20,9 @@ from lightning_struct.nn.structured import FrozenLinear, StructuredLinear
 
 __all__ = [
     "BlockStructured",
+    "CauchyLike",
+    "Circulant",
+    "Fastfood",
     "FrozenLinear",
     "HankelLike",
     "LDRSubdiagonal",
@@ -19,6 +32,7 @@ __all__ = [
     "StructuredLSTM",
     "StructuredLinear",
     "ToeplitzLike",
+    "VandermondeLike",
     "reduced_hidden_units",
     "replace_linear",
     "replacement_report",

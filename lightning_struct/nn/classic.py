@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.operators import SubdiagonalOperator
 from lightning_struct.functional.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
+from lightning_struct.functional.transforms import (
+    cauchy_like_matmul,
+    circulant_matmul,
+    hadamard_transform,
+    hankel_like_matmul,
+    vandermonde_like_matmul,
+)
 from lightning_struct.nn.approximation import stein_residual
-from lightning_struct.nn.generators import GeneratorLinear
-from lightning_struct.nn.structured import Form, StructuredLinear, positive_size
+from lightning_struct.nn.generators import GeneratorLinear, Init, checked_init
+from lightning_struct.nn.structured import Form, PartForm, StructuredLinear, dense_is_faster, positive_size
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class LowRank(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.H.T), self.G)
 
-    def _prepare(self) -> Form:
+    def _prepare(self, batch: int) -> Form:
         return FactoredForm(self.G[: self.out_features].detach(), self.H[: self.in_features].detach())
 
     def _start_near(self, weight: Tensor) -> None:
@@ -65,8 +72,13 @@ class ToeplitzLike(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return toeplitz_like_matmul(self.G, self.H, x)
 
-    def _prepare_large(self) -> Form:
-        return self._part(prepare_toeplitz_like(self.G, self.H))
+    def _prepare(self, batch: int) -> Form:
+        if dense_is_faster(self.out_features, self.in_features, self.rank, batch):
+            return super()._prepare(batch)
+        return self._part(self._prepare_square())
+
+    def _prepare_square(self) -> Form:
+        return prepare_toeplitz_like(self.G, self.H)
 
     def _start_near(self, weight: Tensor) -> None:
         self._start_near_square(self._squared(weight))
@@ -80,25 +92,226 @@ class ToeplitzLike(GeneratorLinear):
 
 @dataclass(frozen=True)
 class FlippedForm:
-    """Of a form: its outputs in reverse order."""
+    """Of a form: its inputs in reverse order."""
 
     form: Form
 
     def matmul(self, x: Tensor) -> Tensor:
-        return self.form.matmul(x).flip(-1)
+        return self.form.matmul(x.flip(-1))
 
 
 class HankelLike(ToeplitzLike):
-    """A Toeplitz-like matrix with its rows in reverse order, which is Hankel-like; r (m + n) parameters."""
+    """M = Σ_i K(Z_1, g_i) K(Z_-1ᵀ, h_i)ᵀ: Hankel-like with r (m + n) parameters, a Toeplitz-like matrix with its columns in
+    reverse order.
+    """
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return super()._square_multiply(x).flip(-1)
+        return hankel_like_matmul(self.G, self.H, x, 1.0, -1.0)
 
-    def _prepare_large(self) -> Form:
-        return self._part(FlippedForm(prepare_toeplitz_like(self.G, self.H)))
+    def _prepare_square(self) -> Form:
+        return FlippedForm(prepare_toeplitz_like(self.G, self.H.flip(0)))
 
     def _start_near_square(self, target: Tensor) -> None:
-        super()._start_near_square(target.flip(0))
+        super()._start_near_square(target.flip(1))
+        self.H.copy_(self.H.flip(0))
+
+
+class VandermondeLike(GeneratorLinear):
+    """M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ with r (m + n) parameters: Vandermonde matrices V[a, b] = v_aᵇ are of rank 1.
+
+    The nodes v (m,) are fixed: the paper counts G and H alone. By default they are Chebyshev's, cos((2a + 1)π / 2m), which
+    cover (-1, 1) such that no power grows; ``init="reference"`` draws them from U(-0.7, 0.7), as the authors' code does.
+    """
+
+    nodes: Tensor
+
+    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        self.register_buffer("nodes", torch.empty(self.rows, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        if self.init == "reference":
+            nn.init.uniform_(self.nodes, -0.7, 0.7)
+        else:
+            places = torch.arange(self.rows, device=self.nodes.device, dtype=torch.float64)
+            self.nodes.copy_(torch.cos((2 * places + 1) * (math.pi / (2 * self.rows))))
+        super().reset_parameters()
+
+    def _sum_of_squares(self) -> float:
+        squares = self.nodes[: self.out_features, None].double().square()
+        powers = squares ** torch.arange(self.in_features, device=squares.device)
+        return float(powers.cumsum(1).sum())
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return vandermonde_like_matmul(self.nodes, self.G, self.H, x)
+
+    def _start_near(self, weight: Tensor) -> None:
+        target = self._squared(weight)
+        # M - diag(v) M Z_0ᵀ is G Hᵀ; Z_0ᵀ shifts the columns to the right.
+        displacement = target - self.nodes[:, None] * F.pad(target, (1, -1))
+        self._set_generators(displacement)
+
+
+class CauchyLike(GeneratorLinear):
+    """M[a, b] = (G Hᵀ)[a, b] / (s_a - t_b) with r (m + n) parameters: diag(s) M - M diag(t) = G Hᵀ.
+
+    The nodes s (m,) and t (n,) are fixed. They are the integers 0 to m + n - 1, dealt out evenly to both in turn: for m = n
+    the even and the odd ones.
+    """
+
+    row_nodes: Tensor
+    column_nodes: Tensor
+
+    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        self.register_buffer("row_nodes", torch.empty(self.rows, device=device, dtype=dtype))
+        self.register_buffer("column_nodes", torch.empty(self.columns, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        places = [(torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (self.rows, self.columns)]
+        order = torch.cat(places).argsort(stable=True).argsort()
+        self.row_nodes.copy_(order[: self.rows])
+        self.column_nodes.copy_(order[self.rows :])
+        super().reset_parameters()
+
+    def _sum_of_squares(self) -> float:
+        differences = self.row_nodes[: self.out_features, None].double() - self.column_nodes[: self.in_features]
+        return float((1 / differences.square()).sum())
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
+
+    def _start_near(self, weight: Tensor) -> None:
+        self._set_generators((self.row_nodes[:, None] - self.column_nodes) * self._squared(weight))
+
+
+@dataclass(frozen=True)
+class CirculantForm:
+    """A square circulant matrix as the transform of its first column."""
+
+    spectrum: Tensor
+    size: int
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=self.size)
+
+
+class Circulant(StructuredLinear):
+    """M[a, b] = c[(a - b) mod N], N = max(m, n): a circulant matrix, or a part of one. N parameters.
+
+    ``from_linear`` gives the nearest one, the means over the wrapped diagonals.
+
+    Args:
+        in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
+    """
+
+    weight_names: ClassVar[tuple[str, ...]] = ("column",)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.column = nn.Parameter(torch.empty(max(in_features, out_features), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw c from N(0, 1/n), which keeps the variance of the input; the authors' code does the same."""
+        nn.init.normal_(self.column, std=self.in_features**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def to_dense(self) -> Tensor:
+        return self.column[self._diagonals()]
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return circulant_matmul(self.column, x, self.out_features)
+
+    def _prepare(self, batch: int) -> Form:
+        if dense_is_faster(self.out_features, self.in_features, 0, batch):
+            return super()._prepare(batch)
+        size = self.column.numel()
+        return PartForm(CirculantForm(torch.fft.rfft(self.column), size), size - self.in_features, self.out_features)
+
+    def _start_near(self, weight: Tensor) -> None:
+        sums = torch.zeros_like(self.column).index_add(0, self._diagonals().flatten(), weight.flatten())
+        self.column.copy_(sums / min(weight.shape))
+
+    def _diagonals(self) -> Tensor:
+        """(m, n), which entry of c stands at each place."""
+        rows, columns = (
+            torch.arange(size, device=self.column.device) for size in (self.out_features, self.in_features)
+        )
+        return (rows[:, None] - columns) % self.column.numel()
+
+
+class Fastfood(StructuredLinear):
+    """M = S H G Π H B: Fastfood with all three diagonal matrices learned (Le et al. 2013; Yang et al. 2015).
+
+    B has n entries, S has m, and G has k = max(m, n): 3n if square. H are orthonormal Walsh-Hadamard transforms of the
+    smallest power of two N ≥ k; between them Π picks k of the N coordinates, in an order that is drawn once. Where n, k or
+    m is less than N, vectors are filled up with zeros before a transform, and cut after it.
+
+    Args:
+        in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
+        init: ``"variance"``: B of random signs, G of N(0, 1), S of the lengths of Gaussian vectors (Le et al.), scaled such
+            that the variance of the input is kept; ``"reference"``: with the scale of the authors' code, whose transforms
+            are not normalised: outputs are some 1000 times larger.
+
+    Raises:
+        ValueError: a size is not positive, or ``init`` is unknown.
+    """
+
+    weight_names: ClassVar[tuple[str, ...]] = ("S", "G", "B")
+
+    order: Tensor
+    """(k,) int64, the coordinates that Π picks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init: Init = "variance",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.init = checked_init(init)
+        middle = max(in_features, out_features)
+        self.length = 1 << (middle - 1).bit_length()
+        self.S = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        self.G = nn.Parameter(torch.empty(middle, device=device, dtype=dtype))
+        self.B = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+        self.register_buffer("order", torch.empty(middle, device=device, dtype=torch.int64))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw B, G, S and the order; set the bias to zero."""
+        n, k = self.B.numel(), self.G.numel()
+        self.order.copy_(torch.randperm(self.length, device=self.order.device)[:k])
+        self.B.bernoulli_(0.5).mul_(2).sub_(1)
+        nn.init.normal_(self.G)
+        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n)).sample()
+        self.S.copy_(chi_squared.sqrt() / self.G.norm())
+        if self.init == "reference":
+            self.S.mul_(self.length)
+        else:
+            # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
+            self.S.mul_(self.length / n)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        k = self.G.numel()
+        spread = hadamard_transform(F.pad(x * self.B, (0, self.length - self.in_features)), normalize=True)
+        mixed = hadamard_transform(F.pad(spread[..., self.order] * self.G, (0, self.length - k)), normalize=True)
+        return mixed[..., : self.out_features] * self.S
 
 
 class PrunedLinear(StructuredLinear):

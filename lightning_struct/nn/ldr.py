@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.displacement import ldr_matmul, ldr_to_dense
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
+from lightning_struct.functional.subdiagonal import (
+    SUBDIAGONAL_METHODS,
+    DenseMatrix,
+    TreePair,
+    choose_subdiagonal_method,
+    prepare_subdiagonal,
+    subdiagonal_matmul,
+    subdiagonal_to_dense,
+)
 from lightning_struct.nn.approximation import relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
+from lightning_struct.nn.structured import Form, PartForm
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PRODUCTS_BETWEEN_CHOICES = 100
 Corner = Literal["learned", "zero"]
 
 
@@ -115,8 +131,17 @@ class LearnedOperatorLinear(GeneratorLinear):
 class LDRSubdiagonal(LearnedOperatorLinear):
     """LDR-SD: A and B are subdiagonal with a corner. (m + n)(r + 1) parameters: 2n(r + 1) if square.
 
+    With ``method="auto"`` the fastest method is taken that is exact enough for the values of the operators: see
+    :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it is
+    done at the first of every 100 products in training, when the number of rows has doubled or halved, and after a change
+    between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes the same one.
+
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
+        method: ``"auto"``, or one of ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"``.
+
+    Raises:
+        ValueError: as there, or ``method`` is unknown.
     """
 
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H", "subdiagonal_a", "corner_a", "subdiagonal_b", "corner_b")
@@ -124,13 +149,58 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     corner_a: nn.Parameter | None
     corner_b: nn.Parameter | None
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int = 1,
+        bias: bool = True,
+        *,
+        corner: Corner = "learned",
+        method: str = "auto",
+        init: Init = "variance",
+        pad: Pad | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if method not in ("auto", *SUBDIAGONAL_METHODS):
+            names = ", ".join(map(repr, ("auto", *SUBDIAGONAL_METHODS)))
+            raise ValueError(f"method must be one of {names}, but is {method!r}")
+        self.method = method
+        self._choice: _Choice | None = None
+        super().__init__(
+            in_features, out_features, rank, bias, corner=corner, init=init, pad=pad, device=device, dtype=dtype
+        )
+
+    @property
+    def method_in_use(self) -> str:
+        """The method of the last product; before the first one, that of a product with one vector."""
+        if self._kept is not None:
+            return _method_of(self._kept.form)
+        if self.method != "auto":
+            return self.method
+        return self._choose(1) if self._choice is None else self._choice.method
+
     @property
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
-        zero = self.G.new_zeros(())
-        return (
-            SubdiagonalOperator(self.subdiagonal_a, zero if self.corner_a is None else self.corner_a),
-            SubdiagonalOperator(self.subdiagonal_b, zero if self.corner_b is None else self.corner_b),
-        )
+        corner_a, corner_b = self._corners()
+        return SubdiagonalOperator(self.subdiagonal_a, corner_a), SubdiagonalOperator(self.subdiagonal_b, corner_b)
+
+    def log_ranges(self) -> tuple[Tensor, Tensor]:
+        """For A and for B, () each: max - min of log|P| less its trend, P the cumulative products of the subdiagonal.
+
+        By e to its power the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
+        """
+        a, b = (_detrended_log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
+        return a, b
+
+    def train(self, mode: bool = True) -> Self:
+        if mode != self.training:
+            self._choice = None
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, method={self.method!r}"
 
     def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         for name, size in (("a", self.rows), ("b", self.columns)):
@@ -140,10 +210,56 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             corner = nn.Parameter(torch.empty((), device=device, dtype=dtype)) if self.corner == "learned" else None
             self.register_parameter(f"corner_{name}", corner)
 
+    def _corners(self) -> tuple[Tensor, Tensor]:
+        if self.corner_a is None or self.corner_b is None:
+            zero = self.G.new_zeros(())
+            return zero, zero
+        return self.corner_a, self.corner_b
+
     def _set_corners(self, corner_a: float, corner_b: float) -> None:
         if self.corner_a is not None and self.corner_b is not None:
             self.corner_a.fill_(corner_a)
             self.corner_b.fill_(corner_b)
+
+    def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        corner_a, corner_b = self._corners()
+        return self.subdiagonal_a, corner_a, self.subdiagonal_b, corner_b, self.G, self.H
+
+    def _square_to_dense(self) -> Tensor:
+        return subdiagonal_to_dense(*self._all_weights())
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        method = self._chosen(x.shape[:-1].numel()) if self.method == "auto" else self.method
+        return subdiagonal_matmul(*self._all_weights(), x, method)
+
+    def _prepare(self, batch: int) -> Form:
+        return self._part(prepare_subdiagonal(*self._all_weights(), method=self.method, batch=batch))
+
+    def _chosen(self, batch: int) -> str:
+        if not _has_values(self.subdiagonal_a):
+            # No values can be read under torch.func and compilers: without an earlier choice one that is right for any.
+            if self._choice is not None:
+                return self._choice.method
+            return "dense" if self.rows * self.columns <= 2048 * 2048 else "tree"
+        if self._choice is None or not self._choice.is_for(batch):
+            self._choice = _Choice(self._choose(batch), batch.bit_length())
+        self._choice.products += 1
+        return self._choice.method
+
+    def _choose(self, batch: int) -> str:
+        self.check_finite()
+        a_subdiagonal, a_corner, b_subdiagonal, b_corner, _, _ = self._all_weights()
+        return choose_subdiagonal_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner, rank=self.rank, batch=batch)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._choice is not None and self.training:
+            destination[prefix + "choice"] = self._choice.to_tensor()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        choice = state_dict.pop(prefix + "choice", None)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._choice = None if choice is None else _Choice.from_tensor(choice)
 
 
 class LDRTridiagonal(LearnedOperatorLinear):
@@ -199,3 +315,51 @@ class LDRTridiagonal(LearnedOperatorLinear):
         if self.corners_a is not None and self.corners_b is not None:
             self.corners_a[0] = corner_a
             self.corners_b[0] = corner_b
+
+
+@dataclass
+class _Choice:
+    """A method, the order of magnitude of the batch that it was chosen for, and how often it was used."""
+
+    method: str
+    magnitude: int
+    products: int = 0
+
+    def is_for(self, batch: int) -> bool:
+        return self.magnitude == batch.bit_length() and self.products < _PRODUCTS_BETWEEN_CHOICES
+
+    def to_tensor(self) -> Tensor:
+        return torch.tensor([SUBDIAGONAL_METHODS.index(self.method), self.magnitude, self.products])
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> _Choice:
+        method, magnitude, products = tensor.tolist()
+        return _Choice(SUBDIAGONAL_METHODS[method], magnitude, products)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # of the tensors that torch.func wraps
+        return False
+    return True
+
+
+def _method_of(form: Form) -> str:
+    if isinstance(form, PartForm):
+        form = form.form
+    if isinstance(form, DenseMatrix):
+        return "dense"
+    if isinstance(form, TreePair):
+        return "tree"
+    return "scaled"
+
+
+def _detrended_log_range(subdiagonal: Tensor) -> Tensor:
+    logarithms = subdiagonal.double().abs().log()
+    if not len(logarithms):
+        return logarithms.new_zeros(())
+    path = F.pad((logarithms - logarithms.mean()).cumsum(0), (1, 0))
+    return torch.where((subdiagonal == 0).any(), torch.inf, path.max() - path.min())

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Up to so many entries the dense matrix is what is kept: measured, one product with it takes less time than transforms.
-_LARGEST_DENSE = 2**20
-
-
 class Form(Protocol):
     """A matrix M as it is kept while weights do not change: a frozen dataclass, whose tensors are fields of it."""
 
@@ -262,14 +258,17 @@ class StructuredLinear(nn.Module, ABC):
             y = self._add_bias(self._matmul(x.to(reference.dtype)))
         return y.to(torch.get_autocast_dtype(device))
 
-    def freeze(self) -> FrozenLinear:
+    def freeze(self, batch: int = 1) -> FrozenLinear:
         """The same map as a module without parameters, that ``torch.export.export`` takes.
+
+        Args:
+            batch: vectors in an input, for which the form of the matrix is chosen that is the fastest.
 
         Raises:
             ValueError: a parameter has NaN or infinite entries.
         """
         bias = None if self.bias is None else self.bias.detach()
-        return FrozenLinear(self.in_features, self.out_features, self._make_form(), bias, type(self).__name__)
+        return FrozenLinear(self.in_features, self.out_features, self._make_form(batch), bias, type(self).__name__)
 
     @torch.no_grad()
     def scale_(self, factor: float) -> Self:
@@ -292,14 +291,8 @@ class StructuredLinear(nn.Module, ABC):
     def _multiply(self, x: Tensor) -> Tensor:
         """x Mᵀ, with gradients to x and the parameters."""
 
-    def _prepare(self) -> Form:
-        """What is kept in eval mode. Called without gradients, with finite parameters."""
-        if self.in_features * self.out_features <= _LARGEST_DENSE:
-            return DenseForm(self.to_dense())
-        return self._prepare_large()
-
-    def _prepare_large(self) -> Form:
-        """What is kept where the dense matrix is too large to be the best."""
+    def _prepare(self, batch: int) -> Form:
+        """What is kept in eval mode, where the inputs have ``batch`` rows. Called without gradients, with finite parameters."""
         return DenseForm(self.to_dense())
 
     def _start_near(self, weight: Tensor) -> None:
@@ -328,18 +321,18 @@ class StructuredLinear(nn.Module, ABC):
             return self._multiply(x)
         sources = [*weights, *self._buffers_of_form()]
         if self._kept is None or not self._kept.is_made_from(sources):
-            form = self._make_form()
+            form = self._make_form(x.shape[:-1].numel())
             self._kept = _Kept(form, tuple(s.detach() for s in sources), tuple(s._version for s in sources))
         return self._kept.form.matmul(x)
 
     def _buffers_of_form(self) -> list[Tensor]:
         return [buffer for buffer in self._buffers.values() if buffer is not None]
 
-    def _make_form(self) -> Form:
+    def _make_form(self, batch: int) -> Form:
         self.check_finite()
         # What is made within inference mode could not take part in a backward pass to the inputs later.
         with torch.inference_mode(False), torch.no_grad():
-            return self._prepare()
+            return self._prepare(batch)
 
     def check_finite(self) -> None:
         """Raises:
@@ -358,6 +351,12 @@ class StructuredLinear(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
+
+
+def dense_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
+    """Whether a matrix that is kept is multiplied faster as it is than by 2 + 2r transforms, as measured on a CPU."""
+    at_least = max(1024, (2 + 2 * rank) * min(200, 30 + 12 * batch))
+    return min(m, n) <= at_least and m * n <= 2048 * 2048
 
 
 def positive_size(name: str, value: int) -> int:

@@ -2,7 +2,18 @@
 
 from functools import partial
 
-from lightning_struct.nn import HankelLike, LDRSubdiagonal, LDRTridiagonal, LowRank, PrunedLinear, ToeplitzLike
+from lightning_struct.nn import (
+    CauchyLike,
+    Circulant,
+    Fastfood,
+    HankelLike,
+    LDRSubdiagonal,
+    LDRTridiagonal,
+    LowRank,
+    PrunedLinear,
+    ToeplitzLike,
+    VandermondeLike,
+)
 
 # Each is called as factory(in_features, out_features, ...).
 FACTORIES = {
@@ -15,6 +26,10 @@ FACTORIES = {
     "toeplitz_like_padded": partial(ToeplitzLike, rank=2, pad="square"),
     "hankel_like": partial(HankelLike, rank=2),
     "hankel_like_padded": partial(HankelLike, rank=2, pad="square"),
+    "vandermonde_like": partial(VandermondeLike, rank=2),
+    "cauchy_like": partial(CauchyLike, rank=2),
+    "circulant": partial(Circulant),
+    "fastfood": partial(Fastfood),
     "low_rank": partial(LowRank, rank=2),
     "low_rank_padded": partial(LowRank, rank=2, pad="square"),
     "pruned": partial(PrunedLinear, parameters=30),

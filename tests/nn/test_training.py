@@ -50,7 +50,8 @@ def test_products_with_the_jacobian(name):
     linearization = linearize(lambda w, x: torch.func.functional_call(model, w, (x,)), weights, inputs)
     v = {key: torch.randn_like(weight) for key, weight in weights.items()}
     jacobian = torch.autograd.functional.jacobian(
-        lambda *w: torch.func.functional_call(model, dict(zip(weights, w, strict=True)), (inputs,)), tuple(weights.values())
+        lambda *w: torch.func.functional_call(model, dict(zip(weights, w, strict=True)), (inputs,)),
+        tuple(weights.values()),
     )
     expected = sum(j.reshape(3, 2, -1) @ v[key].flatten() for j, key in zip(jacobian, v, strict=True))
     torch.testing.assert_close(linearization.jvp(v), expected)

@@ -1,0 +1,211 @@
+"""Watching what structured layers learn: their displacement operators, logged and drawn."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_struct.functional.subdiagonal import SUBDIAGONAL_METHODS
+from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
+from lightning_struct.nn.ldr import LearnedOperatorLinear
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A picture of more entries than this shows no more, and takes the memory of the dense layer.
+_LARGEST_PICTURE = 4096 * 4096
+
+
+class OperatorMonitor(L.Callback):
+    """Logs the range of learned displacement operators, and draws structured layers as in the paper's figure 4. ::
+
+        monitor = OperatorMonitor()
+        Trainer(callbacks=[monitor]).fit(module)
+        figure, axes = monitor.plot("hidden")
+
+    Every ``every_n_steps`` training steps it logs for each layer with learned operators, here one called ``hidden``:
+
+    - ``operators/hidden/a_min``, ``a_max``, ``b_min``, ``b_max``: extremes of the entries that A and B learn;
+    - ``operators/hidden/a_log_range``, ``b_log_range`` (LDR-SD): max - min of log|P| less its trend, P the cumulative
+      products of the subdiagonal. The method follows from the larger of both; see ``LDRSubdiagonal``;
+    - ``operators/hidden/method`` (LDR-SD): ``method_in_use`` as a number, 0 ``"scaled"``, 1 ``"scaled_float64"``,
+      2 ``"dense"``, 3 ``"tree"``.
+
+    When ``fit`` ends, or is interrupted from the keyboard, ``operators_hidden.png`` is written to the log directory for every
+    structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``). Put it after a
+    callback that changes the weights at the end of ``fit``.
+
+    Args:
+        every_n_steps: training steps between two records.
+        image_size: (height, width) of the inputs, to draw the subdiagonal of B as an image; None: square images if the
+            number of inputs is a square, else a line.
+
+    Attributes:
+        layers: name -> structured layer of the module, once there is one.
+        paths: files written, empty before.
+
+    Raises:
+        MisconfigurationException: if ``every_n_steps`` is not positive, and if the module has no structured layer when
+            ``fit`` starts.
+    """
+
+    def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:
+        if every_n_steps < 1:
+            raise MisconfigurationException(f"every_n_steps must be at least 1, but is {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self.image_size = image_size
+        self.layers: dict[str, StructuredLinear] = {}
+        self.paths: list[Path] = []
+        self._last_step = -1
+        self._directory: Path | None = None
+
+    def plot(self, layer: str | StructuredLinear) -> "tuple[Figure, list[Axes]]":
+        """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B (figure 4).
+
+        Args:
+            layer: a layer, or the name of one in the module that was trained.
+
+        Raises:
+            MisconfigurationException: there is no layer of that name, or ``image_size`` does not fit its inputs.
+        """
+        return plot_layer(self._layer(layer), self.image_size)
+
+    def plot_dense(self, layer: str | StructuredLinear) -> "tuple[Figure, list[Axes]]":
+        """Draw the matrix of a layer alone.
+
+        Args:
+            layer: a layer, or the name of one in the module that was trained.
+
+        Raises:
+            MisconfigurationException: there is no layer of that name.
+        """
+        figure, (axes,) = _new_figure(1)
+        _draw_matrix(axes, self._layer(layer))
+        return figure, [axes]
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.layers = {
+            name: module for name, module in pl_module.named_modules() if isinstance(module, StructuredLinear)
+        }
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.setup(trainer, pl_module, "fit")  # configure_model may have made layers since
+        if not self.layers:
+            raise MisconfigurationException(
+                f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into it, "
+                "for example by replace_linear, or leave out this callback."
+            )
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step != self._last_step and step % self.every_n_steps == 0:
+            self._last_step = step
+            for name, layer in self.layers.items():
+                records = operator_records(layer)
+                pl_module.log_dict({f"operators/{name}/{key}": value for key, value in records.items()})
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._write(trainer)
+
+    def _layer(self, layer: str | StructuredLinear) -> StructuredLinear:
+        if not isinstance(layer, str):
+            return layer
+        if layer not in self.layers:
+            raise MisconfigurationException(
+                f"there is no structured layer {layer!r}; there are: {', '.join(self.layers) or 'none, before training'}"
+            )
+        return self.layers[layer]
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self._directory is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self.paths = []
+        for name, layer in self.layers.items():
+            if layer.in_features * layer.out_features <= _LARGEST_PICTURE:
+                path = self._directory / f"operators_{name}.png"
+                self.plot(layer)[0].savefig(path, dpi=150)
+                self.paths.append(path)
+
+
+def operator_records(layer: nn.Module) -> dict[str, Tensor]:
+    """What is logged of a layer, by the last part of its name; nothing of one without learned operators."""
+    if not isinstance(layer, LearnedOperatorLinear):
+        return {}
+    records = {}
+    for name, entries in zip("ab", layer.operator_entries(), strict=True):
+        records[f"{name}_min"], records[f"{name}_max"] = entries.min(), entries.max()
+    if isinstance(layer, LDRSubdiagonal):
+        records["a_log_range"], records["b_log_range"] = layer.log_ranges()
+        records["method"] = torch.tensor(float(SUBDIAGONAL_METHODS.index(layer.method_in_use)))
+    return {name: record.detach() for name, record in records.items()}
+
+
+def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = None) -> "tuple[Figure, list[Axes]]":
+    """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B beside it.
+
+    B[j + 1, j] is drawn at pixel j + 1 of the image that the layer reads: the first pixel stays blank.
+
+    Args:
+        layer: any structured layer.
+        image_size: (height, width) of its inputs; None: square if their number is a square, else B is drawn as a line.
+
+    Returns:
+        The figure, and its one or two axes.
+
+    Raises:
+        MisconfigurationException: the inputs do not make an image of ``image_size``.
+    """
+    learns = isinstance(layer, LearnedOperatorLinear)
+    figure, axes = _new_figure(1 + learns)
+    _draw_matrix(axes[0], layer)
+    if isinstance(layer, LearnedOperatorLinear):
+        _draw_subdiagonal(axes[1], layer.subdiagonal_b.detach().float().cpu().numpy(), image_size)
+    return figure, axes
+
+
+def _new_figure(count: int) -> "tuple[Figure, list[Axes]]":
+    from matplotlib.figure import Figure  # only here: training does not need it
+
+    figure = Figure(figsize=(5.5 * count, 4.5), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _draw_matrix(axes: "Axes", layer: StructuredLinear) -> None:
+    with torch.no_grad():
+        matrix = layer.to_dense().float().cpu().numpy()
+    largest = float(np.nanmax(np.abs(matrix))) or 1.0
+    picture = axes.imshow(matrix, cmap="RdBu_r", vmin=-largest, vmax=largest, interpolation="nearest")
+    axes.set(title=f"{type(layer).__name__}: M", xlabel="input", ylabel="output")
+    axes.figure.colorbar(picture, ax=axes)
+
+
+def _draw_subdiagonal(axes: "Axes", subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
+    pixels = np.concatenate([[np.nan], subdiagonal])
+    side = math.isqrt(pixels.size)
+    axes.set(title="subdiagonal of B")
+    if image_size is None and side * side != pixels.size:
+        axes.plot(pixels, linewidth=0.8)
+        axes.set(xlabel="input")
+        return
+    height, width = image_size or (side, side)
+    if height * width != pixels.size:
+        raise MisconfigurationException(
+            f"{pixels.size} inputs are no image of {height} x {width}: give image_size=(height, width)."
+        )
+    picture = axes.imshow(pixels.reshape(height, width), cmap="viridis", interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+    axes.figure.colorbar(picture, ax=axes)

@@ -47,9 +47,12 @@ class BatchModel:
         targets: row i belongs to sample i.
         l2: weight of ½‖w‖².
         backend, chunk_size: of :func:`~lightning_struct.functional.linearize`.
+        held_out: share of the samples of each process, its last ones, that the model is not made of.
 
     Attributes:
-        n: samples over all processes.
+        n: samples over all processes that the model is made of.
+        samples: with those that are held out.
+        held_out: these, of this process; none where ``held_out`` is 0.
         value: f(w).
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
@@ -57,7 +60,8 @@ class BatchModel:
         right_hand_side: b = -r, this process's rows.
 
     Raises:
-        ValueError: an empty batch, NaN or infinity in the data or in f, on any of the processes.
+        ValueError: an empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of
+            the processes.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class BatchModel:
         l2: float = 0.0,
         backend: str | None = None,
         chunk_size: int | None = None,
+        held_out: float = 0.0,
     ) -> None:
         self.module, self.loss, self.weights, self.targets = module, loss, weights, targets
         self.args = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -78,7 +83,7 @@ class BatchModel:
         self._sizes = [p.numel() for p in weights.values()]
         first = next(iter(weights.values()))
         self.dtype, self.device = first.dtype, first.device
-        self._count_samples()
+        self._take_samples(held_out)
         self._batch_normalised = batch_normalising_layer(module) is not None
         self._random_state = random_state(*self.args)
         if self._batch_normalised:
@@ -88,11 +93,11 @@ class BatchModel:
         with own_parameters_kept(module):
             self.linearization = linearize(module, weights, *self.args, backend=backend, chunk_size=chunk_size)
             self.outputs = self.linearization.outputs.to(self.dtype)
-            self._residual = loss.residual(self.outputs, targets)
+            self._residual = loss.residual(self.outputs, self.targets)
             self.right_hand_side = -self._residual
             self._measure()
 
-    def _count_samples(self) -> None:
+    def _take_samples(self, held_out: float) -> None:
         tensors = [t for t in (*self.args, self.targets) if isinstance(t, Tensor)]
         rows = len(self.targets)
         mismatched = any(len(t) != rows for t in tensors)
@@ -106,9 +111,18 @@ class BatchModel:
                 raise ValueError(f"inputs and targets differ in their number of samples{where}")
             if bad_value:
                 raise ValueError(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
-        self.rows = rows
-        self.n = sum(samples for samples, *_ in shards)
-        self._first_row = sum(samples for samples, *_ in shards[: rank()])
+        kept = [samples - int(held_out * samples) for samples, *_ in shards]
+        self.samples, self.n = sum(samples for samples, *_ in shards), sum(kept)
+        if held_out > 0 and self.samples == self.n:
+            raise ValueError(
+                f"held_out={held_out} of a batch of {self.samples} leaves no sample to measure the reduction ratio on: "
+                "enlarge the batch or the share"
+            )
+        self.rows, self._first_row = kept[rank()], sum(kept[: rank()])
+        self.held_out: Batches = (
+            [(self._rows_of_args(slice(self.rows, None)), self.targets[self.rows :])] if held_out else []
+        )
+        self.args, self.targets = self._rows_of_args(slice(self.rows)), self.targets[: self.rows]
 
     def _measure(self) -> None:
         """f, ∇f, and ‖Var‖₁ from per-sample squared norms (section 4.3)."""
@@ -191,6 +205,11 @@ class BatchModel:
                 total[1] += len(targets)
         loss, samples = all_reduce(total).tolist()
         return loss / samples
+
+    def held_out_change(self, d: Tensor) -> float:
+        """f(w + d) - f(w) on the samples that are held out, the module in eval mode."""
+        loss = self.validation_value(d, self.held_out) - self.validation_value(torch.zeros_like(d), self.held_out)
+        return loss + self._penalty(self._weights_flat + d) - self._penalty(self._weights_flat)
 
     def _evaluate(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
         buffers = {name: b.clone() for name, b in self.module.named_buffers()}

@@ -41,7 +41,7 @@ class StepReport:
     Attributes:
         loss_before: f at the old weights.
         loss_after: f at the new weights, on the same batch.
-        reduction_ratio: ρ of section 4.2; 0 where no step was taken.
+        reduction_ratio: ρ of section 4.2, on the samples held out where there are any; 0 where no step was taken.
         step_length: s of the line search; 0 where no step was taken.
         damping: λ that the accepted direction was computed with.
         solver_iterations: iterations of the solver, all tries together.
@@ -51,7 +51,7 @@ class StepReport:
         gradient_norm: ‖∇f‖ at the old weights.
         gradient_variance: ‖Var‖₁ of the per-sample gradients; None where samples are coupled by batch normalisation,
             and for a batch of one.
-        batch_size: samples over all processes.
+        batch_size: samples over all processes, those held out among them.
         predicted_batch_size: n̂ of the norm test; None where the variance is, or where the gradient is zero.
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
             evaluated in it; ``"line_search"``; ``"merit"``, after the step).
@@ -147,6 +147,9 @@ class SHF(torch.optim.Optimizer):
         factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next.
         max_factor_size: a Kronecker factor with more rows is kept as its diagonal.
         exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.
+        held_out: share of each batch, in [0, 1), that the model is not made of, and on which ρ is measured: its last
+            samples, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and
+            the damping rises.
         seed: of the random signs of the preconditioner and of what the network draws (dropout), with the step's number.
 
     Raises:
@@ -190,6 +193,7 @@ class SHF(torch.optim.Optimizer):
         factor_interval: int = 1,
         max_factor_size: int | None = None,
         exclude_factors: Sequence[str | nn.Module] = (),
+        held_out: float = 0.0,
         seed: int = 0,
     ) -> None:
         if not (damping > 0 and math.isfinite(damping)):
@@ -219,8 +223,9 @@ class SHF(torch.optim.Optimizer):
         for name, number in (("maxiter", maxiter), ("factor_interval", factor_interval)):
             if not number >= 1:
                 raise ValueError(f"{name} must be >= 1, got {number}")
-        if not 0 <= factor_decay < 1:
-            raise ValueError(f"factor_decay must be in [0, 1), got {factor_decay}")
+        for name, share in (("factor_decay", factor_decay), ("held_out", held_out)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {share}")
         sizes = {"dataset_size": dataset_size, "chunk_size": chunk_size, "max_factor_size": max_factor_size}
         for name, size in sizes.items():
             if size is not None and not size >= 1:
@@ -262,6 +267,7 @@ class SHF(torch.optim.Optimizer):
         self._factors: KroneckerFactors | None = None
         if preconditioner == "kronecker":
             self._factors = KroneckerFactors(module, named, max_size=max_factor_size, exclude=exclude_factors)
+        self._held_out = held_out
         self._factored: tuple[Factors, float, BlockPreconditioner] | None = None
         self._validation: Batches | None = None
         self.report: StepReport | None = None
@@ -385,6 +391,7 @@ class SHF(torch.optim.Optimizer):
                 l2=self._l2,
                 backend=self._backend,
                 chunk_size=self._chunk_size,
+                held_out=self._held_out,
             )
         largest, maxiter = memory["largest_batch"], group["maxiter"]
         if self._scale_maxiter and largest and model.n > largest:
@@ -438,7 +445,7 @@ class SHF(torch.optim.Optimizer):
             merit=merit,
             gradient_norm=math.sqrt(model.gradient_squared),
             gradient_variance=model.variance,
-            batch_size=model.n,
+            batch_size=model.samples,
             predicted_batch_size=self._predicted_batch_size(model),
             seconds=seconds,
         )
@@ -485,7 +492,8 @@ class SHF(torch.optim.Optimizer):
                         partial(model.value_at, direction), model.value, slope, alpha=self._armijo, first_value=full
                     )
                     if found.step_length > 0.0:
-                        ratio = (full - model.value) / predicted if math.isfinite(full) else 0.0
+                        change = model.held_out_change(direction) if model.held_out else full - model.value
+                        ratio = change / predicted if math.isfinite(change) else 0.0
                         return _Step(
                             solution, found.step_length, found.value, ratio, damping, iterations, solution.stop_reason
                         )

@@ -589,6 +589,55 @@ def test_an_empty_batch_among_the_validation_data_does_not_count() -> None:
     assert take(optimizer, batch()).merit == pytest.approx(validation_loss(module, [data]), rel=1e-12)
 
 
+# --- samples held out --------------------------------------------------------------------------------------------------
+
+
+def test_the_reduction_ratio_is_measured_on_the_samples_held_out() -> None:
+    module, (inputs, targets) = with_dropout(), batch(20)
+    before = copy.deepcopy(module)
+    alone = copy.deepcopy(module)
+    options: dict[str, Any] = {"damping": 0.3, "l2": 0.1, "maxiter": 8}
+    report = take(SHF(module, "mse", held_out=0.25, **options), (inputs, targets))
+    expected = take(SHF(alone, "mse", **options), (inputs[:15], targets[:15]))
+    assert torch.equal(weights(module), weights(alone))
+    assert report.step_length == 1.0
+
+    def loss(net: nn.Module) -> float:
+        return (
+            mean_loss(copy.deepcopy(net).eval(), (inputs[15:], targets[15:]))
+            + 0.05 * weights(net).square().sum().item()
+        )
+
+    predicted = (expected.loss_after - expected.loss_before) / expected.reduction_ratio
+    assert report.reduction_ratio == pytest.approx((loss(module) - loss(before)) / predicted, rel=1e-9)
+    assert (report.batch_size, expected.batch_size) == (20, 15)
+
+
+def test_a_batch_that_is_overfitted_raises_the_damping() -> None:
+    """Thirty weights and twelve samples of noise: the batch is fitted, and nothing is learnt."""
+    data = (gaussian(16, 4, seed=1), gaussian(16, 2, seed=2))
+    dampings = {}
+    for held_out in (0.0, 0.25):
+        optimizer = SHF(network(), "mse", damping=0.1, drop=0.5, held_out=held_out, maxiter=100)
+        take(optimizer, data)
+        dampings[held_out] = optimizer.damping
+    assert dampings[0.0] < 0.1 < dampings[0.25]
+
+
+def test_a_batch_too_small_to_hold_samples_out_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"held_out=0.1 of a batch of 5 leaves no sample"):
+        take(SHF(network(), "mse", damping=1.0, held_out=0.1), batch(5))
+
+
+def test_nan_in_the_samples_held_out_is_an_error_that_changes_nothing() -> None:
+    module, (inputs, targets) = network(), batch()
+    before = weights(module)
+    targets[-1, 0] = math.nan
+    with pytest.raises(ValueError, match="the batch holds NaN or infinity"):
+        take(SHF(module, "mse", damping=1.0, held_out=0.25), (inputs, targets))
+    assert torch.equal(weights(module), before)
+
+
 # --- saving, loading, copying ----------------------------------------------------------------------------------------
 
 SIZES = (6, 9, 9, 14, 10, 16)
@@ -878,6 +927,7 @@ def test_a_second_parameter_group_is_refused() -> None:
         ({"l2": -1.0}, "l2 must be >= 0"),
         ({"armijo": 0.0}, r"armijo must be in \(0, 1\), got 0.0"),
         ({"armijo": 1.0}, r"armijo must be in \(0, 1\), got 1.0"),
+        ({"held_out": 1.0}, r"held_out must be in \[0, 1\), got 1.0"),
         ({"theta": 0.0}, "theta must be > 0, got 0.0"),
         ({"dataset_size": 0}, "dataset_size must be >= 1 or None, got 0"),
         ({"chunk_size": 0}, "chunk_size must be >= 1 or None, got 0"),

@@ -147,7 +147,8 @@ def operator_records(layer: nn.Module) -> dict[str, Tensor]:
         return {}
     records = {}
     for name, entries in zip("ab", layer.operator_entries(), strict=True):
-        records[f"{name}_min"], records[f"{name}_max"] = entries.min(), entries.max()
+        if entries.numel():  # an operator of size 1 without a corner has none
+            records[f"{name}_min"], records[f"{name}_max"] = entries.min(), entries.max()
     if isinstance(layer, LDRSubdiagonal):
         records["a_log_range"], records["b_log_range"] = layer.log_ranges()
         records["method"] = torch.tensor(float(SUBDIAGONAL_METHODS.index(layer.method_in_use)))

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.displacement import ldr_matmul, ldr_to_dense
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.subdiagonal import (
     SUBDIAGONAL_METHODS,
@@ -21,6 +20,8 @@ from lightning_struct.functional.subdiagonal import (
     subdiagonal_matmul,
     subdiagonal_to_dense,
 )
+from lightning_struct.functional.tridiagonal import METHODS as TRIDIAGONAL_METHODS
+from lightning_struct.functional.tridiagonal import choose_tridiagonal_method, tridiagonal_matmul, tridiagonal_to_dense
 from lightning_struct.nn.approximation import relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
 from lightning_struct.nn.structured import Form, PartForm
@@ -99,14 +100,6 @@ class LearnedOperatorLinear(GeneratorLinear):
     def _sum_of_squares(self) -> float:
         return sum_of_overlaps(self.out_features, self.in_features)
 
-    def _square_to_dense(self) -> Tensor:
-        a, b = self.operators
-        return ldr_to_dense(a, b.T, self.G, self.H)
-
-    def _square_multiply(self, x: Tensor) -> Tensor:
-        a, b = self.operators
-        return ldr_matmul(a, b.T, self.G, self.H, x)
-
     def _start_near(self, weight: Tensor) -> None:
         target = self._squared(weight)
         corners = [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]
@@ -163,10 +156,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if method not in ("auto", *SUBDIAGONAL_METHODS):
-            names = ", ".join(map(repr, ("auto", *SUBDIAGONAL_METHODS)))
-            raise ValueError(f"method must be one of {names}, but is {method!r}")
-        self.method = method
+        self.method = _checked_method(method, ("auto", *SUBDIAGONAL_METHODS))
         self._choice: _Choice | None = None
         super().__init__(
             in_features, out_features, rank, bias, corner=corner, init=init, pad=pad, device=device, dtype=dtype
@@ -241,10 +231,15 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             if self._choice is not None:
                 return self._choice.method
             return "dense" if self.rows * self.columns <= 2048 * 2048 else "tree"
-        if self._choice is None or not self._choice.is_for(batch):
+        if self._choice is None or not self._choice.is_for(batch) or self._has_new_zeros(self._choice):
             self._choice = _Choice(self._choose(batch), batch.bit_length())
         self._choice.products += 1
         return self._choice.method
+
+    def _has_new_zeros(self, choice: _Choice) -> bool:
+        """Whether the chosen method would divide by a zero. Elsewhere than on a CPU, that is not looked at each time."""
+        looks = choice.method.startswith("scaled") and self.G.device.type == "cpu"
+        return looks and not bool(self.subdiagonal_a.all() and self.subdiagonal_b.all())
 
     def _choose(self, batch: int) -> str:
         self.check_finite()
@@ -270,6 +265,11 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
+        method: ``"recurrence"`` takes min(m, n) steps one after the other, ``"giant_steps"`` a sixteenth of that with more
+            work in each; ``"auto"``: the first on a CPU, the second elsewhere.
+
+    Raises:
+        ValueError: as there, or ``method`` is unknown.
     """
 
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H") + tuple(
@@ -284,6 +284,30 @@ class LDRTridiagonal(LearnedOperatorLinear):
     superdiagonal_b: nn.Parameter
     corners_a: nn.Parameter | None
     corners_b: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int = 1,
+        bias: bool = True,
+        *,
+        corner: Corner = "learned",
+        method: str = "auto",
+        init: Init = "variance",
+        pad: Pad | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.method = _checked_method(method, ("auto", *TRIDIAGONAL_METHODS))
+        super().__init__(
+            in_features, out_features, rank, bias, corner=corner, init=init, pad=pad, device=device, dtype=dtype
+        )
+
+    @property
+    def method_in_use(self) -> str:
+        """The method by which products are computed in training; in eval mode the dense matrix is kept."""
+        return choose_tridiagonal_method(self.G.device) if self.method == "auto" else self.method
 
     @property
     def operators(self) -> tuple[TridiagonalOperator, TridiagonalOperator]:
@@ -311,6 +335,12 @@ class LDRTridiagonal(LearnedOperatorLinear):
                 parameter = None if absent else nn.Parameter(torch.empty(length, device=device, dtype=dtype))
                 self.register_parameter(f"{entries}_{name}", parameter)
 
+    def _square_to_dense(self) -> Tensor:
+        return tridiagonal_to_dense(*self.operators, self.G, self.H, self.method)
+
+    def _square_multiply(self, x: Tensor) -> Tensor:
+        return tridiagonal_matmul(*self.operators, self.G, self.H, x, self.method)
+
     def _set_corners(self, corner_a: float, corner_b: float) -> None:
         if self.corners_a is not None and self.corners_b is not None:
             self.corners_a[0] = corner_a
@@ -335,6 +365,12 @@ class _Choice:
     def from_tensor(tensor: Tensor) -> _Choice:
         method, magnitude, products = tensor.tolist()
         return _Choice(SUBDIAGONAL_METHODS[method], magnitude, products)
+
+
+def _checked_method(method: str, methods: tuple[str, ...]) -> str:
+    if method not in methods:
+        raise ValueError(f"method must be one of {', '.join(map(repr, methods))}, but is {method!r}")
+    return method
 
 
 def _has_values(tensor: Tensor) -> bool:

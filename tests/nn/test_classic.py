@@ -1,0 +1,203 @@
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_struct.functional import SubdiagonalOperator, krylov_matrix
+from lightning_struct.nn import (
+    CauchyLike,
+    Circulant,
+    Fastfood,
+    HankelLike,
+    LowRank,
+    PrunedLinear,
+    ToeplitzLike,
+    VandermondeLike,
+)
+
+SIZES = [(12, 12), (12, 7), (7, 12), (1, 1), (1, 3)]
+GENERATED = [ToeplitzLike, HankelLike, VandermondeLike, CauchyLike, LowRank]
+
+
+def linear_of(weight):
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    return linear
+
+
+def shift(n, corner):
+    return SubdiagonalOperator(torch.ones(n - 1, dtype=torch.float64), torch.tensor(corner, dtype=torch.float64))
+
+
+def krylov(operator, v, count):
+    return krylov_matrix(operator, v, count)
+
+
+def by_definition(layer):
+    """M of a layer of rank 1, from the formula of its class."""
+    m, n = layer.out_features, layer.in_features
+    p = min(m, n)
+    if isinstance(layer, PrunedLinear):
+        return torch.zeros(m * n, dtype=torch.float64).scatter(0, layer.places, layer.values).view(m, n)
+    if isinstance(layer, Circulant):
+        return torch.tensor(
+            [[layer.column.detach()[(a - b) % max(m, n)] for b in range(n)] for a in range(m)], dtype=torch.float64
+        )
+    if isinstance(layer, Fastfood):
+        N = layer.length
+        hadamard = torch.ones(1, 1, dtype=torch.float64)
+        while len(hadamard) < N:
+            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+        hadamard = hadamard / math.sqrt(N)
+        selection = torch.eye(N, dtype=torch.float64)[layer.order]
+        return (
+            layer.S[:, None]
+            * hadamard[:m, : len(selection)]
+            @ (layer.G[:, None] * selection @ hadamard[:, :n] * layer.B)
+        )
+    g, h = layer.G[:, 0], layer.H[:, 0]
+    if isinstance(layer, HankelLike):
+        return krylov(shift(m, 1.0), g, p) @ krylov(shift(n, -1.0).T, h, p).T
+    if isinstance(layer, ToeplitzLike):
+        return krylov(shift(m, 1.0), g, p) @ krylov(shift(n, -1.0), h, p).T
+    if isinstance(layer, VandermondeLike):
+        return krylov(torch.diag(layer.nodes), g, n) @ krylov(shift(n, 0.0), h, n).T
+    if isinstance(layer, CauchyLike):
+        return torch.outer(g, h) / (layer.row_nodes[:, None] - layer.column_nodes)
+    return torch.outer(g, h)
+
+
+@pytest.mark.parametrize("cls", [*GENERATED, Circulant, Fastfood, partial(PrunedLinear, parameters=1)])
+def test_matrix_is_that_of_the_formula(cls):
+    torch.manual_seed(0)
+    for sizes in SIZES:
+        layer = cls(*sizes, dtype=torch.float64)
+        torch.testing.assert_close(layer.to_dense(), by_definition(layer), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("cls", [ToeplitzLike, HankelLike, Circulant, partial(ToeplitzLike, pad="square")])
+def test_large_matrices_are_kept_as_spectra(cls):
+    torch.manual_seed(0)
+    layer = cls(1030, 1040)
+    x = torch.randn(2, 1030)
+    y = layer(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), y, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(y, x @ layer.to_dense().T, rtol=1e-3, atol=1e-4)
+    frozen = layer.freeze()
+    assert sum(buffer.numel() for buffer in frozen.buffers()) < 40 * 1040
+    torch.testing.assert_close(frozen(x), y, rtol=1e-3, atol=1e-4)
+    exported = torch.export.export(frozen, (x,)).module()
+    torch.testing.assert_close(exported(x), frozen(x))
+    torch.testing.assert_close(frozen.double()(x.double()), y.double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", GENERATED)
+def test_member_of_the_class_is_found_again(cls):
+    torch.manual_seed(0)
+    for sizes in ((12, 12), (9, 12), (12, 9)):
+        weight = cls(*sizes, 2, dtype=torch.float64).to_dense().detach()
+        assert cls.from_linear(linear_of(weight), 2).approximation_error < 1e-5, sizes
+
+
+def test_circulant_and_pruned_members_are_found_again():
+    torch.manual_seed(0)
+    for sizes in SIZES:
+        weight = Circulant(*sizes, dtype=torch.float64).to_dense().detach()
+        assert Circulant.from_linear(linear_of(weight), refine=0).approximation_error < 1e-12
+    weight = PrunedLinear(9, 8, 11, dtype=torch.float64).to_dense().detach()
+    assert PrunedLinear.from_linear(linear_of(weight), 11, refine=0).approximation_error < 1e-12
+
+
+def test_toeplitz_hankel_vandermonde_and_cauchy_matrices_are_members():
+    torch.manual_seed(0)
+    diagonals = torch.randn(23, dtype=torch.float64)
+    rows, columns = torch.arange(12)[:, None], torch.arange(12)
+    toeplitz, hankel = diagonals[rows - columns + 11], diagonals[rows + columns]
+    assert ToeplitzLike.from_linear(linear_of(toeplitz), 2, refine=0).approximation_error < 1e-10
+    assert HankelLike.from_linear(linear_of(hankel), 2, refine=0).approximation_error < 1e-10
+    for m, n in ((12, 12), (8, 12), (12, 8)):
+        layer = VandermondeLike(n, m, dtype=torch.float64)
+        vandermonde = layer.nodes[:, None] ** torch.arange(n)
+        assert VandermondeLike.from_linear(linear_of(vandermonde), 1, refine=0).approximation_error < 1e-10
+        layer = CauchyLike(n, m, dtype=torch.float64)
+        cauchy = 1 / (layer.row_nodes[:, None] - layer.column_nodes)
+        assert CauchyLike.from_linear(linear_of(cauchy), 1, refine=0).approximation_error < 1e-10
+
+
+def test_low_rank_start_is_the_best():
+    torch.manual_seed(0)
+    linear = nn.Linear(12, 9)
+    singular_values = torch.linalg.svdvals(linear.weight)
+    layer = LowRank.from_linear(linear, 4, refine=0)
+    assert layer.approximation_error == pytest.approx((singular_values[4:].norm() / singular_values.norm()).item())
+
+
+def test_circulant_and_pruned_starts_are_the_best():
+    torch.manual_seed(0)
+    linear = nn.Linear(12, 9)
+    for cls, options in ((Circulant, {}), (PrunedLinear, {"parameters": 20})):
+        start = cls.from_linear(linear, refine=0, **options)
+        refined = cls.from_linear(linear, refine=50, **options)
+        assert refined.approximation_error == pytest.approx(start.approximation_error, rel=1e-6)
+    kept = linear.weight.detach().abs().flatten().sort(descending=True).values[:20]
+    assert torch.equal(start.values.detach().abs().sort(descending=True).values, kept)
+
+
+@pytest.mark.parametrize("cls", [*GENERATED, Fastfood])
+def test_refinement_comes_nearer_than_nothing(cls):
+    torch.manual_seed(0)
+    linear = nn.Linear(12, 9)
+    options = {} if cls is Fastfood else {"rank": 3}
+    start, refined = (cls.from_linear(linear, refine=k, **options).approximation_error for k in (0, 60))
+    assert refined <= start * (1 + 1e-6) and refined < 1
+
+
+def test_zero_matrix_has_an_error_too():
+    assert LowRank.from_linear(linear_of(torch.zeros(4, 5)), 2).approximation_error == 0
+
+
+def test_reference_initial_values_are_those_of_the_authors():
+    torch.manual_seed(0)
+    for cls in GENERATED:
+        layer = cls(400, 400, 4, init="reference")
+        assert layer.G.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
+        assert layer.H.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
+    nodes = VandermondeLike(400, 400, init="reference").nodes
+    assert nodes.abs().max() <= 0.7 and nodes.std().item() == pytest.approx(1.4 / math.sqrt(12), rel=0.1)
+    outputs = Fastfood(1024, 1024, init="reference")(torch.randn(20, 1024))
+    assert outputs.std().item() == pytest.approx(1024, rel=0.2)
+    assert Circulant(400, 400).column.std().item() == pytest.approx(400**-0.5, rel=0.1)
+
+
+def test_default_nodes():
+    nodes = VandermondeLike(5, 8).nodes
+    assert nodes.abs().max() < 1 and len(nodes.unique()) == 8
+    for m, n in ((6, 6), (4, 8), (8, 4), (3, 7), (1, 1)):
+        layer = CauchyLike(n, m)
+        both = torch.cat([layer.row_nodes, layer.column_nodes])
+        assert sorted(both.tolist()) == list(range(m + n))
+
+
+def test_nodes_and_places_are_saved_and_not_trained():
+    for layer, name in ((VandermondeLike(5, 8), "nodes"), (CauchyLike(5, 8), "row_nodes"), (Fastfood(5, 8), "order")):
+        assert name in layer.state_dict() and name not in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(ToeplitzLike, 8, 5, 6), r"rank must be at most min\(in_features, out_features\) = 5, but is 6"),
+        (partial(CauchyLike, 8, 8, 0), "rank must be a positive integer, but is 0"),
+        (partial(VandermondeLike, 8, 8, True), "rank must be a positive integer, but is True"),
+        (partial(Fastfood, 8, 8, init="ones"), "init must be one of 'variance', 'reference', but is 'ones'"),
+        (partial(PrunedLinear, 8, 8, 65), r"in_features \* out_features = 64, but is 65"),
+        (partial(PrunedLinear, 8, 8, 0), "parameters must be a positive integer, but is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,240 @@
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_struct.functional import ldr_to_dense
+from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal, ToeplitzLike
+
+CLASSES = [LDRSubdiagonal, LDRTridiagonal]
+SUBDIAGONAL_METHODS = ["scaled", "scaled_float64", "dense", "tree"]
+
+
+def randomised(layer, spread=0.1):
+    with torch.no_grad():
+        for name in layer.weight_names[2:]:
+            weight = getattr(layer, name)
+            if weight is not None:
+                weight.add_(spread * torch.randn_like(weight))
+    return layer
+
+
+def linear_of(weight):
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    return linear
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("corner", ["learned", "zero"])
+def test_matrix_is_formula_2_with_the_transposed_b(cls, corner):
+    torch.manual_seed(0)
+    for sizes in ((12, 12), (12, 7), (7, 12), (1, 1), (2, 1), (2, 2)):
+        layer = randomised(cls(*sizes, corner=corner, dtype=torch.float64))
+        a, b = layer.operators
+        expected = ldr_to_dense(a, b.T, layer.G, layer.H, method="krylov")
+        torch.testing.assert_close(layer.to_dense(), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_padded_matrix_is_a_part_of_a_square_one(cls):
+    torch.manual_seed(0)
+    layer = randomised(cls(7, 12, 2, pad="square", dtype=torch.float64))
+    a, b = layer.operators
+    assert a.size == b.size == 12
+    torch.testing.assert_close(layer.to_dense(), ldr_to_dense(a, b.T, layer.G, layer.H)[:, :7], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("cls", "methods"), [(LDRSubdiagonal, SUBDIAGONAL_METHODS), (LDRTridiagonal, ["recurrence", "giant_steps"])]
+)
+def test_all_methods_agree(cls, methods):
+    torch.manual_seed(0)
+    x = torch.randn(3, 40, dtype=torch.float64)
+    layers = [cls(40, 30, 2, method=method, dtype=torch.float64) for method in methods]
+    for layer in layers:
+        layer.load_state_dict(randomised(layers[0], 0.05 if layer is layers[0] else 0.0).state_dict())
+    expected = x @ layers[0].to_dense().T
+    for layer, method in zip(layers, methods, strict=True):
+        torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-9)
+        assert layer.method_in_use == method
+        with torch.no_grad():
+            torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_automatic_choice_follows_the_operators():
+    x = torch.randn(2, 512)
+    layer = LDRSubdiagonal(512, 512)
+    layer(x)
+    assert layer.method_in_use == "scaled"
+    with torch.no_grad():
+        layer.subdiagonal_a[100] = 1e-9
+    layer(x)  # not looked at yet
+    assert layer.method_in_use == "scaled"
+    layer.eval()
+    layer.train()
+    layer(x)
+    assert layer.method_in_use == "dense"
+    torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
+
+
+def test_automatic_choice_is_made_again_after_a_hundred_products_and_for_other_batches():
+    layer = LDRSubdiagonal(256, 256)
+    x = torch.randn(2, 256)
+    layer(x)
+    with torch.no_grad():
+        layer.subdiagonal_b[3] = 1e-9
+    seen = []
+    for _ in range(100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LDRSubdiagonal, "_multiply", lambda self, x: x.new_zeros(len(x), 256))
+            layer(x)
+        layer._chosen(2)
+        seen.append(layer.method_in_use)
+    assert seen == ["scaled"] * 99 + ["dense"]
+    layer = LDRSubdiagonal(256, 256)
+    layer(x)
+    with torch.no_grad():
+        layer.subdiagonal_b[3] = 1e-9
+    layer(torch.randn(64, 256))
+    assert layer.method_in_use == "dense"
+
+
+def test_automatic_choice_is_made_again_when_a_zero_appears():
+    layer = LDRSubdiagonal(256, 256)
+    x = torch.randn(2, 256)
+    layer(x)
+    with torch.no_grad():
+        layer.subdiagonal_b[3] = 0.0
+    torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
+    assert layer.method_in_use == "dense"
+
+
+def test_choice_is_saved_so_that_a_resumed_run_takes_the_same_method():
+    torch.manual_seed(0)
+    layer = LDRSubdiagonal(256, 256)
+    x = torch.randn(2, 256)
+    layer(x)
+    with torch.no_grad():
+        layer.subdiagonal_a[5] = 1e-6  # from now on another method would be chosen
+    resumed = LDRSubdiagonal(256, 256)
+    resumed.load_state_dict(copy.deepcopy(layer.state_dict()))
+    assert torch.equal(resumed(x), layer(x)) and resumed.method_in_use == layer.method_in_use == "scaled"
+    fresh = LDRSubdiagonal(256, 256)
+    fresh.load_state_dict({name: value for name, value in layer.state_dict().items() if name != "choice"})
+    fresh(x)
+    assert fresh.method_in_use != "scaled"
+
+
+def test_under_function_transforms_the_choice_stays():
+    layer = LDRSubdiagonal(64, 64)
+    parameters = dict(layer.named_parameters())
+    x = torch.randn(2, 64)
+    for forwards in (0, 1):
+        for _ in range(forwards):
+            layer(x)
+        gradient = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).square().sum())(parameters)
+        expected = torch.autograd.grad((x @ layer.to_dense().T).square().sum(), layer.G)[0]
+        torch.testing.assert_close(gradient["G"], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_choice_refuses_parameters_that_are_not_finite():
+    layer = LDRSubdiagonal(64, 64)
+    with torch.no_grad():
+        layer.subdiagonal_a[7] = torch.inf
+    with pytest.raises(ValueError, match="parameter 'subdiagonal_a' .* NaN or infinite"):
+        layer(torch.randn(2, 64))
+
+
+def test_scaled_method_refuses_zeros_and_names_the_remedy():
+    layer = LDRSubdiagonal(64, 64, method="scaled")
+    with torch.no_grad():
+        layer.subdiagonal_b[7] = 0.0
+    with pytest.raises(ValueError, match='b_subdiagonal.*method="tree"'):
+        layer(torch.randn(2, 64))
+
+
+def test_log_ranges():
+    layer = LDRSubdiagonal(5, 4)
+    with torch.no_grad():
+        layer.subdiagonal_a.fill_(-0.5)
+        layer.subdiagonal_b.copy_(torch.tensor([1.0, 3.0, 3.0, 1.0]))
+    a, b = layer.log_ranges()
+    assert a < 1e-6 and b == pytest.approx(torch.tensor(3.0).log().item())
+    with torch.no_grad():
+        layer.subdiagonal_b[0] = 0.0
+    assert layer.log_ranges()[1] == torch.inf
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_reference_initial_values_are_those_of_the_authors(cls):
+    torch.manual_seed(0)
+    layer = cls(400, 400, 4, init="reference")
+    assert layer.G.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
+    assert layer.H.std().item() == pytest.approx((4 * 400) ** -0.5, rel=0.1)
+    assert (layer.subdiagonal_a == 1).all() and (layer.subdiagonal_b == 1).all()
+    assert all(entries.sum() == 399 for entries in layer.operator_entries())  # all else is 0
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_corners_are_trained_or_absent(cls):
+    torch.manual_seed(0)
+    for corner in ("learned", "zero"):
+        layer = cls(8, 8, 2, corner=corner)
+        layer(torch.randn(3, 8)).square().sum().backward()
+        corners = {name: p.grad for name, p in layer.named_parameters() if "corner" in name}
+        assert len(corners) == (2 if corner == "learned" else 0)
+        assert all(gradient.abs().sum() > 0 for gradient in corners.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", CLASSES)
+def test_member_of_the_class_is_found_again(cls):
+    torch.manual_seed(0)
+    for sizes in ((8, 8), (5, 8), (8, 5)):
+        weight = randomised(cls(*sizes, dtype=torch.float64), 0.05).to_dense().detach()
+        layer = cls.from_linear(linear_of(weight), 1)
+        assert layer.approximation_error < 1e-3, sizes
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_toeplitz_like_matrix_is_a_member(cls):
+    torch.manual_seed(0)
+    weight = ToeplitzLike(12, 12, 2, dtype=torch.float64).to_dense().detach()
+    assert cls.from_linear(linear_of(weight), 2, refine=0).approximation_error < 1e-10
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_more_parameters_come_nearer(cls):
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 12)
+    errors = [cls.from_linear(linear, rank, refine=100).approximation_error for rank in (1, 3, 6)]
+    assert 1 > errors[0] > errors[1] > errors[2]
+    start = cls.from_linear(linear, 3, refine=0).approximation_error
+    assert errors[1] < start
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(LDRSubdiagonal, 8, 8, 0), "rank must be a positive integer, but is 0"),
+        (partial(LDRSubdiagonal, 8, 5, 6), r"rank must be at most min\(in_features, out_features\) = 5, but is 6"),
+        (partial(LDRSubdiagonal, 8, 8, corner="free"), "corner must be one of 'learned', 'zero', but is 'free'"),
+        (partial(LDRTridiagonal, 8, 8, corner=True), "corner must be one of 'learned', 'zero', but is True"),
+        (partial(LDRSubdiagonal, 8, 8, method="fast"), "method must be one of 'auto', 'scaled', .* but is 'fast'"),
+        (partial(LDRTridiagonal, 8, 8, method="tree"), "method must be one of 'auto', 'recurrence', .* but is 'tree'"),
+        (partial(LDRTridiagonal, 8, 8, init="zero"), "init must be one of 'variance', 'reference', but is 'zero'"),
+        (partial(LDRSubdiagonal, 8, 8, pad=True), "pad must be 'square' or None, but is True"),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_corner_for_a_class_that_has_none_is_refused():
+    with pytest.raises(TypeError, match="corner"):
+        ToeplitzLike(8, 8, corner="learned")

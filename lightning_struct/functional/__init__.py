@@ -36,6 +36,12 @@ from lightning_struct.functional.preconditioner import (
     jacobi_scaling,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.subdiagonal import (
+    choose_subdiagonal_method,
+    prepare_subdiagonal,
+    subdiagonal_matmul,
+    subdiagonal_to_dense,
+)
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
     circulant_matmul,
@@ -66,6 +72,7 @@ __all__ = [
     "TridiagonalOperator",
     "armijo",
     "cauchy_like_matmul",
+    "choose_subdiagonal_method",
     "choose_tridiagonal_method",
     "circulant_matmul",
     "conjugate_gradient",
@@ -85,8 +92,11 @@ __all__ = [
     "lsqr",
     "norm_test_batch_size",
     "per_sample_gradient_norms",
+    "prepare_subdiagonal",
     "randomized_gauss_newton_diagonal",
     "required_batch_size",
+    "subdiagonal_matmul",
+    "subdiagonal_to_dense",
     "sylvester_displacement",
     "toeplitz_like_matmul",
     "tridiagonal_matmul",

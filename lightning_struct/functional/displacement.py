@@ -15,6 +15,9 @@ formula (2). The Toeplitz-like matrices are formula (2) with A = Z_1 and B = Z_-
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,8 @@ from lightning_struct.functional.operators import (
     TridiagonalOperator,
     as_operator,
 )
+from lightning_struct.functional.subdiagonal import subdiagonal_matmul, subdiagonal_to_dense
+from lightning_struct.functional.toeplitz import toeplitz_like_matmul
 from lightning_struct.functional.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = ["displacement_rank", "krylov_matrix", "ldr_matmul", "ldr_to_dense", "sylvester_displacement"]
@@ -55,17 +60,21 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
     Raises:
         ValueError: G or H has another shape, or there is no such method.
     """
-    a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
-    require_generators(G, H, a.size, b_transposed.size)
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov", got {method!r}')
+    a, b_transposed = _resolved(as_operator(a)), _resolved(as_operator(b).T)
+    require_generators(G, H, a.size, b_transposed.size)
     if method == "auto" and _is_real(a, b_transposed, G, H):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_to_dense(a, b_transposed, G, H)
         if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
             return G @ H.mT * _geometric_sums(a.d[:, None] * b_transposed.d, min(a.size, b_transposed.size))
+        if (pair := _Downwards.of(a, b_transposed)) is not None:
+            G, H = pair.reverse_rows(G, 0), pair.reverse_columns(H, 0)
+            M = subdiagonal_to_dense(*pair.entries(G), G, H)
+            return pair.reverse_rows(pair.reverse_columns(M, 1), 0)
     left, right = _krylov_rows(a, b_transposed, G, H)
-    return left.mT @ right
+    return _rounded(left.mT @ right, G, H)
 
 
 def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method: str = "auto") -> Tensor:
@@ -78,7 +87,8 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         H: (n, r).
         x: (..., n).
         method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest form that
-            they have; any other is one of :func:`tridiagonal_matmul` where A and B are tridiagonal.
+            they have. Any other is one of :func:`subdiagonal_matmul` where A and B are subdiagonal or shifts, transposed or
+            not, and of :func:`tridiagonal_matmul` where they are tridiagonal.
 
     Returns:
         (..., m).
@@ -92,11 +102,19 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
     if method != "krylov" and _is_real(a, b_transposed, G, H, x):
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_matmul(a, b_transposed, G, H, x, method)
-        if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
+        if (pair := _Downwards.of(a, b_transposed)) is not None:
+            G, H, x = pair.reverse_rows(G, 0), pair.reverse_columns(H, 0), pair.reverse_columns(x, -1)
+            if method == "auto" and isinstance(pair.a, ShiftOperator) and isinstance(pair.b, ShiftOperator):
+                product = toeplitz_like_matmul(G, H, x, pair.a.f, pair.b.f)
+            else:
+                product = subdiagonal_matmul(*pair.entries(G), G, H, x, method)
+            return pair.reverse_rows(product, -1)
+        if method == "auto" and isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
             return x @ ldr_to_dense(a, b, G, H).mT
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
-    return krylov_product(*_krylov_rows(a, b_transposed, G, H), x)
+    left, right = _krylov_rows(a, b_transposed, G, H)
+    return _rounded(krylov_product(left, right, x.to(left.dtype)), G, H, x)
 
 
 def sylvester_displacement(M: Tensor, a: Operator, b: Operator) -> Tensor:
@@ -147,8 +165,66 @@ def _krylov_rows(
     a: DisplacementOperator, b_transposed: DisplacementOperator, G: Tensor, H: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The columns of all K(A, g_i) and of all K(Bᵀ, h_i) in the same order, as rows: (pr, m) and (pr, n)."""
-    count = min(a.size, b_transposed.size)
-    return krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b_transposed, H.mT, count).flatten(0, 1)
+    count, dtype = (
+        min(a.size, b_transposed.size),
+        torch.promote_types(torch.promote_types(G.dtype, H.dtype), torch.float32),
+    )
+    left = krylov_rows(a, G.mT.to(dtype), count).flatten(0, 1)
+    right = krylov_rows(b_transposed, H.mT.to(dtype), count).flatten(0, 1)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    return left.to(dtype), right.to(dtype)
+
+
+def _rounded(product: Tensor, *arguments: Tensor) -> Tensor:
+    """In half precision, if all arguments are."""
+    dtype = reduce(torch.promote_types, (argument.dtype for argument in arguments))
+    return product.to(dtype) if dtype.itemsize == 2 else product
+
+
+class _Downwards(NamedTuple):
+    """A = J_1 A' J_1 and Bᵀ = J_2 B' J_2 with A' and B' subdiagonal, J_i the identity or the reversal of the order.
+
+    The reversal turns the transpose of a subdiagonal operator into a subdiagonal one: M is that of A', B', J_1 G and J_2 H
+    with its rows and columns reversed.
+    """
+
+    a: SubdiagonalOperator | ShiftOperator
+    b: SubdiagonalOperator | ShiftOperator
+    rows_reversed: bool
+    columns_reversed: bool
+
+    @staticmethod
+    def of(a: DisplacementOperator, b: DisplacementOperator) -> _Downwards | None:
+        """None if one of A and Bᵀ is no subdiagonal operator in any direction."""
+        left, right = _downwards(a), _downwards(b)
+        if left is None or right is None:
+            return None
+        return _Downwards(left, right, isinstance(a, TransposedOperator), isinstance(b, TransposedOperator))
+
+    def entries(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Subdiagonal and corner of A', subdiagonal and corner of B'."""
+        return *_entries(self.a, like), *_entries(self.b, like)
+
+    def reverse_rows(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.flip(dim) if self.rows_reversed else tensor
+
+    def reverse_columns(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.flip(dim) if self.columns_reversed else tensor
+
+
+def _downwards(operator: DisplacementOperator) -> SubdiagonalOperator | ShiftOperator | None:
+    if not isinstance(operator, TransposedOperator):
+        return operator if isinstance(operator, SubdiagonalOperator | ShiftOperator) else None
+    below = operator.operator
+    if isinstance(below, SubdiagonalOperator):
+        return SubdiagonalOperator(below.subdiagonal.flip(0), below.corner)
+    return below if isinstance(below, ShiftOperator) else None
+
+
+def _entries(operator: SubdiagonalOperator | ShiftOperator, like: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(operator, SubdiagonalOperator):
+        return operator.subdiagonal, operator.corner
+    return like.new_ones(operator.n - 1), torch.as_tensor(operator.f, dtype=like.dtype, device=like.device)
 
 
 def _resolved(operator: DisplacementOperator) -> DisplacementOperator:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
+from lightning_struct.functional.scaled_toeplitz import ScaledToeplitzSpectra
 from lightning_struct.functional.subdiagonal import (
     SUBDIAGONAL_METHODS,
     DenseMatrix,
@@ -166,7 +167,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     def method_in_use(self) -> str:
         """The method of the last product; before the first one, that of a product with one vector."""
         if self._kept is not None:
-            return _method_of(self._kept.form)
+            return _method_of(self._kept.form, self.G.dtype)
         if self.method != "auto":
             return self.method
         return self._choose(1) if self._choice is None else self._choice.method
@@ -383,14 +384,15 @@ def _has_values(tensor: Tensor) -> bool:
     return True
 
 
-def _method_of(form: Form) -> str:
+def _method_of(form: Form, dtype: torch.dtype) -> str:
     if isinstance(form, PartForm):
         form = form.form
     if isinstance(form, DenseMatrix):
         return "dense"
     if isinstance(form, TreePair):
         return "tree"
-    return "scaled"
+    assert isinstance(form, ScaledToeplitzSpectra)
+    return "scaled" if form.in_weights.dtype == dtype else "scaled_float64"
 
 
 def _detrended_log_range(subdiagonal: Tensor) -> Tensor:

@@ -81,27 +81,37 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
 
 
+def _parts_of(form: Any) -> dict[str, Any]:
+    """The fields of a form, or the items of a tuple of forms."""
+    if isinstance(form, tuple):
+        return {str(index): item for index, item in enumerate(form)}
+    return {field.name: getattr(form, field.name) for field in dataclasses.fields(form)}
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, tuple) or dataclasses.is_dataclass(value)
+
+
 def _tensors_of(form: Any, prefix: str = "form") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a form, and of the forms in it, with a name for each."""
-    for field in dataclasses.fields(form):
-        name, value = f"{prefix}_{field.name}", getattr(form, field.name)
+    for part, value in _parts_of(form).items():
         if isinstance(value, Tensor):
-            yield name, value
-        elif dataclasses.is_dataclass(value):
-            yield from _tensors_of(value, name)
+            yield f"{prefix}_{part}", value
+        elif _has_parts(value):
+            yield from _tensors_of(value, f"{prefix}_{part}")
 
 
 def _with_tensors_of(module: nn.Module, form: Any, prefix: str = "form") -> Any:
     """``form`` with the buffers of ``module`` in place of its tensors."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(form):
-        name, value = f"{prefix}_{field.name}", getattr(form, field.name)
+    parts = {}
+    for part, value in _parts_of(form).items():
+        name = f"{prefix}_{part}"
         if isinstance(value, Tensor):
             buffer = getattr(module, name)
-            changed[field.name] = torch.view_as_complex(buffer) if value.is_complex() else buffer
-        elif dataclasses.is_dataclass(value):
-            changed[field.name] = _with_tensors_of(module, value, name)
-    return dataclasses.replace(form, **changed)
+            parts[part] = torch.view_as_complex(buffer) if value.is_complex() else buffer
+        else:
+            parts[part] = _with_tensors_of(module, value, name) if _has_parts(value) else value
+    return tuple(parts.values()) if isinstance(form, tuple) else type(form)(**parts)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,26 @@ def test_all_methods_agree(cls, methods):
         assert layer.method_in_use == method
         with torch.no_grad():
             torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-9, atol=1e-9)
+        assert layer.method_in_use == method or (method, layer.method_in_use) == ("scaled_float64", "scaled")
+
+
+@pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
+def test_forms_of_all_methods_are_frozen_and_exported(method):
+    torch.manual_seed(0)
+    layer = randomised(LDRSubdiagonal(100, 130, 2, method=method), 0.01).eval()
+    x = torch.randn(2, 100)
+    with torch.no_grad():
+        y = layer(x)
+    assert layer.method_in_use == method
+    frozen = layer.freeze()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(frozen(x), y)
+    exported = torch.export.export(frozen, (x,))
+    assert not exported.constants  # all tensors are buffers
+    torch.testing.assert_close(exported.module()(x), y)
+    torch.testing.assert_close(frozen.double()(x.double()), y.double(), rtol=1e-4, atol=1e-5)
 
 
 def test_automatic_choice_follows_the_operators():

@@ -3,19 +3,18 @@
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
 from lightning_struct.callbacks.predictions import PredictionWriter
-from lightning_struct.data.in_memory import InMemoryDataModule
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
@@ -29,18 +28,22 @@ class Results:
         predictions: what ``predict`` writes.
         config: the file that is run without ``--config``.
         log_every_n_steps: few and long steps are all logged.
+        gap: the metric whose difference between training and test set is shown, too.
     """
 
     metrics: Mapping[str, tuple[str, str]]
     predictions: str
     config: str
     log_every_n_steps: int
+    gap: str | None = None
 
 
 RECONSTRUCTIONS = Results(
     {"test_loss": ("½‖x̂ - x‖²", ".4g"), "test_squared_error": ("‖x̂ - x‖²", ".4g")}, "reconstructions", "shf.yaml", 1
 )
 CLASSES = Results({"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", "rls.yaml", 50)
+STRUCTURED = replace(CLASSES, config="ldr_sd.yaml", gap="test_accuracy")
+WORDS = Results({"test_loss": ("nats", ".4g"), "test_perplexity": ("perplexity", ".2f")}, "words", "ldr_sd.yaml", 50)
 
 
 def config_directory(name: str) -> Path:
@@ -52,9 +55,14 @@ def config_directory(name: str) -> Path:
 class RecipeCLI(LightningCLI):
     """LightningCLI that says at the end of ``fit`` what was reached and where the results are."""
 
-    def __init__(self, *arguments: Any, results: Results, **options: Any) -> None:
+    def __init__(self, *arguments: Any, results: Results, links: Mapping[str, str], **options: Any) -> None:
         self.results = results
+        self.links = links
         super().__init__(*arguments, **options)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for source, target in self.links.items():
+            parser.link_arguments(source, target, apply_on="instantiate")
 
     def before_validate(self) -> None:
         if self.config[self.subcommand].get("ckpt_path") is None:
@@ -76,6 +84,10 @@ class RecipeCLI(LightningCLI):
             weights = "the best checkpoint" if best else "the last weights"
             console = Console(soft_wrap=True, highlight=False)
             console.print(_table(f"Averages over samples, {weights}", self.results, errors))
+            if self.results.gap is not None:
+                heading, form = self.results.metrics[self.results.gap]
+                gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]
+                console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
             console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
             console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
             for picture in sorted(log_dir.glob("*.png")):
@@ -96,18 +108,25 @@ class RecipeCLI(LightningCLI):
 def run_recipe(
     name: str,
     model_class: type[L.LightningModule],
-    data_class: type[InMemoryDataModule],
+    data_class: type[L.LightningDataModule],
     results: Results,
     args: Sequence[str] | None = None,
+    *,
+    subclass_mode_data: bool = False,
+    links: Mapping[str, str] | None = None,
 ) -> RecipeCLI:
     """Parse arguments and run the subcommand they name.
 
     Args:
         name: of the recipe: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
         model_class: the configured model is this class or one derived from it.
-        data_class: the data module, configured by ``--data.*``.
+        data_class: the data module, configured by ``--data.*``; it has ``evaluation_dataloader`` as
+            :class:`InMemoryDataModule` has it.
         results: of its kind of task.
         args: command line, of this process if None.
+        subclass_mode_data: the configured data module is of a class derived from ``data_class``.
+        links: arguments of the model, such as ``model.init_args.vocabulary_size``, by the attributes of the data module
+            that they are taken from.
 
     Returns:
         The command line after its run, with ``trainer``, ``model`` and ``datamodule``.
@@ -121,7 +140,9 @@ def run_recipe(
         data_class,
         results=results,
         args=None if args is None else given,
+        links=links or {},
         subclass_mode_model=True,
+        subclass_mode_data=subclass_mode_data,
         auto_configure_optimizers=False,
         seed_everything_default=0,
         save_config_kwargs={"overwrite": True},

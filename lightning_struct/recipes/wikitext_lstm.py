@@ -1,0 +1,25 @@
+"""LSTM language model of WikiText-2 with structured input-hidden matrices: Thomas et al., Table 2 and Appendix F.2. ::
+
+python -m lightning_struct.recipes.wikitext_lstm fit
+python -m lightning_struct.recipes.wikitext_lstm fit --data.text_file=FILE
+
+The budgets of the table are ``--model.layer.rank``: 1, 2, 4, 8, 16 and 24 for LDR-SD, one more for the classes
+without operators of their own: 2, 3, 5, 9, 17 and 25.
+"""
+
+from collections.abc import Sequence
+
+from lightning_struct.data import TextCorpusDataModule
+from lightning_struct.models import LanguageModel
+from lightning_struct.recipes.cli import WORDS, RecipeCLI, run_command, run_recipe
+
+LINKS = {"data.vocabulary_size": "model.init_args.vocabulary_size"}
+
+
+def main(args: Sequence[str] | None = None) -> RecipeCLI:
+    """Run the recipe on ``args``, by default on the command line of this process."""
+    return run_recipe("wikitext_lstm", LanguageModel, TextCorpusDataModule, WORDS, args, links=LINKS)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -19,10 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.few_rows import FewRowsProduct
+
 # Odd factors of the lengths of transforms: the others are powers of two. Measured: larger primes are up to twice as slow.
-_ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25)
+_ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
 # Numbers that one batch of transforms works on at most, where ranks can be taken one after the other: more leave the cache.
 _CHUNK = 1 << 19
+# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which two steps
+# with short plans are faster. Measured.
+_LONG_PLAN, _FEW_ROWS = 512, 16
 
 
 def transform_length(least: int) -> int:
@@ -95,6 +100,7 @@ class ScaledToeplitzSpectra:
         h_hat: the conjugates of the spectra of h, (r, L/2 + 1).
         in_weights, out_weights, middle: as in :func:`scaled_toeplitz_matmul`.
         out_features: m.
+        few_rows: the same for few rows, on a CPU and where it can be had: M is square, of a size that transforms quickly.
     """
 
     g_hat: Tensor
@@ -103,20 +109,29 @@ class ScaledToeplitzSpectra:
     out_weights: Tensor
     middle: Tensor
     out_features: int
+    few_rows: FewRowsProduct | None
 
     @staticmethod
     def of(g: Tensor, h: Tensor, in_weights: Tensor, out_weights: Tensor, middle: Tensor) -> ScaledToeplitzSpectra:
         """Of the matrix of :func:`scaled_toeplitz_matmul`."""
         length = middle.shape[-1]
         g_hat, h_hat = spectra(g, length), conjugate(spectra(h, length))
-        return ScaledToeplitzSpectra(g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1])
+        square = g.shape[-1] == h.shape[-1] == length // 2
+        planned_anew = square and length >= _LONG_PLAN and g.device.type == "cpu"
+        few_rows = FewRowsProduct.of(g, h, in_weights, out_weights, middle) if planned_anew else None
+        return ScaledToeplitzSpectra(g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1], few_rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) of (..., n), in the dtype of x; computed in that of M."""
         rows = x.reshape(-1, x.shape[-1]).to(self.in_weights.dtype)
-        product = multiply_by_spectra(
-            rows, self.g_hat, self.h_hat, self.in_weights, self.out_weights, self.middle, self.out_features
-        )[0]
+        # One that is exported or compiled must not depend on the number of rows.
+        few_rows = None if torch.compiler.is_compiling() else self.few_rows
+        if few_rows is not None and rows.shape[0] * self.g_hat.shape[0] <= _FEW_ROWS:
+            product = few_rows.matmul(rows)
+        else:
+            product = multiply_by_spectra(
+                rows, self.g_hat, self.h_hat, self.in_weights, self.out_weights, self.middle, self.out_features
+            )[0]
         return product.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
 
 

@@ -11,7 +11,9 @@ unrolled into a line, on which a path of fewer than n steps to node k >= 0 start
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,10 +31,12 @@ class _Level:
         transfer: (F, W, r D), of each of W blocks, each rank and each distance d = 1, ..., D: the spectrum of the source in
             the block d above times the product along the blocks between.
         inlet: (W, c), the product from the start of a block to each of its c nodes.
+        smaller: the level of the next smaller blocks; None of the smallest.
     """
 
     transfer: Tensor
     inlet: Tensor
+    smaller: _Level | None
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,14 @@ class KrylovTree:
 
     Args:
         leaves: (N, r c), the first c columns of all matrices as far as they stay in the smallest blocks.
-        levels: those of the blocks, the smallest first.
+        level: that of the largest blocks.
         rank: r.
         size: n; N is the multiple of the size of the largest blocks above it.
         columns: p.
     """
 
     leaves: Tensor
-    levels: tuple[_Level, ...]
+    level: _Level
     rank: int
     size: int
     columns: int
@@ -61,18 +65,23 @@ class KrylovTree:
         above, below = (-(-count // blocks[-1]) * blocks[-1] for count in (columns, size))
         line = torch.arange(-above, below, device=weights.device) % size
         weights, generators = weights[line], generators[:, line]
-        parents = (*blocks[1:], above + blocks[-1])
-        levels = [
-            _level(weights, generators, above, block, parent, block == blocks[-1])
-            for block, parent in zip(blocks, parents, strict=True)
-        ]
+        level = None
+        for block, parent in pairwise(blocks):
+            level = _level(weights, generators, above, block, parent, level, cyclic=False)
+        level = _level(weights, generators, above, blocks[-1], above + blocks[-1], level, cyclic=True)
         leaves = _leaves(weights[above:].unflatten(0, (-1, blocks[0])), generators[:, above:])
-        return KrylovTree(leaves, tuple(levels), rank, size, columns)
+        return KrylovTree(leaves, level, rank, size, columns)
+
+    def _levels(self) -> Iterator[_Level]:
+        level: _Level | None = self.level
+        while level is not None:
+            yield level
+            level = level.smaller
 
     def matmul(self, t: Tensor) -> Tensor:
         """Σᵢ K(A, gᵢ) tᵢ, (B, n) of (B, r, p)."""
         result = _fit(t, self.leaves.shape[1] // self.rank).flatten(1) @ self.leaves.mT
-        for level in self.levels:
+        for level in self._levels():
             block = level.inlet.shape[1]
             distances = level.transfer.shape[2] // self.rank
             segments = _fit(t, (distances + 1) * block).unfold(2, 2 * block, block)
@@ -85,7 +94,7 @@ class KrylovTree:
         """K(A, gᵢ)ᵀ x for all i, (B, r, p) of (B, n)."""
         x = _fit(x, self.leaves.shape[0])
         result = _fit((x @ self.leaves).unflatten(1, (self.rank, -1)), self.columns)
-        for level in self.levels:
+        for level in self._levels():
             block = level.inlet.shape[1]
             hats = torch.fft.rfft(F.pad(x.unflatten(1, level.inlet.shape) * level.inlet, (block, 0)))
             segments = torch.fft.irfft((level.transfer.mH @ hats.permute(2, 1, 0)).permute(2, 1, 0), n=2 * block)
@@ -123,7 +132,9 @@ def _leaves(weights: Tensor, generators: Tensor) -> Tensor:
     return torch.stack(columns, -1).flatten(1, 2).movedim(0, 1).flatten(1)
 
 
-def _level(weights: Tensor, generators: Tensor, above: int, block: int, parent: int, cyclic: bool) -> _Level:
+def _level(
+    weights: Tensor, generators: Tensor, above: int, block: int, parent: int, smaller: _Level | None, *, cyclic: bool
+) -> _Level:
     """Of blocks of one size, which receive from those above them within one parent, or, the largest, from all of ``above``.
 
     Args:
@@ -142,4 +153,4 @@ def _level(weights: Tensor, generators: Tensor, above: int, block: int, parent: 
     if not cyclic:
         between = between * (distance <= targets[:, None] % (distances + 1))
     transfer = (hats[:, sources] * between[..., None]).permute(3, 1, 0, 2).flatten(2)
-    return _Level(transfer, products[first:])
+    return _Level(transfer, products[first:], smaller)

@@ -57,6 +57,15 @@ def test_it_is_the_definition(through, dtype, tolerance):
     assert {case: error for case, error in errors.items() if not error <= tolerance} == {}
 
 
+@pytest.mark.parametrize("n", [256, 320, 1000])
+@pytest.mark.parametrize("rank, rows", [(1, 1), (1, 5), (3, 2), (3, 20)])
+def test_the_prepared_form_takes_few_rows_and_many(n, rank, rows):
+    G, H, x = factors(n, n, rank, rows)
+    f, g = 0.7, -0.3
+    product = prepare_toeplitz_like(G, H, f, g).matmul(x)
+    assert relative_error(product, toeplitz_like_matmul(G, H, x, f, g)) < 1e-13
+
+
 def test_the_default_corners_are_1_and_minus_1():
     G, H, x = factors(6, 5)
     assert torch.equal(toeplitz_like_matmul(G, H, x), toeplitz_like_matmul(G, H, x, 1.0, -1.0))

@@ -84,6 +84,8 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
             "the column must be as long as the longer of both"
         )
     dtype = _real(column, x)
+    if x.numel() == 0:
+        return _no_rows(x, m).to(dtype)
     hat = torch.fft.rfft(column.to(_computed(dtype))) * torch.fft.rfft(x.to(_computed(dtype)), k)
     return torch.fft.irfft(hat, k)[..., :m].to(dtype)
 
@@ -132,6 +134,8 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
     m, n = _sizes(G, H, x)
     _require_nodes("nodes", nodes, m)
     dtype = _real(nodes, G, H, x)
+    if x.numel() == 0:
+        return _no_rows(x, m).to(dtype)
     nodes, G, H, x = (tensor.to(_computed(dtype)) for tensor in (nodes, G, H, x))
     length = transform_length(2 * n - 1)
     hats = torch.fft.rfft(x, length)[..., None, :] * torch.fft.rfft(H.mT, length).conj()
@@ -180,6 +184,11 @@ def _hadamard(n: int, like: Tensor) -> Tensor:
     while len(matrix) < n:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
+
+
+def _no_rows(x: Tensor, m: int) -> Tensor:
+    """(..., m) of x (..., n) without any row, of which Fourier transforms fail on the oldest torch."""
+    return x[..., :1].expand(*x.shape[:-1], m)
 
 
 def _powers(nodes: Tensor, count: int) -> Tensor:

@@ -185,6 +185,7 @@ def test_circulant_products():
         matrix = circulant(column, m, n)
         torch.testing.assert_close(circulant_matmul(column, x, m), x @ matrix.mT, msg=f"{m} x {n} of {k}")
     torch.testing.assert_close(circulant_matmul(column, x), x @ circulant(column, 9, 6).mT)
+    assert circulant_matmul(column, x[:0], 4).shape == (0, 3, 4)
 
 
 def test_derivatives_of_circulant_products():

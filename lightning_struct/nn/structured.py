@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -114,22 +114,23 @@ def _with_tensors_of(module: nn.Module, form: Any, prefix: str = "form") -> Any:
     return tuple(parts.values()) if isinstance(form, tuple) else type(form)(**parts)
 
 
-@dataclass(frozen=True)
 class _Kept:
-    """A form with the tensors that it was made from.
+    """A form, with the tensors that it was made from as they were then.
 
-    The aliases keep the memory of the tensors, so that no other tensor can come to lie at their address.
+    The aliases hold the memory of the tensors, so that no other tensor can come to lie at their address.
     """
 
-    form: Form
-    aliases: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    def __init__(self, form: Form, sources: dict[str, Tensor]) -> None:
+        self.form = form
+        self._sources = [(name, source, source._version, source.data_ptr()) for name, source in sources.items()]
+        self._aliases = [source.detach() for source in sources.values()]
 
-    def is_made_from(self, tensors: Sequence[Tensor]) -> bool:
-        return all(
-            tensor._version == version and tensor.data_ptr() == alias.data_ptr()
-            for tensor, alias, version in zip(tensors, self.aliases, self.versions, strict=True)
-        )
+    def is_current(self, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
+        for name, source, version, address in self._sources:
+            now = parameters[name] if name in parameters else buffers.get(name)
+            if now is not source or source._version != version or source.data_ptr() != address:
+                return False
+        return True
 
 
 class StructuredLinear(nn.Module, ABC):
@@ -248,24 +249,23 @@ class StructuredLinear(nn.Module, ABC):
             TypeError: x has not the dtype of the parameters.
             ValueError: the last dimension of x is not ``in_features``.
         """
-        reference = self._reference
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
+        dtype = getattr(self, self.weight_names[0]).dtype
+        if x.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape {tuple(x.shape)}"
             )
         device = x.device.type
-        autocast = torch.is_autocast_enabled(device) and x.is_floating_point() and reference.dtype == torch.float32
-        if not autocast and x.dtype != reference.dtype:
+        autocast = torch.is_autocast_enabled(device) and x.is_floating_point() and dtype == torch.float32
+        if not autocast and x.dtype != dtype:
             raise TypeError(
-                f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {reference.dtype}: convert "
-                "one of them"
+                f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {dtype}: convert one of them"
             )
         if not autocast:
             return self._add_bias(self._matmul(x))
         if self._is_of_matmuls:
             return self._add_bias(self._multiply(x))
         with torch.autocast(device, enabled=False):
-            y = self._add_bias(self._matmul(x.to(reference.dtype)))
+            y = self._add_bias(self._matmul(x.to(dtype)))
         return y.to(torch.get_autocast_dtype(device))
 
     def freeze(self, batch: int = 1) -> FrozenLinear:
@@ -323,20 +323,17 @@ class StructuredLinear(nn.Module, ABC):
     def _matmul(self, x: Tensor) -> Tensor:
         if self.training or torch.compiler.is_compiling():
             return self._multiply(x)
-        weights = list(self._weights().values())
-        # Under torch.func, and under functional_call, the weights are no Parameters of this module.
-        if not all(isinstance(weight, nn.Parameter) for weight in weights):
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self._weights().values()):
             return self._multiply(x)
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            return self._multiply(x)
-        sources = [*weights, *self._buffers_of_form()]
-        if self._kept is None or not self._kept.is_made_from(sources):
+        if self._kept is None or not self._kept.is_current(self._parameters, self._buffers):
+            weights = self._weights()
+            # Under torch.func and in functional_call the weights are no Parameters of this module.
+            if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
+                return self._multiply(x)
             form = self._make_form(x.shape[:-1].numel())
-            self._kept = _Kept(form, tuple(s.detach() for s in sources), tuple(s._version for s in sources))
+            buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+            self._kept = _Kept(form, weights | buffers)
         return self._kept.form.matmul(x)
-
-    def _buffers_of_form(self) -> list[Tensor]:
-        return [buffer for buffer in self._buffers.values() if buffer is not None]
 
     def _make_form(self, batch: int) -> Form:
         self.check_finite()

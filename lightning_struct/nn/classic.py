@@ -248,6 +248,22 @@ class Circulant(StructuredLinear):
         return (rows[:, None] - columns) % self.column.numel()
 
 
+@dataclass(frozen=True)
+class FastfoodForm:
+    """The three diagonals, the order of the coordinates and the size of the transforms."""
+
+    S: Tensor
+    G: Tensor
+    B: Tensor
+    order: Tensor
+    length: int
+
+    def matmul(self, x: Tensor) -> Tensor:
+        spread = hadamard_transform(_filled_up(x * self.B, self.length), normalize=True)
+        mixed = hadamard_transform(_filled_up(spread[..., self.order] * self.G, self.length), normalize=True)
+        return mixed[..., : self.S.shape[0]] * self.S
+
+
 class Fastfood(StructuredLinear):
     """M = S H G Π H B: Fastfood with all three diagonal matrices learned (Le et al. 2013; Yang et al. 2015).
 
@@ -308,10 +324,15 @@ class Fastfood(StructuredLinear):
             nn.init.zeros_(self.bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        k = self.G.numel()
-        spread = hadamard_transform(F.pad(x * self.B, (0, self.length - self.in_features)), normalize=True)
-        mixed = hadamard_transform(F.pad(spread[..., self.order] * self.G, (0, self.length - k)), normalize=True)
-        return mixed[..., : self.out_features] * self.S
+        return self._form().matmul(x)
+
+    def _prepare(self, batch: int) -> Form:
+        return (
+            super()._prepare(batch) if dense_is_faster(self.out_features, self.in_features, 0, batch) else self._form()
+        )
+
+    def _form(self) -> FastfoodForm:
+        return FastfoodForm(self.S, self.G, self.B, self.order, self.length)
 
 
 class PrunedLinear(StructuredLinear):
@@ -390,3 +411,7 @@ def reduced_hidden_units(in_features: int, out_features: int, parameters: int, *
     """
     per_unit = positive_size("in_features", in_features) + positive_size("out_features", out_features) + bias
     return max(1, math.ceil((positive_size("parameters", parameters) - out_features) / per_unit))
+
+
+def _filled_up(x: Tensor, length: int) -> Tensor:
+    return F.pad(x, (0, length - x.shape[-1]))

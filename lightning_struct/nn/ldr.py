@@ -185,6 +185,10 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         a, b = (_detrended_log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
         return a, b
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._choice = None
+
     def train(self, mode: bool = True) -> Self:
         if mode != self.training:
             self._choice = None

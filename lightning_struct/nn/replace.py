@@ -36,7 +36,8 @@ def replace_linear(
     by one layer at all of them. What is replaced is logged at level INFO. The output projection of an
     ``nn.MultiheadAttention`` is left as it is, and logged too: attention reads its weight, and does not call it.
 
-    Make the optimizer after this: the old parameters are gone.
+    Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
+    module, such as an embedding, is theirs alone from then on; that is logged as a warning.
 
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
@@ -74,6 +75,7 @@ def replace_linear(
             "replace_linear replaces nothing: no nn.Linear that is included and not excluded (and not inside of an "
             f"nn.MultiheadAttention) is in {type(model).__name__}"
         )
+    _warn_of_ties(model, [name for name, _ in places])
     for name, layer in places:  # only now: an error leaves the model as it was
         if not name:
             return layer
@@ -103,6 +105,18 @@ def replacement_report(model: nn.Module) -> str:
         )
         for row in rows
     )
+
+
+def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
+    """Say whose weight a replaced layer had too, such as an embedding's."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for tied in names.values():
+        gone = [name for name in tied if name in replaced]
+        kept = [name for name in tied if name not in replaced]
+        if gone and kept:
+            _log.warning("%s had its weight together with %s, and no longer has", ", ".join(gone), ", ".join(kept))
 
 
 class _Selector:

@@ -78,7 +78,7 @@ def test_matrix_is_that_of_the_formula(cls):
         torch.testing.assert_close(layer.to_dense(), by_definition(layer), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("cls", [ToeplitzLike, HankelLike, Circulant, partial(ToeplitzLike, pad="square")])
+@pytest.mark.parametrize("cls", [ToeplitzLike, HankelLike, Circulant, Fastfood, partial(ToeplitzLike, pad="square")])
 def test_large_matrices_are_kept_as_spectra(cls):
     torch.manual_seed(0)
     layer = cls(1030, 1040)

@@ -115,6 +115,14 @@ def test_what_is_done_is_logged(caplog):
     assert any(message.startswith("0.linear1: Linear(") and "relative error 0." in message for message in messages)
 
 
+def test_tied_weights_are_named(caplog):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+    model[2].weight = model[0].weight
+    with caplog.at_level(logging.WARNING, "lightning_struct"):
+        replace_linear(model, FACTORY)
+    assert [record.getMessage() for record in caplog.records] == ["2 had its weight together with 0, and no longer has"]
+
+
 def test_report_lists_structured_layers():
     model = Net()
     replace_linear(model, partial(LowRank.from_linear, rank=2), include="head")

@@ -287,3 +287,27 @@ def test_from_linear_refuses_what_is_not_finite(name):
     linear.weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match="NaN or infinite"):
         type(make(name)).from_linear(linear, **FACTORIES[name].keywords)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_computes_what_the_cpu_computes(name):
+    for in_features, out_features in SIZES:
+        ours = make(name, in_features, out_features, dtype=torch.float64)
+        theirs = copy.deepcopy(ours).cuda()
+        x = torch.randn(5, in_features, dtype=torch.float64)
+        for layer in (ours, theirs):
+            layer(x.to(layer.bias.device)).square().sum().backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad.cpu(), rtol=1e-8, atol=1e-9)
+        with torch.no_grad():
+            y = ours.eval()(x)
+            torch.testing.assert_close(theirs.eval()(x.cuda()).cpu(), y, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(theirs.freeze()(x.cuda()).cpu(), y, rtol=1e-9, atol=1e-9)
+            theirs.float().train()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                half = theirs(x.float().cuda())
+            assert half.dtype == torch.bfloat16
+            torch.testing.assert_close(half.double().cpu(), y, rtol=0.05, atol=0.05)
+    linear = nn.Linear(12, 7, device="cuda")
+    assert type(ours).from_linear(linear, refine=3, **FACTORIES[name].keywords).to_dense().device.type == "cuda"

@@ -3,9 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY [--seeds 0 1] [--jobs 2]
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py mnist --data-dir DIRECTORY --seeds 0 --minutes 10
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py curves --seeds 0 --minutes 10
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY --kronecker --cpu-seconds 120
 
 Runs SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), SHF damped around the origin instead of the start (USPS
-only), and Adam over the rates, all from the same sparse start for a seed. Each run is a process of its own with one
+only), and Adam over the rates, all from the same sparse start for a seed. With ``--kronecker`` SHF with Kronecker factors
+(``recipes/TASK_autoencoder/kronecker.yaml``), with its guards set by hand and measured, against Adam at constant and at
+falling rates, SGD with momentum and L-BFGS, all with its L2, and SHF and HF as in the papers. Each run is a process of its own with one
 thread, and is skipped where its file is in ``--output`` already; the tables and the picture are made of all files that are
 there. Time is CPU time of the process, which another job on the machine changes little. Errors are in full units,
 ‖x̂ - x‖² averaged over samples, twice those of the paper.
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
@@ -35,9 +39,10 @@ CPU_SECONDS = (15, 30, 60, 120, 240, 480, 960)
 
 
 class ProcessClock(L.Callback):
-    """CPU seconds of the process at each step and each validation, from the start of training on."""
+    """CPU seconds of the process at each step and each validation, from the start of training on, which it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: float | None = None) -> None:
+        self.bound = bound
         self.steps: list[dict[str, float]] = []
         self.validations: list[dict[str, float]] = []
         self._begin = 0.0
@@ -48,7 +53,10 @@ class ProcessClock(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         names = ("batch_size", "damping", "solver_iterations", "train_loss")
         values = {name: float(trainer.callback_metrics[name]) for name in names if name in trainer.callback_metrics}
-        self.steps.append({"step": trainer.global_step, "cpu": time.process_time() - self._begin, **values})
+        cpu = time.process_time() - self._begin
+        self.steps.append({"step": trainer.global_step, "cpu": cpu, **values})
+        if self.bound is not None and cpu > self.bound:
+            trainer.should_stop = True
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.global_step:
@@ -57,23 +65,83 @@ class ProcessClock(L.Callback):
             self.validations.append({"step": trainer.global_step, "cpu": cpu, "error": error})
 
 
-def run_job(task: str, name: str, seed: int, arguments: list[str], output: Path) -> None:
+def run_job(task: str, name: str, seed: int, arguments: list[str], bound: float | None, output: Path) -> None:
     recipe = import_module(f"lightning_struct.recipes.{task}_autoencoder").main
     fit = ["fit", *arguments, f"--seed_everything={seed}", f"--data.seed={seed}"]
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        cli = recipe([*fit, "--trainer.enable_progress_bar=false", "--trainer.callbacks+=autoencoders.ProcessClock"])
+        clock_arguments = [
+            "--trainer.callbacks+=autoencoders.ProcessClock",
+            f"--trainer.callbacks.bound={bound or 'null'}",
+        ]
+        cli = recipe([*fit, "--trainer.enable_progress_bar=false", *clock_arguments])
         (clock,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ProcessClock")
         (tested,) = cli.trainer.test(cli.model, cli.datamodule, ckpt_path="best", verbose=False)
     result = {
         "name": name,
         "seed": seed,
         "arguments": arguments,
-        "steps": clock.steps if "adam" not in name else clock.steps[-1:],
+        "steps": clock.steps if name.startswith(("shf", "hf", "kronecker")) else clock.steps[-1:],
         "validations": clock.validations,
         "test_at_best": tested["test_squared_error"],
     }
     output.write_text(json.dumps(result))
+
+
+def guarded(config: Path, directory: Path, *, held_out: bool, norm_test: bool) -> Path:
+    """The YAML with its hand-set guards replaced: the floor of λ by ρ on samples held out, the growth by the norm test."""
+    settings = yaml.safe_load(config.read_text())
+    callbacks = {c["class_path"].rsplit(".", 1)[1]: c for c in settings["trainer"]["callbacks"]}
+    if held_out:
+        settings["model"]["init_args"]["optimizer"]["init_args"]["held_out"] = 0.2
+        callbacks["LevenbergMarquardtDamping"]["init_args"] = {"drop": 0.9, "lower": 0.5}
+    if norm_test:
+        largest = callbacks["GrowingBatchSize"]["init_args"]["max_batch_size"]
+        callbacks["GrowingBatchSize"]["init_args"] = {"max_batch_size": largest, "theta": 0.2}
+    file = directory / f"kronecker_{held_out}_{norm_test}.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list[tuple[str, int, list[str]]]:
+    configs = Path(__file__).resolve().parents[1] / "recipes" / f"{task}_autoencoder"
+    data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if task != "curves" else []
+    config = configs / "kronecker.yaml"
+    l2 = yaml.safe_load(config.read_text())["model"]["init_args"]["optimizer"]["init_args"]["l2"]
+    optimizer = "--model.init_args.optimizer"
+    first_order = [f"--config={configs / 'adam.yaml'}", *data, f"--trainer.max_epochs={options.adam_epochs}"]
+    falling = [
+        "--model.init_args.lr_scheduler=torch.optim.lr_scheduler.LinearLR",
+        "--model.init_args.lr_scheduler.init_args.start_factor=1",
+        "--model.init_args.lr_scheduler.init_args.end_factor=0.01",
+        f"--model.init_args.lr_scheduler.init_args.total_iters={options.adam_epochs}",
+    ]
+    ways = {
+        "kronecker": [f"--config={config}", *data],
+        "kronecker held-out": [f"--config={guarded(config, output, held_out=True, norm_test=False)}", *data],
+        "kronecker norm-test": [f"--config={guarded(config, output, held_out=False, norm_test=True)}", *data],
+        "kronecker held-out norm-test": [f"--config={guarded(config, output, held_out=True, norm_test=True)}", *data],
+        "shf": [f"--config={configs / 'shf.yaml'}", *data],
+        "hf": [f"--config={configs / 'hf.yaml'}", *data],
+    }
+    for rate in options.rates:
+        adam = [*first_order, f"{optimizer}.init_args.lr={rate}", f"{optimizer}.init_args.weight_decay={l2}"]
+        ways[f"adam {rate}"] = adam
+        ways[f"adam {rate} falling"] = [*adam, *falling]
+    for rate in ("1e-2", "3e-2"):
+        sgd = [
+            f"{optimizer}=torch.optim.SGD",
+            f"{optimizer}.init_args.lr={rate}",
+            f"{optimizer}.init_args.momentum=0.9",
+        ]
+        ways[f"sgd {rate}"] = [*first_order, *sgd, f"{optimizer}.init_args.weight_decay={l2}"]
+    lbfgs = [
+        f"{optimizer}=torch.optim.LBFGS",
+        f"{optimizer}.init_args.line_search_fn=strong_wolfe",
+        "--data.batch_size=2000",
+    ]
+    ways["l-bfgs"] = [*first_order, *lbfgs]
+    return [(name, seed, way) for seed in options.seeds for name, way in ways.items()]
 
 
 def jobs(task: str, options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
@@ -111,7 +179,7 @@ def report(results: list[dict[str, Any]], output: Path) -> None:
 
     print("\n| SHF at iteration | " + " | ".join(map(str, ITERATIONS)) + " |")
     print("|---" * (len(ITERATIONS) + 1) + "|")
-    for name in (n for n in by_name if n.startswith("shf")):
+    for name in (n for n in by_name if n.startswith(("shf", "kronecker"))):
         for run in by_name[name]:
             at = {int(v["step"]): v for v in run["validations"]}
             step = {int(s["step"]): s for s in run["steps"]}
@@ -149,7 +217,12 @@ def draw(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
         key=lambda n: statistics.mean(min(v["error"] for v in r["validations"]) for r in by_name[n]),
         default=None,
     )
-    styles = {"shf": ("C0", "SHF"), "shf origin": ("C2", "SHF, damped around the origin"), best_adam: ("C1", "")}
+    styles = {
+        "shf": ("C0", "SHF"),
+        "kronecker": ("C3", "SHF, Kronecker factors"),
+        "shf origin": ("C2", "SHF, damped around the origin"),
+        best_adam: ("C1", ""),
+    }
     for name, (color, label) in styles.items():
         for i, run in enumerate(by_name.get(name, [])):
             cpu, error = zip(*((v["cpu"], v["error"]) for v in run["validations"]), strict=True)
@@ -184,12 +257,14 @@ def main() -> None:
     parser.add_argument("--adam-epochs", type=int, default=800, help="bound for Adam")
     parser.add_argument("--minutes", type=int, help="bound for each run, wall time")
     parser.add_argument("--rates", nargs="+", default=["5e-4", "1e-3", "2e-3"], help="of Adam")
+    parser.add_argument("--kronecker", action="store_true", help="SHF with Kronecker factors and its rivals")
+    parser.add_argument("--cpu-seconds", type=float, help="bound for each run, CPU time")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        name, seed, arguments, file = json.loads(options.job)
-        run_job(options.task, name, seed, arguments, Path(file))
+        name, seed, arguments, bound, file = json.loads(options.job)
+        run_job(options.task, name, seed, arguments, bound, Path(file))
         return
     output = (options.output or Path("results/benchmarks") / options.task).resolve()
     output.mkdir(parents=True, exist_ok=True)
@@ -198,14 +273,15 @@ def main() -> None:
         name, seed, arguments = job
         file = output / f"{name.replace(' ', '_')}_{seed}.json"
         if not file.exists():
-            call = json.dumps([name, seed, arguments, str(file)])
+            call = json.dumps([name, seed, arguments, options.cpu_seconds, str(file)])
             command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), options.task, "--job", call]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             print(f"{name}, seed {seed}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
         return file
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        files = list(pool.map(start, jobs(options.task, options)))
+        listed = kronecker_jobs(options.task, options, output) if options.kronecker else jobs(options.task, options)
+        files = list(pool.map(start, listed))
     report([json.loads(file.read_text()) for file in files if file.exists()], output)
 
 

@@ -323,23 +323,21 @@ class KroneckerFactors:
                 ) from error
         return BlockPreconditioner(roots)
 
-    def averaged(self, old: Factors | None, new: Factors, decay: float) -> Factors:
-        """decay · old + (1 - decay) · new; new where there is nothing old.
+    def taken_over(self, factors: Factors, like: Tensor) -> Factors:
+        """Averages of before, with the dtype and on the device of ``like``: a state may be loaded from others.
 
         Raises:
-            ValueError: ``old`` is of other blocks.
+            ValueError: they are of other blocks.
         """
-        if old is None:
-            return new
-        shapes = [{name: {k: tuple(t.shape) for k, t in f.items()} for name, f in all_.items()} for all_ in (old, new)]
-        if shapes[0] != shapes[1]:
+        found = {name: {k: tuple(t.shape) for k, t in block.items()} for name, block in factors.items()}
+        if found != {block.name: block.sizes for block in self._blocks}:
             raise ValueError(
                 "the averages of the Kronecker factors are of another network, or of other options of the factors: "
                 "load the state into an SHF that is made as the one that was saved"
             )
-        return {
-            name: {k: torch.lerp(t, old[name][k].to(t), decay) for k, t in block.items()} for name, block in new.items()
-        }
+        if all(t.dtype == like.dtype and t.device == like.device for block in factors.values() for t in block.values()):
+            return factors
+        return {name: {k: t.to(like) for k, t in block.items()} for name, block in factors.items()}
 
     def _memory(self, block: Block) -> int:
         return 2 * block.numbers * self._itemsize
@@ -371,6 +369,11 @@ class KroneckerFactors:
                 "layer from the factors, which gives it a diagonal",
                 stacklevel=5,
             )
+
+
+def averaged(old: Factors, new: Factors, decay: float) -> Factors:
+    """decay · old + (1 - decay) · new."""
+    return {name: {k: torch.lerp(t, old[name][k], decay) for k, t in block.items()} for name, block in new.items()}
 
 
 def _reduced(totals: list[list[Tensor]]) -> list[list[Tensor]]:

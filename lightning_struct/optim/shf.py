@@ -24,7 +24,7 @@ from lightning_struct.functional.line_search import armijo as armijo_search
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.optim.batch_model import Batches, BatchModel, own_parameters_kept
 from lightning_struct.optim.collective import all_reduce, rank
-from lightning_struct.optim.kronecker import BlockPreconditioner, Factors, KroneckerFactors
+from lightning_struct.optim.kronecker import BlockPreconditioner, Factors, KroneckerFactors, averaged
 from lightning_struct.optim.merit import MeritStopping
 
 SOLVERS = ("lsmr", "lsqr", "cg")
@@ -75,13 +75,15 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Solution:
-    """``direction`` is what the step tries, ``last`` the solver's last iterate, from which the next solve starts."""
+    """``direction`` is what the step tries, ``last`` the solver's last iterate, from which the next solve starts; ``value``
+    is f at the full step, where it is known."""
 
     direction: Tensor
     last: Tensor
     iterations: int
     stop_reason: str
     merits: tuple[tuple[int, float], ...]
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -457,10 +459,12 @@ class SHF(torch.optim.Optimizer):
             return None, self.damping
         memory = self._memory
         old = memory.get("factors")
-        if old is not None and memory["steps"] % self._factor_interval:
-            return old, memory["factor_damping"]
+        if old is not None:
+            old = self._factors.taken_over(old, model.gradient)
+            if memory["steps"] % self._factor_interval:
+                return old, memory["factor_damping"]
         new = self._factors.measure(model, self._seed_for("signs"))
-        return self._factors.averaged(old, new, self._factor_decay), self.damping
+        return new if old is None else averaged(old, new, self._factor_decay), self.damping
 
     def _search(
         self,
@@ -487,7 +491,7 @@ class SHF(torch.optim.Optimizer):
                 direction = solution.direction
                 slope, predicted = model.slope(direction), model.change(direction)
                 if slope < 0.0 and predicted < 0.0:
-                    full = model.value_at(direction)
+                    full = model.value_at(direction) if solution.value is None else solution.value
                     found = armijo_search(
                         partial(model.value_at, direction), model.value, slope, alpha=self._armijo, first_value=full
                     )
@@ -601,13 +605,13 @@ class SHF(torch.optim.Optimizer):
         right_hand_side = -model.gradient
         if anchor is not None:
             right_hand_side.add_(anchor, alpha=damping**2)
-        iterates: list[Tensor] = []
+        iterates: list[tuple[int, Tensor]] = []
         store_at = 1.0
 
         def store(iteration: int, solution: Callable[[], Tensor]) -> None:
             nonlocal store_at
             if iteration >= store_at:
-                iterates.append(solution())
+                iterates.append((iteration, solution()))
                 store_at = max(iteration + 1, 1.3 * iteration)
 
         result = conjugate_gradient(
@@ -620,12 +624,13 @@ class SHF(torch.optim.Optimizer):
             callback=store,
         )
         best, value = result.x, model.value_at(result.x)
-        for iterate in reversed(iterates):
+        earlier = [iterate for iteration, iterate in iterates if iteration < result.iterations]
+        for iterate in reversed(earlier):
             trial = model.value_at(iterate)
             if trial > value:
                 break
             best, value = iterate, trial
-        return _Solution(best, result.x, result.iterations, result.stop_reason, ())
+        return _Solution(best, result.x, result.iterations, result.stop_reason, (), value)
 
     def _merit_after(self, model: BatchModel, taken: _Step) -> float | None:
         if self._validation is None:

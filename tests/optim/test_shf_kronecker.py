@@ -451,6 +451,19 @@ def test_a_state_without_factors_goes_on_with_new_ones() -> None:
     assert report.loss_after < report.loss_before
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_state_goes_on_in_a_module_of_another_dtype(interval: int) -> None:
+    single = network(torch.float32)
+    saved = make(single, factor_interval=interval)
+    take(saved, batch(dtype=torch.float32))
+    module = copy.deepcopy(single).double()
+    optimizer = make(module, factor_interval=interval)
+    optimizer.load_state_dict(saved.state_dict())
+    report = take(optimizer, batch(seed=2))
+    assert report.loss_after < report.loss_before
+    assert {t.dtype for block in factors(optimizer).values() for t in block.values()} == {torch.float64}
+
+
 def test_factors_of_other_options_are_refused() -> None:
     module = network()
     optimizer = make(module)

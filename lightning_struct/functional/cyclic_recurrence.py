@@ -102,12 +102,11 @@ class _Recurrences(torch.autograd.Function):
         _, earlier = _neighbours(ctx.backwards)
         sources = []
         for weight, source, state in zip(of_weights, of_sources, states, strict=True):
-            total = torch.zeros_like(state)
-            if source is not None:
-                total = total + torch.cat([source, total[source.shape[0] :]])
+            zeros = torch.zeros_like(state)
+            total = zeros if source is None else torch.cat([source, zeros[source.shape[0] :]])
             if weight is not None:
-                product = [total[:1] * 0, ctx.places.multiply(weight, state[earlier])]
-                total = total + torch.cat(product[::-1] if ctx.backwards else product)
+                product = ctx.places.multiply(weight, state[earlier])
+                total = total + torch.cat([product, zeros[:1]] if ctx.backwards else [zeros[:1], product])
             sources.append(total)
         return recurrences(ctx.places, weights, sources, ctx.count, ctx.backwards)
 

@@ -68,7 +68,7 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
         if isinstance(a, TridiagonalOperator) and isinstance(b_transposed, TridiagonalOperator):
             return tridiagonal_to_dense(a, b_transposed, G, H)
         if isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
-            return G @ H.mT * _geometric_sums(a.d[:, None] * b_transposed.d, min(a.size, b_transposed.size))
+            return _rounded(_diagonal_form(a, b_transposed, G, H), G, H)
         if (pair := _Downwards.of(a, b_transposed)) is not None:
             G, H = pair.reverse_rows(G, 0), pair.reverse_columns(H, 0)
             M = subdiagonal_to_dense(*pair.entries(G), G, H)
@@ -87,8 +87,9 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         H: (n, r).
         x: (..., n).
         method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest form that
-            they have. Any other is one of :func:`subdiagonal_matmul` where A and B are subdiagonal or shifts, transposed or
-            not, and of :func:`tridiagonal_matmul` where they are tridiagonal.
+            they have; for subdiagonal operators it looks at their entries, for which it waits for the device. Any other is
+            one of :func:`subdiagonal_matmul` where A and B are subdiagonal or shifts, transposed or not, and of
+            :func:`tridiagonal_matmul` where they are tridiagonal.
 
     Returns:
         (..., m).
@@ -110,7 +111,8 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
                 product = subdiagonal_matmul(*pair.entries(G), G, H, x, method)
             return pair.reverse_rows(product, -1)
         if method == "auto" and isinstance(a, DiagonalOperator) and isinstance(b_transposed, DiagonalOperator):
-            return x @ ldr_to_dense(a, b, G, H).mT
+            M = _diagonal_form(a, b_transposed, G, H)
+            return _rounded(x.to(M.dtype) @ M.mT, G, H, x)
     if method not in ("auto", "krylov"):
         raise ValueError(f'method must be "auto" or "krylov" for these operators, got {method!r}')
     left, right = _krylov_rows(a, b_transposed, G, H)
@@ -148,8 +150,13 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
             displacement of rounding errors has rank 0. By default, max(m, n) times the machine precision of M.
 
     Raises:
-        ValueError: M has another shape.
+        TypeError: M holds integers.
+        ValueError: M has another shape, or is not finite.
     """
+    if not (M.is_floating_point() or M.is_complex()):
+        raise TypeError(f"M must be a floating-point matrix, got {M.dtype}")
+    if not M.isfinite().all():
+        raise ValueError("M is not finite: it has no rank")
     displacement = sylvester_displacement(M, a, b)
     rtol = max(M.shape) * torch.finfo(M.dtype).eps if rtol is None else rtol
     scale = sum(_spectral_norm(as_operator(operator), M) for operator in (a, b)) * torch.linalg.matrix_norm(M, 2)
@@ -165,14 +172,22 @@ def _krylov_rows(
     a: DisplacementOperator, b_transposed: DisplacementOperator, G: Tensor, H: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The columns of all K(A, g_i) and of all K(Bᵀ, h_i) in the same order, as rows: (pr, m) and (pr, n)."""
-    count, dtype = (
-        min(a.size, b_transposed.size),
-        torch.promote_types(torch.promote_types(G.dtype, H.dtype), torch.float32),
-    )
-    left = krylov_rows(a, G.mT.to(dtype), count).flatten(0, 1)
-    right = krylov_rows(b_transposed, H.mT.to(dtype), count).flatten(0, 1)
+    count, (G, H) = min(a.size, b_transposed.size), _at_least_float32(G, H)
+    left, right = krylov_rows(a, G.mT, count).flatten(0, 1), krylov_rows(b_transposed, H.mT, count).flatten(0, 1)
     dtype = torch.promote_types(left.dtype, right.dtype)
     return left.to(dtype), right.to(dtype)
+
+
+def _diagonal_form(a: DiagonalOperator, b: DiagonalOperator, G: Tensor, H: Tensor) -> Tensor:
+    """M_ij = (G Hᵀ)_ij Σ_{k<p} (a_i b_j)ᵏ."""
+    G, H = _at_least_float32(G, H)
+    return G @ H.mT * _geometric_sums(a.d.to(G.dtype)[:, None] * b.d.to(G.dtype), min(a.size, b.size))
+
+
+def _at_least_float32(*tensors: Tensor) -> list[Tensor]:
+    """In the dtype to which they promote, but float32 for half precision."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _rounded(product: Tensor, *arguments: Tensor) -> Tensor:

@@ -267,11 +267,11 @@ class DenseOperator(DisplacementOperator):
 
     def matvec(self, v: Tensor) -> Tensor:
         self._require_vectors(v)
-        return v @ self.matrix.mT
+        return _product(v, self.matrix.mT)
 
     def rmatvec(self, v: Tensor) -> Tensor:
         self._require_vectors(v)
-        return v @ self.matrix
+        return _product(v, self.matrix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,6 +311,12 @@ def as_operator(operator: DisplacementOperator | Tensor) -> DisplacementOperator
         ValueError: the matrix is not square.
     """
     return operator if isinstance(operator, DisplacementOperator) else DenseOperator(operator)
+
+
+def _product(v: Tensor, matrix: Tensor) -> Tensor:
+    """In the dtype to which both promote, as elementwise products are."""
+    dtype = torch.promote_types(v.dtype, matrix.dtype)
+    return v.to(dtype) @ matrix.to(dtype)
 
 
 def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:

@@ -74,7 +74,11 @@ def tridiagonal_to_dense(
 
 
 def choose_tridiagonal_method(device: torch.device) -> str:
-    """``"recurrence"`` on a CPU, where a step takes little more than its multiplications; elsewhere ``"giant_steps"``."""
+    """``"recurrence"`` on a CPU, elsewhere ``"giant_steps"``.
+
+    Measured on a CPU (n = 784, 64 rows, forward and backward): the recurrence takes 1.2, 1.0 and .8 times as long as giant
+    steps for r = 1, 4 and 16.
+    """
     return "recurrence" if device.type == "cpu" else "giant_steps"
 
 

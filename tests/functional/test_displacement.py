@@ -169,11 +169,18 @@ def test_first_and_second_derivatives(kind, method):
     assert torch.autograd.gradgradcheck(product, (*of_a, *of_b, *generators))
 
 
-def test_half_precision_is_computed_in_float32():
-    a, b = ShiftOperator(6, 1.0), DiagonalOperator(diagonal(4).d.bfloat16())
-    G, H, x = (randn(*shape, seed=k).bfloat16() for k, shape in enumerate([(6, 2), (4, 2), (3, 4)]))
-    expected = ldr_matmul(a, DiagonalOperator(b.d.float()), G.float(), H.float(), x.float())
-    torch.testing.assert_close(ldr_matmul(a, b, G, H, x), expected.bfloat16())
+@pytest.mark.parametrize("kind", ["shift", "subdiagonal", "tridiagonal", "diagonal", "dense"])
+@pytest.mark.parametrize("method", ["auto", "krylov"])
+def test_half_precision_is_computed_in_float32(kind, method):
+    def of(dtype: torch.dtype) -> DisplacementOperator:
+        entries = (KINDS[kind](4) if kind != "shift" else ShiftOperator(4, 0.5)).__dict__.values()
+        converted = [entry.bfloat16().to(dtype) if isinstance(entry, Tensor) else entry for entry in entries]
+        return type(KINDS[kind](4))(*converted)
+
+    half = [randn(*shape, seed=k).bfloat16() for k, shape in enumerate([(4, 2), (4, 2), (3, 4)])]
+    output = ldr_matmul(of(torch.bfloat16), of(torch.bfloat16), *half, method)
+    expected = ldr_matmul(of(torch.float32), of(torch.float32), *(tensor.float() for tensor in half), method)
+    torch.testing.assert_close(output, expected.bfloat16())
 
 
 def test_complex_operators_are_multiplied_by_the_definition():
@@ -464,6 +471,8 @@ def test_acdc_layers_of_any_orthogonal_polynomials(seed, n):
         ),
         (lambda: sylvester_displacement(randn(3, 3, seed=0), shift(3, 1.0), shift(4, 1.0)), ValueError, r"\(3, 4\)"),
         (lambda: displacement_rank(randn(3, 4, seed=0), randn(3, 4, seed=0), shift(4, 1.0)), ValueError, "square"),
+        (lambda: displacement_rank(torch.eye(3).long(), shift(3, 1.0), shift(3, 1.0)), TypeError, "int64"),
+        (lambda: displacement_rank(torch.eye(3) / 0, shift(3, 1.0), shift(3, 1.0)), ValueError, "not finite"),
         (lambda: sylvester_displacement(randn(3, 3, seed=0), "Z", shift(3, 1.0)), TypeError, "matrix .*str"),
     ],
 )

@@ -68,13 +68,8 @@ class LearnedOperatorLinear(GeneratorLinear):
     ) -> None:
         if corner not in get_args(Corner):
             raise ValueError(f"corner must be one of {', '.join(map(repr, get_args(Corner)))}, but is {corner!r}")
-        self._corner: Corner = corner
+        self.corner: Corner = corner
         super().__init__(in_features, out_features, rank, bias, init=init, pad=pad, device=device, dtype=dtype)
-
-    @property
-    def corner(self) -> Corner:
-        """``"learned"`` or ``"zero"``."""
-        return self._corner
 
     @property
     @abstractmethod
@@ -119,7 +114,7 @@ class LearnedOperatorLinear(GeneratorLinear):
 
     @abstractmethod
     def _set_corners(self, corner_a: float, corner_b: float) -> None:
-        """Of operators without any other learned entry than those of a shift."""
+        """Make A and B shifts with these corners, where they have corners at all."""
 
 
 class LDRSubdiagonal(LearnedOperatorLinear):
@@ -253,8 +248,10 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._choice is not None and self.training:
-            destination[prefix + "choice"] = self._choice.to_tensor()
+        if self.method == "auto":
+            # What is chosen in eval mode is dropped with it. The magnitude -1 says that there is no choice.
+            choice = self._choice if self.training and self._choice is not None else _Choice(SUBDIAGONAL_METHODS[0], -1)
+            destination[prefix + "choice"] = choice.to_tensor()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         choice = state_dict.pop(prefix + "choice", None)
@@ -367,9 +364,9 @@ class _Choice:
         return torch.tensor([SUBDIAGONAL_METHODS.index(self.method), self.magnitude, self.products])
 
     @staticmethod
-    def from_tensor(tensor: Tensor) -> _Choice:
+    def from_tensor(tensor: Tensor) -> _Choice | None:
         method, magnitude, products = tensor.tolist()
-        return _Choice(SUBDIAGONAL_METHODS[method], magnitude, products)
+        return None if magnitude < 0 else _Choice(SUBDIAGONAL_METHODS[method], magnitude, products)
 
 
 def _checked_method(method: str, methods: tuple[str, ...]) -> str:

@@ -79,6 +79,7 @@ def test_forms_of_all_methods_are_frozen_and_exported(method):
         for parameter in layer.parameters():
             parameter.zero_()
     torch.testing.assert_close(frozen(x), y)
+    torch.compiler.reset()
     exported = torch.export.export(frozen, (x,))
     assert not exported.constants  # all tensors are buffers
     torch.testing.assert_close(exported.module()(x), y)
@@ -143,6 +144,7 @@ def test_choice_is_saved_so_that_a_resumed_run_takes_the_same_method():
     resumed = LDRSubdiagonal(256, 256)
     resumed.load_state_dict(copy.deepcopy(layer.state_dict()))
     assert torch.equal(resumed(x), layer(x)) and resumed.method_in_use == layer.method_in_use == "scaled"
+    assert list(resumed.state_dict()) == list(LDRSubdiagonal(256, 256).state_dict())
     fresh = LDRSubdiagonal(256, 256)
     fresh.load_state_dict({name: value for name, value in layer.state_dict().items() if name != "choice"})
     fresh(x)

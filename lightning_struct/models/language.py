@@ -141,6 +141,7 @@ class LanguageModel(L.LightningModule):
             checkpoint["state_of_the_text"] = tuple(self._all_columns(part) for part in self._states["train"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._states.clear()  # of another run of this object
         self._resumed = checkpoint.get("state_of_the_text")
 
     def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:

@@ -77,18 +77,30 @@ def conjugate(hat: Tensor) -> Tensor:
 
 
 def multiply_by_spectra(
-    x: Tensor, g_hat: Tensor, h_hat: Tensor, in_weights: Tensor, out_weights: Tensor, middle: Tensor, m: int
+    x: Tensor,
+    g_hat: Tensor,
+    h_hat: Tensor,
+    in_weights: Tensor,
+    out_weights: Tensor,
+    middle: Tensor,
+    m: int,
+    *,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x Mᵀ by the spectra ``g_hat`` of g and ``h_hat`` of the conjugates of h, (r, L/2 + 1).
+
+    Args:
+        in_place: whether to write into memory of its own: a third less of it is touched, but autograd, vmap and exporting
+            cannot follow.
 
     Returns:
         The product (B, m), the spectrum of the weighted x (B, L/2 + 1), those of the r vectors in the middle
         (r, B, L/2 + 1), and the convolutions (B, L) before they are folded.
     """
-    x_hat = torch.fft.rfft(_unfold(x, in_weights), n=in_weights.shape[-1])
-    middle_hat = _through(x_hat, h_hat, middle)
+    x_hat = torch.fft.rfft(_unfold(x, in_weights, in_place), n=in_weights.shape[-1])
+    middle_hat = _through(x_hat, h_hat, middle, in_place)
     convolved = _combine(middle_hat, g_hat, in_weights.shape[-1])
-    return _fold(convolved, out_weights, m), x_hat, middle_hat, convolved
+    return _fold(convolved, out_weights, m, in_place), x_hat, middle_hat, convolved
 
 
 @dataclass(frozen=True)
@@ -158,18 +170,27 @@ def computing_dtype(*tensors: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
-def _unfold(x: Tensor, weights: Tensor) -> Tensor:
+def _unfold(x: Tensor, weights: Tensor, in_place: bool) -> Tensor:
     """[x w₁, x w₂] (..., up to L), w₁ being the first n weights and w₂ the next."""
     n = x.shape[-1]
     again = min(n, weights.shape[-1] - n)
-    return torch.cat([x * weights[:n], x[..., :again] * weights[n : n + again]], dim=-1)
+    if not in_place:
+        return torch.cat([x * weights[:n], x[..., :again] * weights[n : n + again]], dim=-1)
+    unfolded = x.new_empty(*x.shape[:-1], n + again)
+    torch.mul(x, weights[:n], out=unfolded[..., :n])
+    torch.mul(x[..., :again], weights[n : n + again], out=unfolded[..., n:])
+    return unfolded
 
 
-def _fold(z: Tensor, weights: Tensor, size: int) -> Tensor:
+def _fold(z: Tensor, weights: Tensor, size: int, in_place: bool) -> Tensor:
     """The transpose of :func:`_unfold`: (..., size) of (..., L)."""
     again = min(size, weights.shape[-1] - size)
     folded = z[..., :size] * weights[:size]
-    folded[..., :again] += z[..., size : size + again] * weights[size : size + again]
+    head, tail, tail_weights = folded[..., :again], z[..., size : size + again], weights[size : size + again]
+    if in_place:
+        head.addcmul_(tail, tail_weights)
+    else:
+        head += tail * tail_weights
     return folded
 
 
@@ -178,28 +199,28 @@ def _chunks(rank: int, numbers: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, rank, size)]
 
 
-def _through(x_hat: Tensor, h_hat: Tensor, middle: Tensor) -> Tensor:
+def _through(x_hat: Tensor, h_hat: Tensor, middle: Tensor, in_place: bool) -> Tensor:
     """Spectra (r, B, F) of the r correlations diag(ρ) C(hᵢ)ᵀ x of a spectrum (B, F)."""
     length = middle.shape[-1]
-    parts = [
-        torch.fft.rfft(torch.fft.irfft(x_hat * h_hat[part, None], n=length) * middle)
-        for part in _chunks(h_hat.shape[0], x_hat.shape[0] * length)
-    ]
+    parts = []
+    for part in _chunks(h_hat.shape[0], x_hat.shape[0] * length):
+        correlated = torch.fft.irfft(x_hat * h_hat[part, None], n=length)
+        parts.append(torch.fft.rfft(correlated.mul_(middle) if in_place else correlated * middle))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _combine(middle_hat: Tensor, g_hat: Tensor, length: int) -> Tensor:
     """Σ C(gᵢ) tᵢ, (B, L), of the spectra (r, B, F) of the tᵢ."""
-    parts = [
-        (middle_hat[part] * g_hat[part, None]).sum(0) for part in _chunks(g_hat.shape[0], middle_hat.shape[1] * length)
-    ]
+    parts = []
+    for part in _chunks(g_hat.shape[0], middle_hat.shape[1] * length):
+        products = middle_hat[part] * g_hat[part, None]
+        parts.append(products[0] if products.shape[0] == 1 else products.sum(0))
     return torch.fft.irfft(reduce(torch.add, parts), n=length)
 
 
-def _correlate(conjugate: Tensor, hats: Tensor, length: int, size: int) -> Tensor:
-    """The first ``size`` numbers of Σ_b correlation(u_b, t_ib), (r, size), of conjugate spectra (B, F) and spectra (r, B, F)."""
-    parts = [(hats[part] * conjugate).sum(1) for part in _chunks(hats.shape[0], hats.shape[1] * length)]
-    return torch.fft.irfft(torch.cat(parts).conj(), n=length)[..., :size]
+def _summed_products(hat: Tensor, hats: Tensor) -> Tensor:
+    """Σ_b of products of spectra, (r, F) of (B, F) and (r, B, F)."""
+    return torch.cat([(hats[part] * hat).sum(1) for part in _chunks(hats.shape[0], 2 * hat.numel())])
 
 
 def _weight_gradient(x: Tensor, unfolded: Tensor) -> Tensor:
@@ -210,11 +231,11 @@ def _weight_gradient(x: Tensor, unfolded: Tensor) -> Tensor:
     return torch.cat([head, tail, tail.new_zeros(length - n - again)])
 
 
-def _forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+def _forward(*inputs: Tensor, in_place: bool = False) -> tuple[Tensor, ...]:
     x, g, h, in_weights, out_weights, middle = inputs
     length = middle.shape[-1]
     g_hat, h_hat = spectra(g, length), conjugate(spectra(h, length))
-    product = multiply_by_spectra(x, g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1])
+    product = multiply_by_spectra(x, g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1], in_place=in_place)
     return *product, g_hat, h_hat
 
 
@@ -225,11 +246,13 @@ def _product(*inputs: Tensor) -> Tensor:
 class _ScaledToeplitz(torch.autograd.Function):
     """:func:`scaled_toeplitz_matmul` and, after the product, what the backward pass uses again."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return _forward(*inputs)
+        return _forward(*inputs, in_place=True)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], int]:
+        return torch.func.vmap(_forward, in_dims)(*inputs), 0
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -249,13 +272,21 @@ class _ScaledToeplitz(torch.autograd.Function):
         x, g, h, in_weights, out_weights, middle = inputs
         x_hat, middle_hat, convolved, g_hat, h_hat = kept
         needed, length = ctx.needs_input_grad, middle.shape[-1]
+        # The transpose of M is of the same form.
         dx, u_hat, back_hat, unfolded = multiply_by_spectra(
-            u, conjugate(h_hat), conjugate(g_hat), out_weights, in_weights, middle, x.shape[-1]
+            u, conjugate(h_hat), conjugate(g_hat), out_weights, in_weights, middle, x.shape[-1], in_place=True
         )
+        dg = dh = None
+        if needed[1]:
+            products = _summed_products(u_hat.conj_physical_(), middle_hat).conj()
+            dg = torch.fft.irfft(products, n=length)[:, : g.shape[-1]]
+        if needed[2]:
+            products = _summed_products(x_hat, back_hat.conj_physical_())
+            dh = torch.fft.irfft(products, n=length)[:, : h.shape[-1]]
         return (
             dx if needed[0] else None,
-            _correlate(conjugate(u_hat), middle_hat, length, g.shape[-1]) if needed[1] else None,
-            _correlate(conjugate(x_hat), back_hat, length, h.shape[-1]) if needed[2] else None,
+            dg,
+            dh,
             _weight_gradient(x, unfolded) if needed[3] else None,
             _weight_gradient(u, convolved) if needed[4] else None,
             None,

@@ -157,7 +157,7 @@ def prepare_subdiagonal(
     if method == "auto":
         (m, rank), n = G.shape, H.shape[0]
         # Measured: transforms of a small batch cost their overhead, of a large one 200 times as much as products per number.
-        at_least = max(1024, (2 + 2 * rank) * min(200, 30 + 12 * batch))
+        at_least = max(768, (2 + 2 * rank) * min(200, 30 + 12 * batch))
         matrix = min(m, n) <= at_least and m * n <= _LARGEST_MATRIX
         method = "dense" if matrix else choose_subdiagonal_method(*parameters[:4], rank=rank, batch=batch)
     dtype = _inside(method, *parameters)

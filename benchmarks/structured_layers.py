@@ -1,0 +1,166 @@
+"""How much faster than a dense layer a layer of low displacement rank is (LDR-SD, Thomas et al., Table 14).
+
+    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py [--output DIRECTORY] [--rival FILE] [--rounds 9]
+
+Float32, one thread, learned corners, entries of the operators as training leaves them (1 + 0.02 N). Forward in eval mode, what
+depends on the weights alone being kept, and forward + backward in training, to all parameters and to the input. Each round
+times the dense product (``F.linear``) and ours, one after the other, in CPU time; the ratios of the rounds are given as median
+(lowest to highest). Above 1, ours is faster. Tables go to standard output, the picture to ``--output``.
+
+``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners, differentiable,
+which is timed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_struct.nn import LDRSubdiagonal
+
+SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+LARGEST_TRAINED = 4096
+# Thomas et al., Table 14: batch 1, rank 1.
+OF_THE_PAPER = {4096: 3.34, 8192: 9.71, 16384: 21.2, 32768: 46.1}
+Product = Callable[[], object]
+
+
+def layer_of(size: int, rank: int) -> LDRSubdiagonal:
+    torch.manual_seed(0)
+    layer = LDRSubdiagonal(size, size, rank=rank, bias=False)
+    with torch.no_grad():
+        for subdiagonal in (layer.subdiagonal_a, layer.subdiagonal_b):
+            subdiagonal.add_(0.02 * torch.randn_like(subdiagonal))
+    return layer
+
+
+def seconds(product: Product, at_least: float) -> float:
+    """CPU seconds of one call, of so many that they take some time."""
+    calls, begin = 0, time.process_time()
+    while (passed := time.process_time() - begin) < at_least or not calls:
+        product()
+        calls += 1
+    return passed / calls
+
+
+def paired(products: dict[str, Product], rounds: int, at_least: float = 0.01) -> dict[str, list[float]]:
+    """CPU seconds of each product, by rounds, after one that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in products}
+    for counted in range(-1, rounds):
+        for name, product in products.items():
+            measured = seconds(product, at_least)
+            if counted >= 0:
+                times[name].append(measured)
+    return times
+
+
+def products_of(
+    size: int, rank: int, batch: int, train: bool, dense: Tensor, rival: Callable[..., Tensor] | None
+) -> dict[str, Product]:
+    layer = layer_of(size, rank).train(train)
+    x, cotangent = torch.randn(batch, size), torch.randn(batch, size)
+    weights = list(layer.parameters())
+    entries = (layer.subdiagonal_a, layer.subdiagonal_b, layer.G, layer.H)
+
+    def with_backward(forward: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Product:
+        inputs = x.clone().requires_grad_()
+        return lambda: torch.autograd.grad(forward(inputs), [*parameters, inputs], cotangent)
+
+    def without(forward: Callable[[Tensor], Tensor]) -> Product:
+        return torch.no_grad()(lambda: forward(x))
+
+    ours: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
+        "dense": (lambda inputs: F.linear(inputs, dense), [dense]),
+        "ours": (layer, weights),
+    }
+    if rival is not None:
+        ours["rival"] = (lambda inputs: rival(*entries, inputs), list(entries))
+    return {name: with_backward(*pair) if train else without(pair[0]) for name, pair in ours.items()}
+
+
+def cell(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[tuple[int, int, int], float]:
+    """Print it; median speed-ups over dense by (size, batch, rank)."""
+    rival = None if options.rival is None else load(options.rival)
+    print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}\n")
+    names = ["n", "batch", "r", "dense, ms", "ours, ms", "dense / ours", *(["rival / ours"] if rival else [])]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    found = {}
+    for size in [size for size in options.sizes if not train or size <= LARGEST_TRAINED]:
+        dense = (torch.randn(size, size) / size**0.5).requires_grad_(train)
+        for batch in batches:
+            for rank in options.ranks:
+                times = paired(products_of(size, rank, batch, train, dense, rival), options.rounds)
+                speedups = {
+                    name: [a / b for a, b in zip(times[name], times["ours"], strict=True)]
+                    for name in times
+                    if name != "ours"
+                }
+                found[size, batch, rank] = statistics.median(speedups["dense"])
+                milliseconds = (f"{1e3 * statistics.median(times[name]):.3f}" for name in ("dense", "ours"))
+                row = [size, batch, rank, *milliseconds, *(cell(ratios) for ratios in speedups.values())]
+                print(f"| {' | '.join(map(str, row))} |", flush=True)
+    return found
+
+
+def load(path: Path) -> Callable[..., Tensor]:
+    specification = importlib.util.spec_from_file_location("rival", path)
+    if specification is None or specification.loader is None:
+        raise ValueError(f"--rival must be a Python file, not {path}")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module.matmul
+
+
+def draw(forward: dict[tuple[int, int, int], float], path: Path) -> None:
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for rank in sorted({rank for _, _, rank in forward}):
+        points = sorted((size, ratio) for (size, batch, r), ratio in forward.items() if batch == 1 and r == rank)
+        axes.loglog(*zip(*points, strict=True), marker="o", label=f"ours, rank {rank}")
+
+    axes.loglog(list(OF_THE_PAPER), list(OF_THE_PAPER.values()), "kx", label="Thomas et al., rank 1")
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set(xlabel="n", ylabel="speed-up over a dense layer", title="LDR-SD, forward of one vector, one CPU thread")
+    axes.set_xticks(
+        sorted({size for size, _, _ in forward}), [str(size) for size in sorted({s for s, _, _ in forward})]
+    )
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="directory of the picture, structured_speed.png")
+    parser.add_argument("--rival", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 4, 16))
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 64))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, one thread, float32")
+    print(f"{options.rounds} rounds; medians (lowest to highest)")
+    forward = table(False, list(options.batches), options)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        draw(forward, options.output / "structured_speed.png")
+    table(True, list(options.batches), options)
+
+
+if __name__ == "__main__":
+    main()

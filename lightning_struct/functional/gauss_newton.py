@@ -180,7 +180,10 @@ class _Autograd(Linearization):
 
     def squared_norms(self, u: Tensor) -> Tensor:
         return torch.cat(
-            [sum(g.flatten(1).square().sum(1) for g in gradients.values()) for gradients in self._per_sample_vjps(u)]  # type: ignore[misc]
+            [
+                torch.stack([g.square().reshape(len(g), -1).sum(1) for g in gradients.values()]).sum(0)
+                for gradients in self._per_sample_vjps(u)
+            ]
         )
 
     def _per_sample_vjps(self, u: Tensor) -> Iterator[dict[str, Tensor]]:

@@ -126,7 +126,7 @@ class KroneckerBlock(Block):
         }
 
     def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
-        moments = [
+        moments: list[Sequence[Tensor]] = [
             second_moments(
                 use,
                 groups=self.groups,

@@ -119,10 +119,10 @@ class BatchModel:
                 "enlarge the batch or the share"
             )
         self.rows, self._first_row = kept[rank()], sum(kept[: rank()])
-        self.held_out: Batches = (
-            [(self._rows_of_args(slice(self.rows, None)), self.targets[self.rows :])] if held_out else []
-        )
-        self.args, self.targets = self._rows_of_args(slice(self.rows)), self.targets[: self.rows]
+        self.held_out: Batches = []
+        if held_out > 0:
+            self.held_out = [(self._rows_of_args(slice(self.rows, None)), self.targets[self.rows :])]
+            self.args, self.targets = self._rows_of_args(slice(self.rows)), self.targets[: self.rows]
 
     def _measure(self) -> None:
         """f, ∇f, and ‖Var‖₁ from per-sample squared norms (section 4.3)."""

@@ -12,6 +12,7 @@ derivatives and double derivatives rest on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -135,16 +136,16 @@ class ScaledToeplitzSpectra:
 
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) of (..., n), in the dtype of x; computed in that of M."""
-        rows = x.reshape(-1, x.shape[-1]).to(self.in_weights.dtype)
+        return by_rows(self._multiply, x, self.in_weights.dtype).to(x.dtype)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         # One that is exported or compiled must not depend on the number of rows.
         few_rows = None if torch.compiler.is_compiling() else self.few_rows
         if few_rows is not None and rows.shape[0] * self.g_hat.shape[0] <= _FEW_ROWS:
-            product = few_rows.matmul(rows)
-        else:
-            product = multiply_by_spectra(
-                rows, self.g_hat, self.h_hat, self.in_weights, self.out_weights, self.middle, self.out_features
-            )[0]
-        return product.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+            return few_rows.matmul(rows)
+        return multiply_by_spectra(
+            rows, self.g_hat, self.h_hat, self.in_weights, self.out_weights, self.middle, self.out_features
+        )[0]
 
 
 def check_generators(G: Tensor, H: Tensor, x: Tensor | None = None) -> None:
@@ -163,6 +164,15 @@ def check_generators(G: Tensor, H: Tensor, x: Tensor | None = None) -> None:
     for name, tensor in (("G", G), ("H", H), ("x", x)):
         if tensor is not None and not tensor.is_floating_point():
             raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
+
+
+def by_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., m) of x (..., n) by a function that makes (B, m) of (B, n) in that dtype, B >= 1: older torch refuses to
+    transform nothing.
+    """
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    product = multiply(rows) if rows.shape[0] else multiply(torch.nn.functional.pad(rows, (0, 0, 0, 1)))[:0]
+    return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
 def computing_dtype(*tensors: Tensor) -> torch.dtype:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from lightning_struct.functional.scaled_toeplitz import (
     ScaledToeplitzSpectra,
+    by_rows,
     check_generators,
     computing_dtype,
     scaled_toeplitz_matmul,
@@ -74,8 +75,8 @@ class TreePair:
     right: KrylovTree
 
     def matmul(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(self.left.leaves.dtype)
-        return self.left.matmul(self.right.rmatmul(rows)).reshape(*x.shape[:-1], self.left.size).to(x.dtype)
+        product = by_rows(lambda rows: self.left.matmul(self.right.rmatmul(rows)), x, self.left.leaves.dtype)
+        return product.to(x.dtype)
 
 
 def subdiagonal_matmul(
@@ -112,20 +113,22 @@ def subdiagonal_matmul(
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters, x=x)
-    rows = x.reshape(-1, x.shape[-1])
     if method == "auto":
-        method = choose_subdiagonal_method(*parameters[:4], rank=G.shape[1], batch=rows.shape[0])
+        batch = x.shape[:-1].numel()
+        method = choose_subdiagonal_method(*parameters[:4], rank=G.shape[1], batch=batch)
     dtype = _inside(method, *parameters, x)
-    rows, computed = rows.to(dtype), [tensor.to(dtype) for tensor in parameters]
+    computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
-        product = rows @ stein_matrix(*_circles(*computed)).mT
+        matrix = stein_matrix(*_circles(*computed))
+        product = by_rows(lambda rows: rows @ matrix.mT, x, dtype)
     elif method == "tree":
         left, right = _trees(*computed)
-        product = left.matmul(right.rmatmul(rows))
+        product = by_rows(lambda rows: left.matmul(right.rmatmul(rows)), x, dtype)
     else:
         _refuse_zeros(a_subdiagonal, b_subdiagonal)
-        product = scaled_toeplitz_matmul(rows, *_scaled_parts(*computed))
-    return product.reshape(*x.shape[:-1], G.shape[0]).to(torch.promote_types(G.dtype, x.dtype))
+        parts = _scaled_parts(*computed)
+        product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
+    return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
 def subdiagonal_to_dense(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_struct.functional.scaled_toeplitz import (
     ScaledToeplitzSpectra,
+    by_rows,
     check_generators,
     computing_dtype,
     scaled_toeplitz_matmul,
@@ -37,9 +38,10 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
         ValueError, TypeError: the shapes or dtypes do not fit.
     """
     check_generators(G, H, x)
-    rows = x.reshape(-1, x.shape[-1]).to(computing_dtype(G, H, x))
-    product = scaled_toeplitz_matmul(rows, *_parts(G.to(rows.dtype), H.to(rows.dtype), f, g))
-    return product.reshape(*x.shape[:-1], G.shape[0]).to(torch.promote_types(G.dtype, x.dtype))
+    dtype = computing_dtype(G, H, x)
+    parts = _parts(G.to(dtype), H.to(dtype), f, g)
+    product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
+    return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
 def prepare_toeplitz_like(

@@ -245,11 +245,14 @@ def test_the_prepared_form_computes_the_same(method, shape):
 @pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
 def test_the_prepared_form_can_be_exported(method):
     inputs, _ = parameters("near one", 6, 8, 0.7)
-    prepared = prepare_subdiagonal(*inputs[:6], method=method)
 
     class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prepared = prepare_subdiagonal(*inputs[:6], method=method)
+
         def forward(self, x):
-            return prepared.matmul(x)
+            return self.prepared.matmul(x)
 
     exported = torch.export.export(Layer().eval(), (inputs[6],)).module()
     torch.testing.assert_close(exported(inputs[6]), definition(*inputs))

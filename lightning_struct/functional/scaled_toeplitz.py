@@ -245,8 +245,7 @@ def _forward(*inputs: Tensor, in_place: bool = False) -> tuple[Tensor, ...]:
     x, g, h, in_weights, out_weights, middle = inputs
     length = middle.shape[-1]
     g_hat, h_hat = spectra(g, length), conjugate(spectra(h, length))
-    product = multiply_by_spectra(x, g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1], in_place=in_place)
-    return *product, g_hat, h_hat
+    return multiply_by_spectra(x, g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1], in_place=in_place)
 
 
 def _product(*inputs: Tensor) -> Tensor:
@@ -280,18 +279,16 @@ class _ScaledToeplitz(torch.autograd.Function):
             pullback = torch.func.vjp(lambda *others: _product(*others, inputs[5]), *inputs[:5])[1]
             return *pullback(u), None
         x, g, h, in_weights, out_weights, middle = inputs
-        x_hat, middle_hat, convolved, g_hat, h_hat = kept
+        x_hat, middle_hat, convolved = kept
         needed, length = ctx.needs_input_grad, middle.shape[-1]
-        # The transpose of M is of the same form.
-        dx, u_hat, back_hat, unfolded = multiply_by_spectra(
-            u, conjugate(h_hat), conjugate(g_hat), out_weights, in_weights, middle, x.shape[-1], in_place=True
-        )
+        # The transpose of M is of the same form. By ``apply``, for the sake of vmap, which cannot follow what is in place.
+        dx, u_hat, back_hat, unfolded = _ScaledToeplitz.apply(u, h, g, out_weights, in_weights, middle)
         dg = dh = None
         if needed[1]:
-            products = _summed_products(u_hat.conj_physical_(), middle_hat).conj()
+            products = _summed_products(conjugate(u_hat), middle_hat).conj()
             dg = torch.fft.irfft(products, n=length)[:, : g.shape[-1]]
         if needed[2]:
-            products = _summed_products(x_hat, back_hat.conj_physical_())
+            products = _summed_products(conjugate(x_hat), back_hat).conj()
             dh = torch.fft.irfft(products, n=length)[:, : h.shape[-1]]
         return (
             dx if needed[0] else None,
@@ -310,4 +307,4 @@ class _ScaledToeplitz(torch.autograd.Function):
             for i, tangent in enumerate(tangents[:5])
             if tangent is not None
         ]
-        return reduce(torch.add, terms), None, None, None, None, None
+        return reduce(torch.add, terms), None, None, None

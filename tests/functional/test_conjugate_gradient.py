@@ -253,7 +253,7 @@ def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) 
 
 
 @given(st.integers(1, 12), st.integers(0, 10_000), st.sampled_from([1.0, 1e2, 1e4]))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_the_quadratic_falls_at_every_step(n: int, seed: int, condition: float) -> None:
     matrix, b, x0 = positive_definite(n, seed, condition), gaussian(n, seed=seed + 1), gaussian(n, seed=seed + 2)
     values = [quadratic(matrix, b, x0)]

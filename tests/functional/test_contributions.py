@@ -113,7 +113,7 @@ sizes = st.integers(1, 6)
 
 
 @given(sizes, sizes, sizes, sizes)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_every_route_of_an_outer_product_gives_the_same_norms(n: int, positions: int, width: int, height: int) -> None:
     inputs, cotangents = gaussian(n, positions, width), gaussian(n, positions, height, seed=2)
     gram = ((inputs @ inputs.mT) * (cotangents @ cotangents.mT)).sum((1, 2))
@@ -124,7 +124,7 @@ def test_every_route_of_an_outer_product_gives_the_same_norms(n: int, positions:
 
 
 @given(sizes, st.integers(2, 6), sizes, st.integers(1, 5))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_two_uses_are_one_use_at_the_positions_of_both(n: int, positions: int, width: int, first: int) -> None:
     inputs, cotangents = gaussian(n, positions, width), gaussian(n, positions, 3, seed=2)
     split = min(first, positions - 1)

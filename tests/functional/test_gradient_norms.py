@@ -564,7 +564,7 @@ thetas = st.floats(0.01, 2.0)
 
 
 @given(positive, positive, sizes, thetas)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_the_size_passes_the_norm_test_and_one_less_does_not(
     variance: float, squared_norm: float, dataset_size: int, theta: float
 ) -> None:
@@ -579,7 +579,7 @@ def test_the_size_passes_the_norm_test_and_one_less_does_not(
 
 
 @given(positive, positive, thetas)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_the_size_for_a_stream_passes_the_test_and_one_less_does_not(
     variance: float, squared_norm: float, theta: float
 ) -> None:
@@ -590,7 +590,7 @@ def test_the_size_for_a_stream_passes_the_test_and_one_less_does_not(
 
 
 @given(positive, st.floats(1.0, 100.0), positive, st.one_of(st.none(), sizes), thetas)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_more_variance_never_asks_for_fewer_samples(
     variance: float, factor: float, squared_norm: float, dataset_size: int | None, theta: float
 ) -> None:
@@ -599,7 +599,7 @@ def test_more_variance_never_asks_for_fewer_samples(
 
 
 @given(positive, positive, st.floats(1.0, 100.0), st.one_of(st.none(), sizes), thetas)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_a_longer_gradient_never_asks_for_more_samples(
     variance: float, squared_norm: float, factor: float, dataset_size: int | None, theta: float
 ) -> None:
@@ -608,7 +608,7 @@ def test_a_longer_gradient_never_asks_for_more_samples(
 
 
 @given(positive, positive, sizes, thetas, st.integers(-20, 20))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_the_scale_of_the_loss_does_not_matter(
     variance: float, squared_norm: float, dataset_size: int, theta: float, exponent: int
 ) -> None:

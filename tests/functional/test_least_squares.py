@@ -550,14 +550,14 @@ def falls(values: list[float], slack: float = 1e-9) -> bool:
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_lsmr_lowers_the_residual_and_the_normal_residual_at_every_step(problem: tuple[Tensor, Tensor, float]) -> None:
     _, residuals, normals = path(lsmr, *problem)
     assert falls(residuals) and falls(normals)
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_lsqr_lowers_the_residual_and_the_error_at_every_step(problem: tuple[Tensor, Tensor, float]) -> None:
     matrix, b, damp = problem
     iterates, residuals, _ = path(lsqr, *problem)
@@ -568,7 +568,7 @@ def test_lsqr_lowers_the_residual_and_the_error_at_every_step(problem: tuple[Ten
 
 
 @given(problems(), st.integers(1, 8))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_at_each_step_lsmr_has_the_lower_normal_residual_and_lsqr_the_lower_residual(
     problem: tuple[Tensor, Tensor, float], steps: int
 ) -> None:
@@ -579,7 +579,7 @@ def test_at_each_step_lsmr_has_the_lower_normal_residual_and_lsqr_the_lower_resi
 
 
 @given(st.integers(2, 8), st.integers(0, 10_000), st.sampled_from([0.1, 1.0, 10.0]), st.integers(1, 4))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_lsqr_is_conjugate_gradients_on_the_normal_equations(n: int, seed: int, damp: float, steps: int) -> None:
     matrix, b = gaussian(n + 2, n, seed=seed), gaussian(n + 2, seed=seed + 1)
     steps = min(steps, n)
@@ -591,7 +591,7 @@ def test_lsqr_is_conjugate_gradients_on_the_normal_equations(n: int, seed: int, 
 
 
 @given(problems(), st.floats(-3, 3))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_start_is_a_shift_of_the_problem(
     solver: Solver, problem: tuple[Tensor, Tensor, float], factor: float

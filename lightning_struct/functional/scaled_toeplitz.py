@@ -72,6 +72,15 @@ def spectra(generators: Tensor, length: int) -> Tensor:
     return torch.fft.rfft(generators, n=length)
 
 
+def generator_spectra(g: Tensor, h: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Those of g, and the conjugates of those of h; by one transform if M is square, as on a CPU each one is planned anew."""
+    if g.shape[-1] == h.shape[-1]:
+        g_hat, h_hat = spectra(torch.cat([g, h]), length).split(g.shape[0])
+    else:
+        g_hat, h_hat = spectra(g, length), spectra(h, length)
+    return g_hat, conjugate(h_hat)
+
+
 def conjugate(hat: Tensor) -> Tensor:
     """In memory: torch would do it anew at each use."""
     return hat.conj().resolve_conj()
@@ -128,7 +137,7 @@ class ScaledToeplitzSpectra:
     def of(g: Tensor, h: Tensor, in_weights: Tensor, out_weights: Tensor, middle: Tensor) -> ScaledToeplitzSpectra:
         """Of the matrix of :func:`scaled_toeplitz_matmul`."""
         length = middle.shape[-1]
-        g_hat, h_hat = spectra(g, length), conjugate(spectra(h, length))
+        g_hat, h_hat = generator_spectra(g, h, length)
         square = g.shape[-1] == h.shape[-1] == length // 2
         planned_anew = square and length >= _LONG_PLAN and g.device.type == "cpu"
         few_rows = FewRowsProduct.of(g, h, in_weights, out_weights, middle) if planned_anew else None
@@ -244,12 +253,29 @@ def _weight_gradient(x: Tensor, unfolded: Tensor) -> Tensor:
 def _forward(*inputs: Tensor, in_place: bool = False) -> tuple[Tensor, ...]:
     x, g, h, in_weights, out_weights, middle = inputs
     length = middle.shape[-1]
-    g_hat, h_hat = spectra(g, length), conjugate(spectra(h, length))
-    return multiply_by_spectra(x, g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1], in_place=in_place)
+    g_hat, h_hat = generator_spectra(g, h, length)
+    product = multiply_by_spectra(x, g_hat, h_hat, in_weights, out_weights, middle, g.shape[-1], in_place=in_place)
+    return *product, g_hat, h_hat
 
 
 def _product(*inputs: Tensor) -> Tensor:
     return _forward(*inputs)[0]
+
+
+class _MultiplyBySpectra(torch.autograd.Function):
+    """:func:`multiply_by_spectra` in memory of its own, and not so under vmap, which cannot follow that."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return multiply_by_spectra(*inputs, in_place=True)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], int]:
+        return torch.func.vmap(multiply_by_spectra, in_dims)(*inputs), 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is kept: it is called without gradients."""
 
 
 class _ScaledToeplitz(torch.autograd.Function):
@@ -279,21 +305,22 @@ class _ScaledToeplitz(torch.autograd.Function):
             pullback = torch.func.vjp(lambda *others: _product(*others, inputs[5]), *inputs[:5])[1]
             return *pullback(u), None
         x, g, h, in_weights, out_weights, middle = inputs
-        x_hat, middle_hat, convolved = kept
+        x_hat, middle_hat, convolved, g_hat, h_hat = kept
         needed, length = ctx.needs_input_grad, middle.shape[-1]
-        # The transpose of M is of the same form. By ``apply``, for the sake of vmap, which cannot follow what is in place.
-        dx, u_hat, back_hat, unfolded = _ScaledToeplitz.apply(u, h, g, out_weights, in_weights, middle)
-        dg = dh = None
-        if needed[1]:
-            products = _summed_products(conjugate(u_hat), middle_hat).conj()
-            dg = torch.fft.irfft(products, n=length)[:, : g.shape[-1]]
-        if needed[2]:
-            products = _summed_products(conjugate(x_hat), back_hat).conj()
-            dh = torch.fft.irfft(products, n=length)[:, : h.shape[-1]]
+        # The transpose of M is of the same form.
+        dx, u_hat, back_hat, unfolded = _MultiplyBySpectra.apply(
+            u, conjugate(h_hat), conjugate(g_hat), out_weights, in_weights, middle, x.shape[-1]
+        )
+        products = [
+            _summed_products(conjugate(hat), hats)
+            for hat, hats, wanted in ((u_hat, middle_hat, needed[1]), (x_hat, back_hat, needed[2]))
+            if wanted
+        ]
+        generators = [*torch.fft.irfft(torch.cat(products).conj(), n=length).split(g.shape[0])] if products else []
         return (
             dx if needed[0] else None,
-            dg,
-            dh,
+            generators[0][:, : g.shape[-1]] if needed[1] else None,
+            generators[-1][:, : h.shape[-1]] if needed[2] else None,
             _weight_gradient(x, unfolded) if needed[3] else None,
             _weight_gradient(u, convolved) if needed[4] else None,
             None,
@@ -307,4 +334,4 @@ class _ScaledToeplitz(torch.autograd.Function):
             for i, tangent in enumerate(tangents[:5])
             if tangent is not None
         ]
-        return reduce(torch.add, terms), None, None, None
+        return reduce(torch.add, terms), None, None, None, None, None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -285,8 +285,12 @@ def _scaled_parts(
     m, n = G.shape[0], H.shape[0]
     p = min(m, n)
     length = transform_length(max(m, n) + p - 1)
-    a_scale, a_wrap, a_trend = _similarity(a_subdiagonal, a_corner)
-    b_scale, b_wrap, b_trend = _similarity(b_subdiagonal, b_corner)
+    if m == n:  # both at once: half of the operations
+        both = _similarity(torch.stack([a_subdiagonal, b_subdiagonal]), torch.stack([a_corner, b_corner]))
+        (a_scale, b_scale), (a_wrap, b_wrap), (a_trend, b_trend) = (tensor.unbind() for tensor in both)
+    else:
+        a_scale, a_wrap, a_trend = _similarity(a_subdiagonal, a_corner)
+        b_scale, b_wrap, b_trend = _similarity(b_subdiagonal, b_corner)
     powers = torch.exp((a_trend + b_trend) * torch.arange(p, dtype=a_trend.dtype, device=a_trend.device))
     a_scale, a_wrap, b_scale, b_wrap, powers = (
         tensor.to(G.dtype) for tensor in (a_scale, a_wrap, b_scale, b_wrap, powers)
@@ -301,14 +305,41 @@ def _scaled_parts(
 
 
 def _similarity(subdiagonal: Tensor, corner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """D (n,), w () and log c () of A = c D Z_w D⁻¹, in float64: log c is the mean of log|s|.
+    """D (..., n), w (...) and log c (...) of A = c D Z_w D⁻¹, in float64: log c is the mean of log|s|.
 
     A is the same for any c: so c is taken as a constant, and the derivatives by D and w are those by A.
     """
     subdiagonal, corner = subdiagonal.double(), corner.double()
-    if not subdiagonal.shape[0]:
-        return torch.ones_like(corner)[None], corner, torch.zeros_like(corner)
-    logarithms = subdiagonal.abs().log()
-    trend = logarithms.detach().mean()
-    scale = F.pad((logarithms - trend).cumsum(0).exp() * subdiagonal.detach().sign().cumprod(0), (1, 0), value=1.0)
-    return scale, corner * scale[-1] * torch.exp(-trend), trend
+    if not subdiagonal.shape[-1]:
+        return torch.ones_like(corner)[..., None], corner, torch.zeros_like(corner)
+    trend = subdiagonal.detach().abs().log().mean(-1)
+    scale = _CumulativeProducts.apply(subdiagonal, trend)
+    return scale, corner * scale[..., -1] * torch.exp(-trend), trend
+
+
+class _CumulativeProducts(torch.autograd.Function):
+    """D (..., n), with 1 and s₁ ⋯ s_k / c^k, of s (..., n - 1) without a zero and log c (...), which is a constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(subdiagonal: Tensor, trend: Tensor) -> Tensor:
+        magnitudes = (subdiagonal.abs().log() - trend[..., None]).cumsum(-1).exp()
+        return F.pad(magnitudes * subdiagonal.sign().cumprod(-1), (1, 0), value=1.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        subdiagonal, scale = ctx.saved_tensors
+        # Each s_i is a factor of all entries from the i-th on.
+        from_the_end = (gradient * scale)[..., 1:].flip(-1).cumsum(-1).flip(-1)
+        return from_the_end / subdiagonal, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        subdiagonal, scale = ctx.saved_tensors
+        return scale * F.pad((tangent / subdiagonal).cumsum(-1), (1, 0))

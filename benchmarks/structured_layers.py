@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py [--output DIRECTORY] [--rival FILE] [--rounds 9]
 
-Float32, one thread, learned corners, entries of the operators as training leaves them (1 + 0.02 N). Forward in eval mode, what
+Float32, one thread, learned corners, entries of the operators near to what training leaves (1 + 0.01 N, see
+``--deviation``: the more their products spread, and the larger n, the more precision ``method="auto"`` takes). Forward in eval mode, what
 depends on the weights alone being kept, and forward + backward in training, to all parameters and to the input. Each round
 times the dense product (``F.linear``) and ours, one after the other, in CPU time; the ratios of the rounds are given as median
 (lowest to highest). Above 1, ours is faster. Tables go to standard output, the picture to ``--output``.
@@ -35,12 +36,12 @@ OF_THE_PAPER = {4096: 3.34, 8192: 9.71, 16384: 21.2, 32768: 46.1}
 Product = Callable[[], object]
 
 
-def layer_of(size: int, rank: int) -> LDRSubdiagonal:
+def layer_of(size: int, rank: int, deviation: float) -> LDRSubdiagonal:
     torch.manual_seed(0)
     layer = LDRSubdiagonal(size, size, rank=rank, bias=False)
     with torch.no_grad():
         for subdiagonal in (layer.subdiagonal_a, layer.subdiagonal_b):
-            subdiagonal.add_(0.02 * torch.randn_like(subdiagonal))
+            subdiagonal.add_(deviation * torch.randn_like(subdiagonal))
     return layer
 
 
@@ -65,9 +66,9 @@ def paired(products: dict[str, Product], rounds: int, at_least: float = 0.01) ->
 
 
 def products_of(
-    size: int, rank: int, batch: int, train: bool, dense: Tensor, rival: Callable[..., Tensor] | None
+    layer: LDRSubdiagonal, batch: int, train: bool, dense: Tensor, rival: Callable[..., Tensor] | None
 ) -> dict[str, Product]:
-    layer = layer_of(size, rank).train(train)
+    size = layer.in_features
     x, cotangent = torch.randn(batch, size), torch.randn(batch, size)
     weights = list(layer.parameters())
     entries = (layer.subdiagonal_a, layer.subdiagonal_b, layer.G, layer.H)
@@ -96,14 +97,15 @@ def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[
     """Print it; median speed-ups over dense by (size, batch, rank)."""
     rival = None if options.rival is None else load(options.rival)
     print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}\n")
-    names = ["n", "batch", "r", "dense, ms", "ours, ms", "dense / ours", *(["rival / ours"] if rival else [])]
+    names = ["n", "batch", "r", "method", "dense, ms", "ours, ms", "dense / ours", *(["rival / ours"] if rival else [])]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     found = {}
     for size in [size for size in options.sizes if not train or size <= LARGEST_TRAINED]:
         dense = (torch.randn(size, size) / size**0.5).requires_grad_(train)
         for batch in batches:
             for rank in options.ranks:
-                times = paired(products_of(size, rank, batch, train, dense, rival), options.rounds)
+                layer = layer_of(size, rank, options.deviation).train(train)
+                times = paired(products_of(layer, batch, train, dense, rival), options.rounds)
                 speedups = {
                     name: [a / b for a, b in zip(times[name], times["ours"], strict=True)]
                     for name in times
@@ -111,7 +113,14 @@ def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[
                 }
                 found[size, batch, rank] = statistics.median(speedups["dense"])
                 milliseconds = (f"{1e3 * statistics.median(times[name]):.3f}" for name in ("dense", "ours"))
-                row = [size, batch, rank, *milliseconds, *(cell(ratios) for ratios in speedups.values())]
+                row = [
+                    size,
+                    batch,
+                    rank,
+                    layer.method_in_use,
+                    *milliseconds,
+                    *(cell(ratios) for ratios in speedups.values()),
+                ]
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
     return found
 
@@ -150,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--ranks", type=int, nargs="+", default=(1, 4, 16))
+    parser.add_argument("--deviation", type=float, default=0.01, help="of the entries of the operators")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 64))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -47,7 +47,7 @@ _FLOAT64_LOSS_FOR_FLOAT32 = 18.0
 # Nats that the entries of D of both operators may spread: beyond, their products could overflow.
 _FLOAT32_SPREAD, _FLOAT64_SPREAD = 60.0, 500.0
 # Entries of the largest matrix that is formed without being asked for: 16 MiB in float32.
-_LARGEST_MATRIX = 2048 * 2048
+LARGEST_MATRIX = 2048 * 2048
 
 
 class PreparedSubdiagonal(Protocol):
@@ -161,7 +161,7 @@ def prepare_subdiagonal(
         (m, rank), n = G.shape, H.shape[0]
         # Measured: transforms of a small batch cost their overhead, of a large one 200 times as much as products per number.
         at_least = max(768, (2 + 2 * rank) * min(200, 30 + 12 * batch))
-        matrix = min(m, n) <= at_least and m * n <= _LARGEST_MATRIX
+        matrix = min(m, n) <= at_least and m * n <= LARGEST_MATRIX
         method = "dense" if matrix else choose_subdiagonal_method(*parameters[:4], rank=rank, batch=batch)
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
@@ -194,12 +194,12 @@ def choose_subdiagonal_method(
     loss, spread = _loss(sides)
     # Measured: forward and backward of a transformed number take about a tenth of those of an entry of M.
     matrix_is_faster = (2 + 2 * rank) * batch * (m + n) > 8 * m * n
-    if not (matrix_is_faster and m * n <= _LARGEST_MATRIX):
+    if not (matrix_is_faster and m * n <= LARGEST_MATRIX):
         if single and loss < _FLOAT32_LOSS and spread < _FLOAT32_SPREAD:
             return "scaled"
         if loss < (_FLOAT64_LOSS_FOR_FLOAT32 if single else _FLOAT64_LOSS) and spread < _FLOAT64_SPREAD:
             return "scaled_float64" if single else "scaled"
-    return "dense" if m * n <= _LARGEST_MATRIX else "tree"
+    return "dense" if m * n <= LARGEST_MATRIX else "tree"
 
 
 def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:

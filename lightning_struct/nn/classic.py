@@ -50,7 +50,7 @@ class LowRank(GeneratorLinear):
         return self.G @ self.H.T
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.H.T), self.G)
+        return FactoredForm(self.G, self.H).matmul(x)
 
     def _prepare(self, batch: int) -> Form:
         return FactoredForm(self.G[: self.out_features].detach(), self.H[: self.in_features].detach())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.scaled_toeplitz import ScaledToeplitzSpectra
 from lightning_struct.functional.subdiagonal import (
+    LARGEST_MATRIX,
     SUBDIAGONAL_METHODS,
     DenseMatrix,
     TreePair,
@@ -45,10 +46,14 @@ class LearnedOperatorLinear(GeneratorLinear):
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
         corner: ``"learned"``: the corners of A and B are parameters, zero at the start; ``"zero"``: there are none, as it
             was in the authors' code, which never trained them.
+        method: how products are computed, ``"auto"`` or one of ``methods``.
 
     Raises:
-        ValueError: as there, or ``corner`` is unknown.
+        ValueError: as there, or ``corner`` or ``method`` is unknown.
     """
+
+    methods: ClassVar[tuple[str, ...]]
+    """What ``method`` may be besides ``"auto"``."""
 
     subdiagonal_a: nn.Parameter
     subdiagonal_b: nn.Parameter
@@ -61,11 +66,17 @@ class LearnedOperatorLinear(GeneratorLinear):
         bias: bool = True,
         *,
         corner: Corner = "learned",
+        method: str = "auto",
         init: Init = "variance",
         pad: Pad | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if method not in ("auto", *self.methods):
+            raise ValueError(
+                f"method must be one of {', '.join(map(repr, ('auto', *self.methods)))}, but is {method!r}"
+            )
+        self.method = method
         if corner not in get_args(Corner):
             raise ValueError(f"corner must be one of {', '.join(map(repr, get_args(Corner)))}, but is {corner!r}")
         self.corner: Corner = corner
@@ -130,33 +141,16 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         method: ``"auto"``, or one of ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"``.
 
     Raises:
-        ValueError: as there, or ``method`` is unknown.
+        ValueError: as there.
     """
 
+    methods = SUBDIAGONAL_METHODS
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H", "subdiagonal_a", "corner_a", "subdiagonal_b", "corner_b")
 
     corner_a: nn.Parameter | None
     corner_b: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        rank: int = 1,
-        bias: bool = True,
-        *,
-        corner: Corner = "learned",
-        method: str = "auto",
-        init: Init = "variance",
-        pad: Pad | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.method = _checked_method(method, ("auto", *SUBDIAGONAL_METHODS))
-        self._choice: _Choice | None = None
-        super().__init__(
-            in_features, out_features, rank, bias, corner=corner, init=init, pad=pad, device=device, dtype=dtype
-        )
+    _choice: _Choice | None = None
 
     @property
     def method_in_use(self) -> str:
@@ -230,7 +224,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             # No values can be read under torch.func and compilers: without an earlier choice one that is right for any.
             if self._choice is not None:
                 return self._choice.method
-            return "dense" if self.rows * self.columns <= 2048 * 2048 else "tree"
+            return "dense" if self.rows * self.columns <= LARGEST_MATRIX else "tree"
         if self._choice is None or not self._choice.is_for(batch) or self._has_new_zeros(self._choice):
             self._choice = _Choice(self._choose(batch), batch.bit_length())
         self._choice.products += 1
@@ -271,9 +265,10 @@ class LDRTridiagonal(LearnedOperatorLinear):
             work in each; ``"auto"``: the first on a CPU, the second elsewhere.
 
     Raises:
-        ValueError: as there, or ``method`` is unknown.
+        ValueError: as there.
     """
 
+    methods = TRIDIAGONAL_METHODS
     weight_names: ClassVar[tuple[str, ...]] = ("G", "H") + tuple(
         f"{entries}_{name}"
         for name in ("a", "b")
@@ -286,25 +281,6 @@ class LDRTridiagonal(LearnedOperatorLinear):
     superdiagonal_b: nn.Parameter
     corners_a: nn.Parameter | None
     corners_b: nn.Parameter | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        rank: int = 1,
-        bias: bool = True,
-        *,
-        corner: Corner = "learned",
-        method: str = "auto",
-        init: Init = "variance",
-        pad: Pad | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.method = _checked_method(method, ("auto", *TRIDIAGONAL_METHODS))
-        super().__init__(
-            in_features, out_features, rank, bias, corner=corner, init=init, pad=pad, device=device, dtype=dtype
-        )
 
     @property
     def method_in_use(self) -> str:
@@ -367,12 +343,6 @@ class _Choice:
     def from_tensor(tensor: Tensor) -> _Choice | None:
         method, magnitude, products = tensor.tolist()
         return None if magnitude < 0 else _Choice(SUBDIAGONAL_METHODS[method], magnitude, products)
-
-
-def _checked_method(method: str, methods: tuple[str, ...]) -> str:
-    if method not in methods:
-        raise ValueError(f"method must be one of {', '.join(map(repr, methods))}, but is {method!r}")
-    return method
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -70,7 +70,11 @@ def conjugate_gradient(
             return [t.clone() for t in r]
         if scale is not None:
             return [t * c * c for t, c in zip(r, scale, strict=True)]
-        y = preconditioner.solve(preconditioner.solve_transpose(structured(b, r)))  # type: ignore[union-attr]
+        residual: Any = structured(b, r)
+        if hasattr(preconditioner, "solve_normal"):
+            y = preconditioner.solve_normal(residual)
+        else:
+            y = preconditioner.solve(preconditioner.solve_transpose(residual))  # type: ignore[union-attr]
         return leaves(y, b, "what the preconditioner's solve returned")
 
     if x0 is None:
@@ -85,7 +89,7 @@ def conjugate_gradient(
     def quadratic() -> float:  # B x = b - r
         return -0.5 * (dot(r, x) + dot(right, x))
 
-    values = [quadratic()]
+    values = [quadratic()] if progress_tolerance > 0 else []
     iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
     while reason == "maxiter" and iteration < maxiter:
         product = leaves(matvec(structured(b, p)), b, "the product with B")
@@ -106,7 +110,8 @@ def conjugate_gradient(
         for p_, y_ in zip(p, y, strict=True):
             p_.mul_(r_y / previous).add_(y_)
         iteration += 1
-        values.append(quadratic())
+        if progress_tolerance > 0:
+            values.append(quadratic())
 
         k = max(10, iteration // 10)
         if norm(r) <= rtol * b_norm or r_y == 0.0:
@@ -121,4 +126,4 @@ def conjugate_gradient(
         stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
         if stop and reason == "maxiter":
             reason = "callback"
-    return ConjugateGradientResult(structured(b, x), iteration, norm(r), values[-1], reason)
+    return ConjugateGradientResult(structured(b, x), iteration, norm(r), quadratic(), reason)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ from lightning_struct.functional.randomness import RandomState, random_state, re
 
 # Per-sample gradients of a diagonal block hold at most this many numbers at a time.
 _NUMBERS_AT_A_TIME = 2**25
+# An explicit inverse is used where its relative error is below this.
+_LARGEST_ERROR = 0.1
 
 
 # --- what the factors are made of ------------------------------------------------------------------------------------
@@ -158,6 +161,19 @@ class KroneckerRoot:
         """C⁻ᵀ x."""
         return _solved_rows(self.inputs, _solved_columns(self.outputs, x, transpose=False), transpose=False)
 
+    def solve_normal(self, x: Tensor) -> Tensor:
+        """C⁻¹ C⁻ᵀ x, by the inverses of the factors where they are good: matrix products are quicker than solves."""
+        if self._inverses is None:
+            return self.solve(self.solve_transpose(x))
+        of_inputs, of_outputs = self._inverses
+        x = x * of_outputs[:, :, None] if of_outputs.ndim == 2 else of_outputs @ x
+        return x * of_inputs[:, None] if of_inputs.ndim == 2 else x @ of_inputs
+
+    @cached_property
+    def _inverses(self) -> tuple[Tensor, Tensor] | None:
+        inverses = _inverse(self.inputs), _inverse(self.outputs)
+        return None if inverses[0] is None or inverses[1] is None else inverses  # type: ignore[return-value]
+
 
 @dataclass(frozen=True)
 class DiagonalRoot:
@@ -172,6 +188,10 @@ class DiagonalRoot:
     def solve_transpose(self, x: Tensor) -> Tensor:
         """C⁻ᵀ x."""
         return x / self.root
+
+    def solve_normal(self, x: Tensor) -> Tensor:
+        """C⁻¹ C⁻ᵀ x."""
+        return x / self.root.square()
 
 
 def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> KroneckerRoot:
@@ -220,6 +240,15 @@ def _root(factor: Tensor, shift: Tensor) -> Tensor:
     raise NotPositiveDefinite(
         f"the damped factor of {factor.shape[1]} rows is not positive definite, in float64 either"
     )
+
+
+def _inverse(root: Tensor) -> Tensor | None:
+    """(L Lᵀ)⁻¹, or None where rounding could make it indefinite."""
+    if root.ndim == 2:
+        return root.square().reciprocal()
+    smallest = root.diagonal(dim1=1, dim2=2).amin(1)
+    condition = root.square().sum((1, 2)) / smallest.square()  # a bound from above on λ_max by an estimate of λ_min
+    return torch.cholesky_inverse(root) if condition.max() * torch.finfo(root.dtype).eps < _LARGEST_ERROR else None
 
 
 def _refuse_not_finite(factor: Tensor) -> None:

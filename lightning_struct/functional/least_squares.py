@@ -24,7 +24,10 @@ from lightning_struct.functional.vectors import Vector, leaves, norm, squared_no
 
 
 class RightPreconditioner(Protocol):
-    """A right preconditioner C: the solver works in y = C x, so on the operator A C⁻¹."""
+    """A right preconditioner C: the solver works in y = C x, so on the operator A C⁻¹.
+
+    One that also has ``solve_normal``, x -> C⁻¹ C⁻ᵀ x, is asked for both at once where conjugate gradients need both.
+    """
 
     def solve(self, y: Any) -> Any:
         """C⁻¹ y, of the same structure and shapes as x."""

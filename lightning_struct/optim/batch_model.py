@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +30,36 @@ from lightning_struct.optim.collective import all_gather_rows, all_reduce, rank
 Batches = Sequence[tuple[Any, Tensor]]
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Inputs and targets of this process, and how many samples each process has."""
+
+    args: tuple[Any, ...]
+    targets: Tensor
+    counts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def first_row(self) -> int:
+        """Of this process's samples, among those of all."""
+        return sum(self.counts[: rank()])
+
+    def rows_of_args(self, rows: slice) -> tuple[Any, ...]:
+        return tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+
+    def split(self, counts: tuple[int, ...]) -> tuple[_Samples, _Samples]:
+        """The first so many samples of each process, and the others."""
+        begin, end = slice(counts[rank()]), slice(counts[rank()], None)
+        others = tuple(count - first for count, first in zip(self.counts, counts, strict=True))
+        first = self if counts == self.counts else _Samples(self.rows_of_args(begin), self.targets[begin], counts)
+        return first, _Samples(self.rows_of_args(end), self.targets[end], others)
+
+
 class BatchModel:
-    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/n + ½ l2 ‖d‖², with A = SᵀJ and ∇f = Aᵀ r/n + l2 w.
+    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/m + ½ l2 ‖d‖², with A = SᵀJ of m of the n samples; where m = n, ∇f = Aᵀ r/n + l2 w.
 
     The paper scales A and r by 1/√n; here the whole least-squares problem is multiplied by n instead, the damping with it,
     which spares two passes over the data per product and has the same solution.
@@ -48,16 +77,18 @@ class BatchModel:
         l2: weight of ½‖w‖².
         backend, chunk_size: of :func:`~lightning_struct.functional.linearize`.
         held_out: share of the samples of each process, its last ones, that the model is not made of.
+        curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of all.
 
     Attributes:
-        n: samples over all processes that the model is made of.
-        samples: with those that are held out.
-        held_out: these, of this process; none where ``held_out`` is 0.
+        n: samples over all processes that f is the mean of.
+        curvature_n: samples over all processes that have rows in A.
+        samples: n, and those that are held out.
         value: f(w).
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
         variance: ‖Var‖₁ of the per-sample gradients, None where it is not defined.
-        right_hand_side: b = -r, this process's rows.
+        linearization, outputs, targets: of the samples of this process that have rows in A.
+        right_hand_side: -r of these.
 
     Raises:
         ValueError: an empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of
@@ -76,30 +107,44 @@ class BatchModel:
         backend: str | None = None,
         chunk_size: int | None = None,
         held_out: float = 0.0,
+        curvature_share: float = 1.0,
     ) -> None:
-        self.module, self.loss, self.weights, self.targets = module, loss, weights, targets
-        self.args = inputs if isinstance(inputs, tuple) else (inputs,)
-        self._l2, self._chunk_size = l2, chunk_size
+        self.module, self.loss, self.weights = module, loss, weights
+        self._l2, self._backend, self._chunk_size = l2, backend, chunk_size
         self._sizes = [p.numel() for p in weights.values()]
         first = next(iter(weights.values()))
         self.dtype, self.device = first.dtype, first.device
-        self._take_samples(held_out)
+        self._batch, self._held_out = self._take_samples(inputs, targets, held_out)
+        self.n, self.samples = self._batch.total, self._batch.total + self._held_out.total
         self._batch_normalised = batch_normalising_layer(module) is not None
-        self._random_state = random_state(*self.args)
+        self._random_state = random_state(*self._batch.args)
         if self._batch_normalised:
             with restored_random_state(self._random_state):
-                module(*self.args)
+                module(*self._batch.args)
         self._weights_flat = self.flat(weights)
         with own_parameters_kept(module):
-            self.linearization = linearize(module, weights, *self.args, backend=backend, chunk_size=chunk_size)
-            self.outputs = self.linearization.outputs.to(self.dtype)
-            self._residual = loss.residual(self.outputs, self.targets)
-            self.right_hand_side = -self._residual
+            self._linearize(self._batch)
             self._measure()
+            if curvature_share < 1.0:
+                counts = tuple(math.ceil(curvature_share * count) for count in self._batch.counts)
+                self._linearize(self._batch.split(counts)[0])
+        self.right_hand_side = -self._residual
 
-    def _take_samples(self, held_out: float) -> None:
-        tensors = [t for t in (*self.args, self.targets) if isinstance(t, Tensor)]
-        rows = len(self.targets)
+    @property
+    def held_out(self) -> bool:
+        """Whether any samples are."""
+        return self._held_out.total > 0
+
+    @property
+    def curvature_n(self) -> int:
+        """Samples over all processes that A has rows of."""
+        return self._rows_of.total
+
+    def _take_samples(self, inputs: Any, targets: Tensor, held_out: float) -> tuple[_Samples, _Samples]:
+        """What f is the mean of, and what is held out."""
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        tensors = [t for t in (*args, targets) if isinstance(t, Tensor)]
+        rows = len(targets)
         mismatched = any(len(t) != rows for t in tensors)
         finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
         shards = all_gather_rows(torch.tensor([rows, mismatched, not finite], device=self.device)).tolist()
@@ -111,24 +156,30 @@ class BatchModel:
                 raise ValueError(f"inputs and targets differ in their number of samples{where}")
             if bad_value:
                 raise ValueError(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
-        kept = [samples - int(held_out * samples) for samples, *_ in shards]
-        self.samples, self.n = sum(samples for samples, *_ in shards), sum(kept)
-        if held_out > 0 and self.samples == self.n:
+        samples = _Samples(args, targets, tuple(count for count, *_ in shards))
+        kept, out = samples.split(tuple(count - int(held_out * count) for count in samples.counts))
+        if held_out > 0 and out.total == 0:
             raise ValueError(
-                f"held_out={held_out} of a batch of {self.samples} leaves no sample to measure the reduction ratio on: "
+                f"held_out={held_out} of a batch of {samples.total} leaves no sample to measure the reduction ratio on: "
                 "enlarge the batch or the share"
             )
-        self.rows, self._first_row = kept[rank()], sum(kept[: rank()])
-        self.held_out: Batches = []
-        if held_out > 0:
-            self.held_out = [(self._rows_of_args(slice(self.rows, None)), self.targets[self.rows :])]
-            self.args, self.targets = self._rows_of_args(slice(self.rows)), self.targets[: self.rows]
+        return kept, out
+
+    def _linearize(self, samples: _Samples) -> None:
+        """Make A of these samples."""
+        self._rows_of, self.targets = samples, samples.targets
+        with restored_random_state(self._random_state):
+            self.linearization = linearize(
+                self.module, self.weights, *samples.args, backend=self._backend, chunk_size=self._chunk_size
+            )
+        self.outputs = self.linearization.outputs.to(self.dtype)
+        self._residual = self.loss.residual(self.outputs, self.targets)
 
     def _measure(self) -> None:
         """f, ∇f, and ‖Var‖₁ from per-sample squared norms (section 4.3)."""
         cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, self._residual)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        sums[0] = self.loss.value(self.outputs, self.targets).to(torch.float64) * self.rows
+        sums[0] = self.loss.value(self.outputs, self.targets).to(torch.float64) * len(self.targets)
         if not self._batch_normalised:
             sums[1] = self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
         value, squared_norms = all_reduce(sums).tolist()
@@ -166,10 +217,14 @@ class BatchModel:
         self.linearization.vjp(cotangent, out=self.unflat(product))
         return all_reduce(product)
 
+    def curvature(self, d: Tensor) -> Tensor:
+        """AᵀA d/m."""
+        return self.backward(self.forward(d)).div_(self.curvature_n)
+
     def change(self, d: Tensor) -> float:
         """The model's f(w + d) - f(w)."""
         rows = self.forward(d)
-        squares = all_reduce(inner(rows, rows)).item() / self.n
+        squares = all_reduce(inner(rows, rows)).item() / self.curvature_n
         return 0.5 * squares + 0.5 * self._l2 * inner(d, d).item() + self.slope(d)
 
     def slope(self, d: Tensor) -> float:
@@ -187,9 +242,8 @@ class BatchModel:
         weights = self._weights_flat.add(d, alpha=step)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with restored_random_state(self._random_state):
-            for rows in self._chunks():
-                targets = self.targets[rows]
-                total += self.loss.value(self._evaluate(weights, self._rows_of_args(rows)), targets) * len(targets)
+            for args, targets, _ in self._chunks(self._batch):
+                total += self.loss.value(self._evaluate(weights, args), targets) * len(targets)
         return all_reduce(total).item() / self.n + self._penalty(weights)
 
     def validation_value(self, d: Tensor, batches: Batches) -> float:
@@ -208,7 +262,8 @@ class BatchModel:
 
     def held_out_change(self, d: Tensor) -> float:
         """f(w + d) - f(w) on the samples that are held out, the module in eval mode."""
-        loss = self.validation_value(d, self.held_out) - self.validation_value(torch.zeros_like(d), self.held_out)
+        batches = [(self._held_out.args, self._held_out.targets)]
+        loss = self.validation_value(d, batches) - self.validation_value(torch.zeros_like(d), batches)
         return loss + self._penalty(self._weights_flat + d) - self._penalty(self._weights_flat)
 
     def _evaluate(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -220,26 +275,26 @@ class BatchModel:
 
     def scaling(self, choice: str, damping: float, seed: int) -> Tensor:
         """c of a diagonal right preconditioner by its name; ``seed`` is that of the random signs."""
-        share = self.rows / self.n
+        share = len(self.targets) / self.curvature_n
         if choice == "fisher":
             diagonal = empirical_fisher_diagonal(self.linearization, self.loss, self.targets)
             return fisher_scaling(all_reduce(self.flat(diagonal).mul_(share)), damping)
         probe = self._random_signs(seed)
         diagonal = randomized_gauss_newton_diagonal(self.linearization, self.loss, self.targets, probe=probe)
         mean = all_reduce(self.flat(diagonal).mul_(share))
-        return jacobi_scaling(mean) if choice == "diagonal" else mean.mul_(self.n).add_(1.0).reciprocal_()
+        return jacobi_scaling(mean) if choice == "diagonal" else mean.mul_(self.curvature_n).add_(1.0).reciprocal_()
 
     def _random_signs(self, seed: int) -> Tensor:
-        """A sign for each output of this process's samples."""
+        """A sign for each output of this process's samples that have rows in A."""
         # All processes draw the signs of the whole batch and take their rows, so that they are those of one process.
         generator = torch.Generator(self.device).manual_seed(seed)
-        signs = random_signs(self.n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
-        return signs[self._first_row : self._first_row + self.rows]
+        signs = random_signs(self.curvature_n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
+        return signs[self._rows_of.first_row :][: len(self.targets)]
 
     def probes(
         self, layers: Collection[nn.Module], parameters: Mapping[str, nn.Parameter], seed: int
     ) -> Iterator[Probe]:
-        """What S times random signs, back-propagated, finds in ``layers``: of this process's samples, chunk by chunk.
+        """What S times random signs, back-propagated, finds in ``layers``: of this process's rows of A, chunk by chunk.
 
         Args:
             layers, parameters: of :func:`~lightning_struct.functional.kronecker.probe_layers`.
@@ -247,8 +302,7 @@ class BatchModel:
         """
         signs = self._random_signs(seed)
         with restored_random_state(self._random_state):
-            for rows in self._chunks():
-                args, targets = self._rows_of_args(rows), self.targets[rows]
+            for args, targets, rows in self._chunks(self._rows_of):
                 yield probe_layers(
                     self.module,
                     args,
@@ -259,12 +313,12 @@ class BatchModel:
                     ),
                 )
 
-    def _chunks(self) -> Iterator[slice]:
-        size = self._chunk_size or self.rows
-        return (slice(first, first + size) for first in range(0, self.rows, size))
-
-    def _rows_of_args(self, rows: slice) -> tuple[Any, ...]:
-        return tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+    def _chunks(self, samples: _Samples) -> Iterator[tuple[tuple[Any, ...], Tensor, slice]]:
+        count = len(samples.targets)
+        size = self._chunk_size or count
+        for first in range(0, count, size):
+            rows = slice(first, first + size)
+            yield samples.rows_of_args(rows), samples.targets[rows], rows
 
 
 @contextmanager

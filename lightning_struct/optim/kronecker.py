@@ -226,6 +226,10 @@ class BlockPreconditioner:
         """C⁻ᵀ x."""
         return self._apply(x, lambda root, part: root.solve_transpose(part))
 
+    def solve_normal(self, x: Tensor) -> Tensor:
+        """C⁻¹ C⁻ᵀ x."""
+        return self._apply(x, lambda root, part: root.solve_normal(part))
+
     def _apply(self, vector: Tensor, operation: Callable[[KroneckerRoot | DiagonalRoot, Tensor], Tensor]) -> Tensor:
         result = torch.empty_like(vector)
         for block, root in self._roots:
@@ -299,7 +303,9 @@ class KroneckerFactors:
         assert totals is not None
         totals = _reduced(totals)
         self._warn_of_unreached(totals)
-        return {block.name: block.factors(sums, model.n) for block, sums in zip(self._blocks, totals, strict=True)}
+        return {
+            block.name: block.factors(sums, model.curvature_n) for block, sums in zip(self._blocks, totals, strict=True)
+        }
 
     def preconditioner(self, factors: Factors, damping: float) -> BlockPreconditioner:
         """C of the damped factors.

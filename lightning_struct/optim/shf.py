@@ -152,6 +152,9 @@ class SHF(torch.optim.Optimizer):
         held_out: share of each batch, in [0, 1), that the model is not made of, and on which ρ is measured: its last
             samples, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and
             the damping rises.
+        curvature_share: share of the samples of a batch, in (0, 1], its first ones, that the curvature is measured on, in
+            the products with J, the preconditioner and the Kronecker factors; loss and gradient are of all (Byrd et al.
+            2011). For CG only.
         seed: of the random signs of the preconditioner and of what the network draws (dropout), with the step's number.
 
     Raises:
@@ -196,6 +199,7 @@ class SHF(torch.optim.Optimizer):
         max_factor_size: int | None = None,
         exclude_factors: Sequence[str | nn.Module] = (),
         held_out: float = 0.0,
+        curvature_share: float = 1.0,
         seed: int = 0,
     ) -> None:
         if not (damping > 0 and math.isfinite(damping)):
@@ -232,6 +236,13 @@ class SHF(torch.optim.Optimizer):
         for name, size in sizes.items():
             if size is not None and not size >= 1:
                 raise ValueError(f"{name} must be >= 1 or None, got {size}")
+        if not 0 < curvature_share <= 1:
+            raise ValueError(f"curvature_share must be in (0, 1], got {curvature_share}")
+        if curvature_share < 1 and solver != "cg":
+            raise ValueError(
+                f"curvature_share={curvature_share} needs solver='cg': {solver} solves a least-squares problem, in which "
+                "gradient and curvature come from the same samples"
+            )
         if not 0 < armijo < 1:
             raise ValueError(f"armijo must be in (0, 1), got {armijo}")
         if not theta > 0:
@@ -269,7 +280,7 @@ class SHF(torch.optim.Optimizer):
         self._factors: KroneckerFactors | None = None
         if preconditioner == "kronecker":
             self._factors = KroneckerFactors(module, named, max_size=max_factor_size, exclude=exclude_factors)
-        self._held_out = held_out
+        self._held_out, self._curvature_share = held_out, curvature_share
         self._factored: tuple[Factors, float, BlockPreconditioner] | None = None
         self._validation: Batches | None = None
         self.report: StepReport | None = None
@@ -394,6 +405,7 @@ class SHF(torch.optim.Optimizer):
                 backend=self._backend,
                 chunk_size=self._chunk_size,
                 held_out=self._held_out,
+                curvature_share=self._curvature_share,
             )
         largest, maxiter = memory["largest_batch"], group["maxiter"]
         if self._scale_maxiter and largest and model.n > largest:
@@ -615,7 +627,7 @@ class SHF(torch.optim.Optimizer):
                 store_at = max(iteration + 1, 1.3 * iteration)
 
         result = conjugate_gradient(
-            lambda d: model.backward(model.forward(d)).div_(model.n).add_(d, alpha=strength),
+            lambda d: model.curvature(d).add_(d, alpha=strength),
             right_hand_side,
             x0=start,
             preconditioner=preconditioner,

@@ -147,6 +147,23 @@ def test_solve_and_solve_transpose_are_transposes_of_each_other() -> None:
     torch.testing.assert_close((root.solve(y) * x).sum(), (y * root.solve_transpose(x)).sum())
 
 
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("damping", [1e-4, 0.3], ids=["ill_conditioned", "well_conditioned"])
+def test_solve_normal_is_both_solves(damping: float, diagonal: bool) -> None:
+    inputs = torch.full((2, 5, 5), 1e4, dtype=torch.float64)
+    outputs = positive(2, 3, seed=1)
+    root = kronecker_root(inputs, outputs.diagonal(dim1=1, dim2=2) if diagonal else outputs, damping)
+    x = gaussian(2, 3, 5, seed=2)
+    torch.testing.assert_close(root.solve_normal(x), root.solve(root.solve_transpose(x)), rtol=1e-4, atol=1e-7)
+
+
+def test_solve_normal_stays_positive_where_an_inverse_in_float32_would_not() -> None:
+    inputs = torch.full((1, 200, 200), 1e4) + 1e-3 * torch.eye(200)
+    root = kronecker_root(inputs, torch.eye(2)[None], 1e-3)
+    x = inputs[:, :1].expand(1, 2, 200)  # along the largest eigenvalue
+    assert (x * root.solve_normal(x)).sum() > 0
+
+
 @pytest.mark.parametrize("zero", ["inputs", "outputs", "both"])
 def test_a_factor_of_zeros_leaves_the_damping(zero: str) -> None:
     inputs, outputs = positive(1, 4), positive(1, 3, seed=1)
@@ -190,6 +207,7 @@ def test_the_root_of_a_diagonal_is_that_of_the_damped_diagonal() -> None:
     diagonal, x = gaussian(4, 3).square(), gaussian(4, 3, seed=1)
     root = diagonal_root(diagonal, 0.5)
     torch.testing.assert_close(root.solve(root.solve_transpose(x)), x / (diagonal + 0.25))
+    torch.testing.assert_close(root.solve_normal(x), x / (diagonal + 0.25))
 
 
 # --- what a back-propagated vector finds -----------------------------------------------------------------------------

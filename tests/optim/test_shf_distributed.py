@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 WORLD = 2
 SIZES = ((5, 7), (9, 3), (8, 7), (1, 14), (6, 12))  # of the two shares in five steps; the sum grows
+DIVISIBLE = ((4, 8), (8, 4), (4, 12), (8, 12), (4, 20))
 
 
 def network() -> nn.Module:
@@ -65,6 +66,8 @@ class Scenario:
     build: Callable[[], nn.Module] = network
     dtype: torch.dtype = torch.float64
     validation: tuple[int, int] | None = None  # sizes of the two shares
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    apart: float = 0.0  # share of each process's samples, its last ones, that one process has at the end of its batch
 
 
 SCENARIOS = {
@@ -90,6 +93,10 @@ SCENARIOS = {
     "kronecker_parameter": Scenario(
         {"preconditioner": "kronecker", "maxiter": 8, "backend": "double_backward"}, build=offset
     ),
+    "held_out": Scenario({"held_out": 0.25, "maxiter": 10}, sizes=DIVISIBLE, apart=0.25),
+    "curvature_share": Scenario(
+        {"preconditioner": "kronecker", "solver": "cg", "curvature_share": 0.5}, sizes=DIVISIBLE, apart=0.5
+    ),
     "float32": Scenario({"maxiter": 10}, dtype=torch.float32),
 }
 
@@ -101,10 +108,14 @@ def draw(n: int, seed: int, scenario: Scenario) -> tuple[Tensor, Tensor]:
     return inputs.to(scenario.dtype), targets
 
 
-def share(data: tuple[Tensor, Tensor], sizes: tuple[int, int], rank: int | None) -> tuple[Tensor, Tensor]:
-    """The rows of a process; all of them where ``rank`` is None."""
+def share(
+    data: tuple[Tensor, Tensor], sizes: tuple[int, int], rank: int | None, apart: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The rows of a process; all of them where ``rank`` is None, those that are apart in each process last."""
     if rank is None:
-        return data
+        last = [i >= (1 - apart) * size for size in sizes for i in range(size)]
+        order = torch.tensor(last).to(torch.uint8).argsort(stable=True)
+        return data[0][order], data[1][order]
     rows = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
     return data[0][rows], data[1][rows]
 
@@ -122,8 +133,8 @@ def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
         data = draw(sum(scenario.validation), 500, scenario)
         optimizer.set_validation([share(data, scenario.validation, rank)])
     steps = []
-    for i, sizes in enumerate(SIZES):
-        inputs, targets = share(draw(sum(sizes), 100 + 10 * i, scenario), sizes, rank)
+    for i, sizes in enumerate(scenario.sizes):
+        inputs, targets = share(draw(sum(sizes), 100 + 10 * i, scenario), sizes, rank, scenario.apart)
         report = asdict(optimizer.step(inputs=inputs, targets=targets))
         del report["seconds"]
         steps.append({"weights": flat(trainable(module)).clone(), "report": report, "damping": optimizer.damping})

@@ -77,6 +77,30 @@ def test_the_directions_of_two_steps_are_those_of_the_dense_problem(
         start = optimizer.param_groups[0]["warm_start"] * optimizer.state["shf"]["direction"]
 
 
+def test_curvature_of_a_share_of_the_batch_goes_with_the_gradient_of_all() -> None:
+    module, damping = network(), 0.7
+    optimizer = make(
+        module,
+        solver="cg",
+        damping=damping,
+        l2=0.1,
+        curvature_share=0.3,
+        progress_tolerance=0.0,
+        maxiter=400,
+        drop=None,
+    )
+    (inputs, targets), before = batch(), weights(module)
+    gradient = dense_model(module, "mse", inputs, targets).gradient + 0.1 * before
+    first = dense_model(module, "mse", inputs[:4], targets[:4]).gauss_newton  # 0.3 of 12, rounded up
+    matrix = first + (0.1 + damping**2) * torch.eye(len(before), dtype=before.dtype)
+    report = take(optimizer, (inputs, targets))
+    direction = optimizer.state["shf"]["direction"]
+    torch.testing.assert_close(direction, torch.linalg.solve(matrix, -gradient), rtol=0, atol=1e-8)
+    predicted = gradient @ direction + 0.5 * direction @ (first @ direction) + 0.05 * direction @ direction
+    change = (report.loss_after - report.loss_before) / predicted.item()
+    assert (report.batch_size, report.reduction_ratio) == (12, pytest.approx(change, rel=1e-6))
+
+
 SLOW = ("transformer", "lstm_stacked", "attention", "gru")
 
 
@@ -516,6 +540,8 @@ def test_only_kronecker_factors_have_a_summary() -> None:
         ({"exclude_factors": ["head"]}, "exclude_factors has 'head', which is no module of Sequential"),
         ({"exclude_factors": [nn.Linear(1, 1)]}, "exclude_factors has this Linear, which is no module of Sequential"),
         ({"damping_space": "y"}, "not with Kronecker factors"),
+        ({"curvature_share": 0.0, "solver": "cg"}, r"curvature_share must be in \(0, 1\], got 0.0"),
+        ({"curvature_share": 0.5}, "curvature_share=0.5 needs solver='cg': lsmr solves a least-squares problem"),
     ],
 )
 def test_an_argument_without_meaning_is_named(options: dict[str, Any], message: str) -> None:

@@ -77,8 +77,8 @@ class FewRowsProduct:
     exit: Tensor
 
     @staticmethod
-    def of(g: Tensor, h: Tensor, in_weights: Tensor, out_weights: Tensor, middle: Tensor) -> FewRowsProduct:
-        """Of a square M of size N, whose parts are those of ``scaled_toeplitz_matmul``."""
+    def of(g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor) -> FewRowsProduct:
+        """Of a square M of size N, whose generators g and h (r, N) are divided by a and b already."""
         size = g.shape[1]
         transform = TwoStepTransform.of(size, g)
         first, second = transform.steps
@@ -87,16 +87,13 @@ class FewRowsProduct:
         def arranged(rows: Tensor) -> Tensor:
             return rows.reshape(-1, first, second).transpose(0, 1)[:, :, None]
 
-        def halves(weights: Tensor) -> tuple[Tensor, Tensor]:
-            return arranged(weights[:size]), arranged(weights[size:])
-
         return FewRowsProduct(
             transform,
             transform.forward(arranged(g) * transform.twist),
             transform.forward(arranged(h) * transform.twist).conj().resolve_conj(),
-            torch.complex(*halves(in_weights)) * transform.twist,
-            arranged(middle[:size]) * inverse_twist,
-            torch.complex(*halves(out_weights)).conj() * inverse_twist,
+            arranged(torch.complex(b, w * b)) * transform.twist,
+            arranged(middle) * inverse_twist,
+            arranged(torch.complex(a, -f * a)) * inverse_twist,
         )
 
     def matmul(self, x: Tensor) -> Tensor:

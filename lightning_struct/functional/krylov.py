@@ -56,19 +56,29 @@ def krylov_product(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
     return x @ (right.mT @ left)
 
 
-def require_generators(G: Tensor, H: Tensor, m: int, n: int) -> None:
-    """Refuse other shapes than G (m, r) and H (n, r).
+def require_generators(G: Tensor, H: Tensor, m: int | None = None, n: int | None = None) -> None:
+    """Refuse other shapes than G (m, r) and H (n, r), r >= 1; sizes that are not given may be any from 1 on.
 
     Raises:
         ValueError: a shape is another, or r differs.
     """
     for name, generator, size in (("G", G, m), ("H", H, n)):
-        if generator.ndim != 2 or generator.shape[0] != size:
-            raise ValueError(
-                f"{name} must be ({size}, r) beside an operator of that size, got {tuple(generator.shape)}"
-            )
+        if generator.ndim != 2 or 0 in generator.shape or size not in (None, generator.shape[0]):
+            expected = "(size, r), neither of them 0" if size is None else f"({size}, r) beside an operator of that size"
+            raise ValueError(f"{name} must be {expected}, got {tuple(generator.shape)}")
     if G.shape[1] != H.shape[1]:
         raise ValueError(f"G and H must have the same number of columns, got {G.shape[1]} and {H.shape[1]}")
+
+
+def require_real(**tensors: Tensor) -> None:
+    """Refuse other dtypes than real floating-point numbers.
+
+    Raises:
+        TypeError: a tensor has another; it is named by its keyword.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
 
 
 def require_vectors(x: Tensor, n: int) -> None:

@@ -25,15 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.krylov import require_generators, require_real, require_vectors
 from lightning_struct.functional.scaled_toeplitz import (
     ScaledToeplitzSpectra,
     by_rows,
-    check_generators,
     computing_dtype,
     scaled_toeplitz_matmul,
-    transform_length,
-    with_corner,
-    with_zeros,
 )
 from lightning_struct.functional.stein import stein_matrix
 from lightning_struct.functional.subdiagonal_tree import KrylovTree
@@ -210,7 +207,7 @@ def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """
     if any((subdiagonal == 0).any() for subdiagonal, _ in sides):
         return math.inf, math.inf
-    (a, a_corner, a_trend), (b, b_corner, b_trend) = (_similarity(*side) for side in sides)
+    (a, a_corner, a_trend), (b, b_corner, b_trend) = (_Similarity.apply(*side) for side in sides)
     a, b = a.abs().log(), b.abs().log()
     spread = sum((logs.max() - logs.min()).item() for logs in (a, b))
     corners = sum(corner.abs().clamp(min=1).log().item() for corner in (a_corner, b_corner))
@@ -232,7 +229,11 @@ def _check(
     H: Tensor,
     x: Tensor | None = None,
 ) -> None:
-    check_generators(G, H, x)
+    require_generators(G, H)
+    if x is not None:
+        require_vectors(x, H.shape[0])
+        require_real(x=x)
+    require_real(a_subdiagonal=a_subdiagonal, a_corner=a_corner, b_subdiagonal=b_subdiagonal, b_corner=b_corner, G=G, H=H)
     for name, tensor, shape in (
         ("a_subdiagonal", a_subdiagonal, (G.shape[0] - 1,)),
         ("a_corner", a_corner, ()),
@@ -243,8 +244,6 @@ def _check(
             raise ValueError(
                 f"{name} must be of shape {shape} beside G {tuple(G.shape)} and H {tuple(H.shape)}, not {tuple(tensor.shape)}."
             )
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
 
 
 def _inside(method: str, *tensors: Tensor) -> torch.dtype:
@@ -280,66 +279,50 @@ def _trees(*parameters: Tensor) -> tuple[KrylovTree, KrylovTree]:
 
 def _scaled_parts(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of :func:`scaled_toeplitz_matmul` but x, in the dtype of G."""
-    m, n = G.shape[0], H.shape[0]
-    p = min(m, n)
-    length = transform_length(max(m, n) + p - 1)
-    if m == n:  # both at once: half of the operations
-        both = _similarity(torch.stack([a_subdiagonal, b_subdiagonal]), torch.stack([a_corner, b_corner]))
-        (a_scale, b_scale), (a_wrap, b_wrap), (a_trend, b_trend) = (tensor.unbind() for tensor in both)
-    else:
-        a_scale, a_wrap, a_trend = _similarity(a_subdiagonal, a_corner)
-        b_scale, b_wrap, b_trend = _similarity(b_subdiagonal, b_corner)
-    powers = torch.exp((a_trend + b_trend) * torch.arange(p, dtype=a_trend.dtype, device=a_trend.device))
-    a_scale, a_wrap, b_scale, b_wrap, powers = (
-        tensor.to(G.dtype) for tensor in (a_scale, a_wrap, b_scale, b_wrap, powers)
-    )
-    return (
-        (G / a_scale[:, None]).mT,
-        (H / b_scale[:, None]).mT,
-        with_corner(b_scale, b_wrap, p, length),
-        with_corner(a_scale, a_wrap, p, length),
-        with_zeros(powers, length),
-    )
+) -> tuple[Tensor, ...]:
+    """The arguments of :func:`scaled_toeplitz_matmul` but x."""
+    a_scale, a_wrap, a_trend = _Similarity.apply(a_subdiagonal, a_corner)
+    b_scale, b_wrap, b_trend = _Similarity.apply(b_subdiagonal, b_corner)
+    places = torch.arange(min(G.shape[0], H.shape[0]), dtype=a_trend.dtype, device=a_trend.device)
+    return G, H, a_scale, a_wrap, b_scale, b_wrap, torch.exp((a_trend + b_trend) * places)
 
 
-def _similarity(subdiagonal: Tensor, corner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """D (..., n), w (...) and log c (...) of A = c D Z_w D⁻¹, in float64: log c is the mean of log|s|.
+class _Similarity(torch.autograd.Function):
+    """D (n,), w () and log c () of A = c D Z_w D⁻¹, in float64, from its subdiagonal s (n - 1,) and its corner ().
 
-    A is the same for any c: so c is taken as a constant, and the derivatives by D and w are those by A.
+    D has the entries 1 and s₁ ⋯ s_k / c^k, and log c is the mean of log|s|. A is the same for any c: so c is taken as a
+    constant, and the derivatives by D and w are those by A.
     """
-    subdiagonal, corner = subdiagonal.double(), corner.double()
-    if not subdiagonal.shape[-1]:
-        return torch.ones_like(corner)[..., None], corner, torch.zeros_like(corner)
-    trend = subdiagonal.detach().abs().log().mean(-1)
-    scale = _CumulativeProducts.apply(subdiagonal, trend)
-    return scale, corner * scale[..., -1] * torch.exp(-trend), trend
-
-
-class _CumulativeProducts(torch.autograd.Function):
-    """D (..., n), with 1 and s₁ ⋯ s_k / c^k, of s (..., n - 1) without a zero and log c (...), which is a constant."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(subdiagonal: Tensor, trend: Tensor) -> Tensor:
-        magnitudes = (subdiagonal.abs().log() - trend[..., None]).cumsum(-1).exp()
-        return F.pad(magnitudes * subdiagonal.sign().cumprod(-1), (1, 0), value=1.0)
+    def forward(subdiagonal: Tensor, corner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = subdiagonal.double()
+        if not s.shape[0]:
+            return s.new_ones(1), corner.double().clone(), s.new_zeros(())
+        trend = s.abs().log_().mean()
+        inverse = torch.exp(-trend)
+        scale = F.pad(s * inverse, (1, 0), value=1.0).cumprod(0)
+        return scale, corner.double() * scale[-1] * inverse, trend
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*inputs, *output)
+        ctx.save_for_forward(*inputs, *output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        subdiagonal, scale = ctx.saved_tensors
-        # Each s_i is a factor of all entries from the i-th on.
-        from_the_end = (gradient * scale)[..., 1:].flip(-1).cumsum(-1).flip(-1)
-        return from_the_end / subdiagonal, None
+    def backward(ctx: Any, of_scale: Tensor, of_wrap: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        subdiagonal, corner, scale, wrap, trend = ctx.saved_tensors
+        # Each s_i is a factor of all entries from the i-th on, and of w.
+        from_the_end = (of_scale * scale)[1:].flip(0).cumsum(0).flip(0) + of_wrap * wrap
+        return (from_the_end / subdiagonal).to(subdiagonal.dtype), (of_wrap * scale[-1] * torch.exp(-trend)).to(
+            corner.dtype
+        )
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
-        subdiagonal, scale = ctx.saved_tensors
-        return scale * F.pad((tangent / subdiagonal).cumsum(-1), (1, 0))
+    def jvp(ctx: Any, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor, None]:
+        subdiagonal, _, scale, wrap, trend = ctx.saved_tensors
+        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(0), (1, 0))
+        return scale * relative, of_corner * scale[-1] * torch.exp(-trend) + wrap * relative[-1], None

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.krylov import require_generators, require_real, require_vectors
 from lightning_struct.functional.scaled_toeplitz import (
     ScaledToeplitzSpectra,
     by_rows,
-    check_generators,
     computing_dtype,
     scaled_toeplitz_matmul,
-    transform_length,
-    with_corner,
-    with_zeros,
 )
 
 
@@ -37,7 +34,9 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
     Raises:
         ValueError, TypeError: the shapes or dtypes do not fit.
     """
-    check_generators(G, H, x)
+    require_generators(G, H)
+    require_vectors(x, H.shape[0])
+    require_real(G=G, H=H, x=x)
     dtype = computing_dtype(G, H, x)
     parts = _parts(G.to(dtype), H.to(dtype), f, g)
     product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
@@ -48,15 +47,15 @@ def prepare_toeplitz_like(
     G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0
 ) -> ScaledToeplitzSpectra:
     """What of :func:`toeplitz_like_matmul` does not depend on x: ``.matmul(x)`` is the rest, for weights that do not change."""
-    check_generators(G, H)
+    require_generators(G, H)
+    require_real(G=G, H=H)
     dtype = computing_dtype(G, H)
     return ScaledToeplitzSpectra.of(*_parts(G.to(dtype), H.to(dtype), f, g))
 
 
-def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[Tensor, ...]:
+    """The arguments of :func:`scaled_toeplitz_matmul` but x."""
     m, n = G.shape[0], H.shape[0]
-    p = min(m, n)
-    length = transform_length(max(m, n) + p - 1)
     f, g = (torch.as_tensor(corner, dtype=G.dtype, device=G.device) for corner in (f, g))
-    in_weights, out_weights = (with_corner(G.new_ones(size), corner, p, length) for size, corner in ((n, g), (m, f)))
-    return G.mT, H.mT, in_weights, out_weights, with_zeros(G.new_ones(p), length)
+    ones = G.new_ones(max(m, n))
+    return G, H, ones[:m], f, ones[:n], g, ones[: min(m, n)]

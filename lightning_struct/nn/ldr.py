@@ -363,7 +363,7 @@ def _method_of(form: Form, dtype: torch.dtype) -> str:
     if isinstance(form, TreePair):
         return "tree"
     assert isinstance(form, ScaledToeplitzSpectra)
-    return "scaled" if form.in_weights.dtype == dtype else "scaled_float64"
+    return "scaled" if form.in_scale.dtype == dtype else "scaled_float64"
 
 
 def _detrended_log_range(subdiagonal: Tensor) -> Tensor:

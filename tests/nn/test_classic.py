@@ -97,6 +97,17 @@ def test_large_matrices_are_kept_as_spectra(cls):
 
 
 @pytest.mark.parametrize("cls", GENERATED)
+def test_products_do_not_depend_on_how_many_rows_are_multiplied_at_once(cls):
+    torch.manual_seed(0)
+    layer = cls(5, 7, 2, dtype=torch.float64)
+    x, u = torch.randn(30, 5, dtype=torch.float64), torch.randn(30, 7, dtype=torch.float64)
+    at_once, in_pieces = layer(x), torch.cat([layer(row) for row in x.split(1)])
+    torch.testing.assert_close(at_once, in_pieces, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(y, list(layer.parameters()), u) for y in (at_once, in_pieces)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("cls", GENERATED)
 def test_member_of_the_class_is_found_again(cls):
     torch.manual_seed(0)
     for sizes in ((12, 12), (9, 12), (12, 9)):

@@ -1,20 +1,22 @@
-"""Products with diagonally scaled Toeplitz-like matrices, in 2 + 2r real Fourier transforms.
+"""Products with matrices of low displacement rank by 2 + 2r real Fourier transforms, the operators having no zeros.
 
-The matrices are
+M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ, A (m, m) and B (n, n) being subdiagonal with a corner and p = min(m, n). With no zero below the
+diagonal, A = c D Z_f D⁻¹, where D = diag(a) holds the cumulative products of its subdiagonal, divided by c each. So
 
     M = D_a · [ Σᵢ K(Z_f, gᵢ/a) diag(ρ) K(Z_w, hᵢ/b)ᵀ ] · D_b
 
-with p = min(m, n) columns in the Krylov matrices. Multiplying by K(Z_f, g) is the circular convolution with [g, 0, f g], of a
-length of at least 2m, cut to its first m numbers: the corner costs nothing. Its transpose is the correlation with the same
-vector. So the transpose of M is of the same form with the two sides exchanged, which is what derivatives rest on.
+is a diagonally scaled Toeplitz-like matrix; ρ are the powers of the c of A times the c of B. Multiplying by K(Z_f, g) is the
+circular convolution with [g, 0, f g], of a length of at least 2m, cut to its first m numbers: the corner costs nothing. Its
+transpose is the correlation with the same vector. So the transpose of M is of the same form with the two sides exchanged,
+which is what derivatives rest on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import cache, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,37 +33,73 @@ _CHUNK = 1 << 18
 _LONG_PLAN, _FEW_ROWS = 512, 16
 
 
+@cache
 def transform_length(least: int) -> int:
     """The smallest length of at least ``least`` (and 2) that transforms quickly: an even number with small factors."""
     return min(odd << max(1, (-(-least // odd) - 1).bit_length()) for odd in _ODD_FACTORS)
 
 
 def scaled_toeplitz_matmul(
-    x: Tensor,
-    G: Tensor,
-    H: Tensor,
-    a_scale: Tensor,
-    a_corner: Tensor,
-    b_scale: Tensor,
-    b_corner: Tensor,
-    middle: Tensor,
+    x: Tensor, G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
 ) -> Tensor:
-    """x Mᵀ, differentiable in all but ``middle``, as often as wanted.
+    """x Mᵀ, differentiable in all tensors, as often as wanted.
 
     Args:
-        x: (B, n), float32 or float64, B >= 1.
-        G: (m, r), in the dtype of x, as all others are unless they are float64. Its columns are gᵢ.
+        x: (B, n), float32 or float64 as all others, B >= 1.
+        G: (m, r), its columns are gᵢ.
         H: (n, r).
-        a_scale: a, (m,), without a zero.
-        a_corner: f, ().
-        b_scale: b, (n,), without a zero.
-        b_corner: w, ().
-        middle: ρ, (p,). Taken as a constant: no derivative is computed.
+        a_subdiagonal: (m - 1,), without a zero.
+        a_corner: ().
+        b_subdiagonal: (n - 1,), without a zero.
+        b_corner: ().
 
     Returns:
-        (B, m), in the dtype of x.
+        (B, m).
     """
-    return _ScaledToeplitz.apply(x, G, H, a_scale, a_corner, b_scale, b_corner, middle)[0]
+    return _ScaledToeplitz.apply(x, G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)[0]
+
+
+class Similarity(NamedTuple):
+    """A = c D Z_f D⁻¹, in float64. A is the same for any c: so it is taken as a constant, and the derivatives by D and f are
+    those by A.
+
+    Args:
+        scale: (n,), the diagonal of D: 1 and s₁ ⋯ s_k / c^k.
+        corner: (), f.
+        trend: (), log c, the mean of log|s|.
+    """
+
+    scale: Tensor
+    corner: Tensor
+    trend: Tensor
+
+    @staticmethod
+    def of(subdiagonal: Tensor, corner: Tensor) -> Similarity:
+        """Of a subdiagonal s (n - 1,) without a zero."""
+        s, corner = subdiagonal.double(), corner.double()
+        if not s.shape[0]:
+            return Similarity(s.new_ones(1), corner.clone(), s.new_zeros(()))
+        logarithms = s.abs().log()
+        trend = logarithms.detach().mean()
+        scale = F.pad((logarithms - trend).cumsum(0).exp() * s.detach().sign().cumprod(0), (1, 0), value=1.0)
+        return Similarity(scale, corner * scale[-1] * torch.exp(-trend), trend)
+
+    def tangent(self, subdiagonal: Tensor, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
+        """The derivatives of D and f along tangents of s and the corner."""
+        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(0), (1, 0))
+        return self.scale * relative, of_corner * self.scale[-1] * torch.exp(-self.trend) + self.corner * relative[-1]
+
+    def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of s and the corner from those of D and f."""
+        # Each s_i is a factor of all entries from the i-th on, and of f.
+        from_the_end = (of_scale * self.scale)[1:].flip(0).cumsum(0).flip(0) + of_corner * self.corner
+        return from_the_end / subdiagonal, of_corner * self.scale[-1] * torch.exp(-self.trend)
+
+
+def _powers(a: Similarity, b: Similarity) -> Tensor:
+    """ρ, (p,)."""
+    places = torch.arange(min(a.scale.shape[0], b.scale.shape[0]), dtype=torch.float64, device=a.scale.device)
+    return torch.exp((a.trend + b.trend) * places)
 
 
 @dataclass(frozen=True)
@@ -86,10 +124,11 @@ class ScaledToeplitzSpectra:
 
     @staticmethod
     def of(
-        G: Tensor, H: Tensor, a_scale: Tensor, a_corner: Tensor, b_scale: Tensor, b_corner: Tensor, middle: Tensor
+        G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
     ) -> ScaledToeplitzSpectra:
-        """Of the matrix of :func:`scaled_toeplitz_matmul`, all in the dtype of G."""
-        a, f, b, w, middle = (t.to(G.dtype) for t in (a_scale, a_corner, b_scale, b_corner, middle))
+        """Of the matrix of :func:`scaled_toeplitz_matmul`."""
+        a_side, b_side = Similarity.of(a_subdiagonal, a_corner), Similarity.of(b_subdiagonal, b_corner)
+        a, f, b, w, middle = _in_dtype(G.dtype, a_side, b_side)
         g, h = G.mT / a, H.mT / b
         left, right = _spectra(_extended(g, f), _extended(h, w))
         size = a.shape[0]
@@ -132,6 +171,12 @@ def computing_dtype(*tensors: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
+def _in_dtype(dtype: torch.dtype, a: Similarity, b: Similarity) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """a, f, b, w and ρ."""
+    parts = (a.scale, a.corner, b.scale, b.corner, _powers(a, b))
+    return tuple(part.to(dtype) for part in parts)  # type: ignore[return-value]
+
+
 def _length_of(g: Tensor) -> int:
     return transform_length(2 * g.shape[-1])
 
@@ -169,15 +214,23 @@ def _product(*inputs: Tensor) -> Tensor:
 
 
 def _tangent(inputs: tuple[Tensor, ...], tangents: list[Tensor]) -> Tensor:
-    """The derivative of the product along tangents of all inputs but ``middle``; differentiable itself."""
-    x, G, H, a, f, b, w, middle = (tensor.to(inputs[0].dtype) for tensor in inputs)
-    dx, dG, dH, da, df, db, dw = (tensor.to(x.dtype) for tensor in tangents)
+    """The derivative of the product along tangents of all inputs; differentiable itself."""
+    (x, G, H, *operators), (dx, dG, dH, *of_operators) = inputs, tangents
+    a_side, b_side = Similarity.of(*operators[:2]), Similarity.of(*operators[2:])
+    a, f, b, w, middle = _in_dtype(x.dtype, a_side, b_side)
+    da, df, db, dw = (
+        tangent.to(x.dtype)
+        for tangent in (
+            *a_side.tangent(operators[0], *of_operators[:2]),
+            *b_side.tangent(operators[2], *of_operators[2:]),
+        )
+    )
     in_length, out_length = transform_length(2 * b.shape[0]), transform_length(2 * a.shape[0])
 
     def with_tangent(G: Tensor, dG: Tensor, a: Tensor, da: Tensor, f: Tensor, df: Tensor) -> tuple[Tensor, Tensor]:
         g = G.mT / a
         dg = (dG.mT - g * da) / a
-        moved = _extended(dg, f) + F.pad(df * g, (transform_length(2 * g.shape[1]) - g.shape[1], 0))
+        moved = _extended(dg, f) + F.pad(df * g, (_length_of(g) - g.shape[1], 0))
         return torch.fft.rfft(_extended(g, f))[:, None], torch.fft.rfft(moved)[:, None]
 
     left, dleft = with_tangent(G, dG, a, da, f, df)
@@ -245,11 +298,11 @@ def _slices(count: int, size: int) -> list[slice]:
 
 
 def _gradients(extended: Tensor, g: Tensor, scale: Tensor, corner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of G, a and f, from that (r, L) of [gᵢ, 0, f gᵢ]; g is G / a."""
+    """Those of G and f, and what is to be subtracted from that of a, from that (r, L) of [gᵢ, 0, f gᵢ]; g is G / a."""
     m = scale.shape[0]
     at_start, at_end = extended[:, :m], extended[:, -m:]
     of_g = (at_start + corner * at_end) / scale
-    return of_g.mT, -(of_g * g).sum(0), (g * at_end).sum()
+    return of_g.mT, (of_g * g).sum(0), (g * at_end).sum()
 
 
 class _ScaledToeplitz(torch.autograd.Function):
@@ -257,16 +310,18 @@ class _ScaledToeplitz(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        x, G, H = inputs[:3]
-        a, f, b, w, middle = (tensor.to(x.dtype) for tensor in inputs[3:])
-        left, right = _spectra(_extended(G.mT / a, f), _extended(H.mT / b, w))
+        x, G, H, *operators = inputs
+        sides = Similarity.of(*operators[:2]), Similarity.of(*operators[2:])
+        a, f, b, w, middle = parts = _in_dtype(x.dtype, *sides)
+        g, h = G.mT / a, H.mT / b
+        left, right = _spectra(_extended(g, f), _extended(h, w))
         right.conj_physical_()
-        y, kept = x.new_empty(x.shape[0], a.shape[0]), [left, right]
+        y, kept = x.new_empty(x.shape[0], a.shape[0]), []
         for chunk in _chunks(x, b, right, middle, left, a.shape[0]):
             torch.mul(chunk.product, a, out=y[chunk.rows])
             kept += [chunk.product.contiguous(), chunk.hat.conj_physical_()]
             kept += [hats.conj_physical_() for hats in chunk.hats]
-        return y, *kept
+        return y, *sides[0], *sides[1], *parts, g, h, left, right, *kept
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], int]:
@@ -275,21 +330,21 @@ class _ScaledToeplitz(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
-        ctx.kept = len(output) - 1
         ctx.set_materialize_grads(False)
+        ctx.kept = len(output) - 1
         ctx.save_for_backward(*inputs, *output[1:])
         ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if u is None:
-            return (None,) * 8
-        inputs, kept = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+            return (None,) * 7
+        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         if torch.is_grad_enabled():  # to be differentiated again: what was kept has no graph
-            return *torch.func.vjp(lambda *others: _product(*others, inputs[7]), *inputs[:7])[1](u), None
-        x, G, H = inputs[:3]
-        a, f, b, w, middle = (tensor.to(x.dtype) for tensor in inputs[3:])
-        left, right, *of_chunks = kept
+            return torch.func.vjp(_product, *inputs)[1](u)
+        x, a_subdiagonal, b_subdiagonal = inputs[0], inputs[3], inputs[5]
+        a_side, b_side = Similarity(*kept[:3]), Similarity(*kept[3:6])
+        a, f, b, w, middle, g, h, left, right, *of_chunks = kept[6:]
         dx, of_left, of_right = torch.empty_like(x), torch.zeros_like(left), torch.zeros_like(right)
         da, db = torch.zeros_like(a), torch.zeros_like(b)
         rest = iter(of_chunks)
@@ -304,18 +359,16 @@ class _ScaledToeplitz(torch.autograd.Function):
                 part = slice(ranks, ranks := ranks + len(hats))
                 of_left[part] += (hats * back.hat).sum(1)
                 of_right[part] += (back_hats * hat).sum(1)
-        g, h = G.mT / a, H.mT / b
         of_g, of_h = _from_spectra(of_left, of_right.conj_physical_(), _length_of(g), _length_of(h))
         dG, a_part, df = _gradients(of_g, g, a, f)
         dH, b_part, dw = _gradients(of_h, h, b, w)
-        gradients = (dx, dG, dH, da + a_part, df, db + b_part, dw)
-        return *(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, inputs, strict=False)), None
+        of_a, of_b = a_side.gradient(a_subdiagonal, da - a_part, df), b_side.gradient(b_subdiagonal, db - b_part, dw)
+        return dx, dG, dH, *(gradient.to(x.dtype) for gradient in (*of_a, *of_b))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:8]
         moved = [
             torch.zeros_like(tensor) if tangent is None else tangent
-            for tensor, tangent in zip(inputs[:7], tangents, strict=False)
+            for tensor, tangent in zip(ctx.saved_tensors[:7], tangents, strict=True)
         ]
-        return _tangent(inputs, moved), *(None,) * ctx.kept
+        return _tangent(ctx.saved_tensors[:7], moved), *(None,) * ctx.kept

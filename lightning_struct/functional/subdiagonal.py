@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from lightning_struct.functional.krylov import require_generators, require_real, require_vectors
 from lightning_struct.functional.scaled_toeplitz import (
     ScaledToeplitzSpectra,
+    Similarity,
     by_rows,
     computing_dtype,
     scaled_toeplitz_matmul,
@@ -123,8 +124,7 @@ def subdiagonal_matmul(
         product = by_rows(lambda rows: left.matmul(right.rmatmul(rows)), x, dtype)
     else:
         _refuse_zeros(a_subdiagonal, b_subdiagonal)
-        parts = _scaled_parts(*computed)
-        product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *parts), x, dtype)
+        product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *computed[4:], *computed[:4]), x, dtype)
     return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
@@ -167,7 +167,7 @@ def prepare_subdiagonal(
     if method == "tree":
         return TreePair(*_trees(*computed))
     _refuse_zeros(a_subdiagonal, b_subdiagonal)
-    return ScaledToeplitzSpectra.of(*_scaled_parts(*computed))
+    return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
 
 
 def choose_subdiagonal_method(
@@ -207,7 +207,7 @@ def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """
     if any((subdiagonal == 0).any() for subdiagonal, _ in sides):
         return math.inf, math.inf
-    (a, a_corner, a_trend), (b, b_corner, b_trend) = (_Similarity.apply(*side) for side in sides)
+    (a, a_corner, a_trend), (b, b_corner, b_trend) = (Similarity.of(*side) for side in sides)
     a, b = a.abs().log(), b.abs().log()
     spread = sum((logs.max() - logs.min()).item() for logs in (a, b))
     corners = sum(corner.abs().clamp(min=1).log().item() for corner in (a_corner, b_corner))
@@ -233,7 +233,9 @@ def _check(
     if x is not None:
         require_vectors(x, H.shape[0])
         require_real(x=x)
-    require_real(a_subdiagonal=a_subdiagonal, a_corner=a_corner, b_subdiagonal=b_subdiagonal, b_corner=b_corner, G=G, H=H)
+    require_real(
+        a_subdiagonal=a_subdiagonal, a_corner=a_corner, b_subdiagonal=b_subdiagonal, b_corner=b_corner, G=G, H=H
+    )
     for name, tensor, shape in (
         ("a_subdiagonal", a_subdiagonal, (G.shape[0] - 1,)),
         ("a_corner", a_corner, ()),
@@ -275,54 +277,3 @@ def _trees(*parameters: Tensor) -> tuple[KrylovTree, KrylovTree]:
     a, b, G, H = _circles(*parameters)
     columns = min(G.shape[0], H.shape[0])
     return KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns)
-
-
-def _scaled_parts(
-    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
-) -> tuple[Tensor, ...]:
-    """The arguments of :func:`scaled_toeplitz_matmul` but x."""
-    a_scale, a_wrap, a_trend = _Similarity.apply(a_subdiagonal, a_corner)
-    b_scale, b_wrap, b_trend = _Similarity.apply(b_subdiagonal, b_corner)
-    places = torch.arange(min(G.shape[0], H.shape[0]), dtype=a_trend.dtype, device=a_trend.device)
-    return G, H, a_scale, a_wrap, b_scale, b_wrap, torch.exp((a_trend + b_trend) * places)
-
-
-class _Similarity(torch.autograd.Function):
-    """D (n,), w () and log c () of A = c D Z_w D⁻¹, in float64, from its subdiagonal s (n - 1,) and its corner ().
-
-    D has the entries 1 and s₁ ⋯ s_k / c^k, and log c is the mean of log|s|. A is the same for any c: so c is taken as a
-    constant, and the derivatives by D and w are those by A.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(subdiagonal: Tensor, corner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        s = subdiagonal.double()
-        if not s.shape[0]:
-            return s.new_ones(1), corner.double().clone(), s.new_zeros(())
-        trend = s.abs().log_().mean()
-        inverse = torch.exp(-trend)
-        scale = F.pad(s * inverse, (1, 0), value=1.0).cumprod(0)
-        return scale, corner.double() * scale[-1] * inverse, trend
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*inputs, *output)
-        ctx.save_for_forward(*inputs, *output)
-
-    @staticmethod
-    def backward(ctx: Any, of_scale: Tensor, of_wrap: Tensor, _: Any) -> tuple[Tensor, Tensor]:
-        subdiagonal, corner, scale, wrap, trend = ctx.saved_tensors
-        # Each s_i is a factor of all entries from the i-th on, and of w.
-        from_the_end = (of_scale * scale)[1:].flip(0).cumsum(0).flip(0) + of_wrap * wrap
-        return (from_the_end / subdiagonal).to(subdiagonal.dtype), (of_wrap * scale[-1] * torch.exp(-trend)).to(
-            corner.dtype
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor, None]:
-        subdiagonal, _, scale, wrap, trend = ctx.saved_tensors
-        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(0), (1, 0))
-        return scale * relative, of_corner * scale[-1] * torch.exp(-trend) + wrap * relative[-1], None

@@ -54,8 +54,6 @@ def prepare_toeplitz_like(
 
 
 def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[Tensor, ...]:
-    """The arguments of :func:`scaled_toeplitz_matmul` but x."""
-    m, n = G.shape[0], H.shape[0]
+    """The arguments of :func:`scaled_toeplitz_matmul` but x: a shift is subdiagonal with ones."""
     f, g = (torch.as_tensor(corner, dtype=G.dtype, device=G.device) for corner in (f, g))
-    ones = G.new_ones(max(m, n))
-    return G, H, ones[:m], f, ones[:n], g, ones[: min(m, n)]
+    return G, H, G.new_ones(G.shape[0] - 1), f, H.new_ones(H.shape[0] - 1), g

@@ -1,5 +1,6 @@
 """A language model: an LSTM with structured input-hidden matrices that tells the next word."""
 
+import statistics
 from typing import Any, Literal
 
 import lightning as L
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.models.structured import LayerFactory
-from lightning_struct.nn import StructuredLSTM
+from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
 
 State = tuple[Tensor, Tensor]
 INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
@@ -27,6 +28,10 @@ class LanguageModel(L.LightningModule):
     within an epoch, and gradients stop there. What the paper leaves open is as in torch's example ``word_language_model``,
     which it names: dropout of .2, initial weights, an output layer with weights of its own.
 
+    SGD at the rate of a dense weight is far too fast for structured ones: see :func:`jacobian_norms`. So each parameter θ of
+    a structured matrix M is trained in units in which a step moves M by no more than itself, ‖∂M/∂θ‖ θ with the norm at the
+    start: its gradient is divided by that norm before gradients are clipped, and its rate too.
+
     Logged are ``train_loss``, ``val_loss`` and ``test_loss``, the cross-entropy in nats, average over words, and
     ``val_perplexity`` and ``test_perplexity``, its exponential.
 
@@ -38,6 +43,7 @@ class LanguageModel(L.LightningModule):
         gates: ``"separate"`` matrices for the four gates, as in the paper, or a ``"joint"`` one.
         dropout: probability, for the embedded words and for the outputs of the LSTM.
         tied: the output layer has the weights of the embedding; the authors' code has this as an option.
+        balanced: train structured matrices in those units. ``False``: all parameters alike, as in the authors' code.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
             needs a metric gets ``val_loss``.
@@ -56,6 +62,7 @@ class LanguageModel(L.LightningModule):
         gates: Literal["separate", "joint"] = "separate",
         dropout: float = 0.2,
         tied: bool = False,
+        balanced: bool = True,
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -85,6 +92,7 @@ class LanguageModel(L.LightningModule):
         nn.init.zeros_(self.output.bias)
         if tied:
             self.output.weight = self.embedding.weight
+        self.balanced = balanced
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self._states: dict[str, State] = {}
@@ -130,11 +138,19 @@ class LanguageModel(L.LightningModule):
         return self._next_logits("predict", batch[0], batch_idx).argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(self.parameters())
+        optimizer = self.make_optimizer(self._parameter_groups())
+        for group in optimizer.param_groups:
+            group["lr"] /= group["jacobian_norm"]
         if self.make_lr_scheduler is None:
             return optimizer
         scheduler = self.make_lr_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:  # they are a part of checkpoints
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= group["jacobian_norm"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "train" in self._states:  # a resumed run may have another number of processes
@@ -143,6 +159,21 @@ class LanguageModel(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._states.clear()  # of another run of this object
         self._resumed = checkpoint.get("state_of_the_text")
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """The parameters of structured matrices by their names, with the average of their norms, and all others."""
+        layers = [layer for layer in self.modules() if self.balanced and isinstance(layer, StructuredLinear)]
+        norms = [jacobian_norms(layer) for layer in layers]
+        groups = [
+            {
+                "params": [getattr(layer, name) for layer in layers],
+                "jacobian_norm": statistics.mean(of_layer[name] for of_layer in norms),
+            }
+            for name in (norms[0] if norms else ())
+        ]
+        structured = {parameter for group in groups for parameter in group["params"]}
+        others = [parameter for parameter in self.parameters() if parameter not in structured]
+        return [{"params": others, "jacobian_norm": 1.0}, *groups]
 
     def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:
         """Logits of a batch that follows the last one of this stage; the first begins without a state."""

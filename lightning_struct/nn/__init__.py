@@ -13,6 +13,7 @@ from lightning_struct.nn.classic import (
     reduced_hidden_units,
 )
 from lightning_struct.nn.init import sparse_normal_
+from lightning_struct.nn.jacobian import jacobian_norms
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.replace import replace_linear, replacement_report
@@ -33,6 +34,7 @@ __all__ = [
     "StructuredLinear",
     "ToeplitzLike",
     "VandermondeLike",
+    "jacobian_norms",
     "reduced_hidden_units",
     "replace_linear",
     "replacement_report",

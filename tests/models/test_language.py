@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_struct.data import TextCorpusDataModule
 from lightning_struct.models import LanguageModel
-from lightning_struct.nn import LowRank
+from lightning_struct.nn import LDRSubdiagonal, LowRank, jacobian_norms
 
 SGD = partial(torch.optim.SGD, lr=2.0)
 
@@ -116,6 +116,50 @@ def test_resumed_within_an_epoch_it_ends_where_the_uninterrupted_run_ends(tmp_pa
     resumed = model() if other else whole
     trainer(max_epochs=2).fit(resumed, datamodule=text(), ckpt_path=tmp_path / "step=16.ckpt")
     assert all(torch.equal(*pair) for pair in zip(expected, resumed.parameters(), strict=True))
+
+
+def structured(**options):
+    return model(layer=partial(LDRSubdiagonal, rank=2), **options)
+
+
+def step_of_one_batch(lit, clip):
+    """The first batch, and the weights before and after the step on it, by name."""
+    before = {name: weight.detach().clone() for name, weight in lit.named_parameters()}
+    data = text()
+    trainer(max_steps=1, gradient_clip_val=clip).fit(lit, datamodule=data)
+    return next(iter(data.train_dataloader())), before, dict(lit.named_parameters())
+
+
+def test_structured_weights_are_trained_in_units_that_move_their_matrix_by_no_more_than_themselves():
+    """The step is that of SGD with clipping in the variables ‖∂M/∂θ‖ θ."""
+    rate, clip = 2.0, 0.05
+    lit = structured()
+    gates = lit.recurrent.directions[0].input_hidden
+    norms = [jacobian_norms(gate) for gate in gates]
+    unit = {key: sum(of_gate[key] for of_gate in norms) / 4 for key in norms[0]}
+    (words, targets), before, after = step_of_one_batch(lit, clip)
+    reference = structured()
+    reference.load_state_dict(before)
+    loss = nn.functional.cross_entropy(reference(words)[0].flatten(0, 1), targets.flatten())
+    gradients = dict(zip(before, torch.autograd.grad(loss, list(reference.parameters())), strict=True))
+    units = {name: unit.get(name.rpartition(".")[2], 1.0) if "input_hidden" in name else 1.0 for name in before}
+    scaled = {name: gradients[name] / units[name] for name in before}
+    norm = torch.cat([gradient.flatten() for gradient in scaled.values()]).norm()
+    assert norm > clip and unit["subdiagonal_a"] > 1.5
+    for name, weight in after.items():
+        expected = before[name] - rate * clip / norm * scaled[name] / units[name]
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_unbalanced_structured_weights_are_trained_as_all_others():
+    (words, targets), before, after = step_of_one_batch(structured(balanced=False), None)
+    reference = structured()
+    reference.load_state_dict(before)
+    nn.functional.cross_entropy(reference(words)[0].flatten(0, 1), targets.flatten()).backward()
+    for name, weight in reference.named_parameters():
+        torch.testing.assert_close(
+            after[name].detach(), before[name] - 2.0 * weight.grad, rtol=1e-3, atol=1e-6, msg=name
+        )
 
 
 def test_predictions_are_the_likeliest_next_words():

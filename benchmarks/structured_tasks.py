@@ -19,8 +19,8 @@ MNIST variants and rectangles are made anew by our generator, unless there is ``
 ours are of other images, and only the order of the classes can be compared.
 
 ``language`` trains the rows of Table 2: SGD with a rate of 20, a quarter of it after an epoch that is no better, gradients
-clipped to .25, 40 epochs, and the initial values of the authors' code, whose scale falls with the rank: from larger ones LDR-SD of
-rank 8 diverges at that rate. Of each run the weights of the best epoch in validation.
+clipped to .25, 40 epochs. Structured matrices are trained in the units of ``LanguageModel(balanced=True)``; ``--authors`` takes the
+initial values of the authors' code, and these rates for all parameters. Of each run the weights of the best epoch in validation.
 
 A run is skipped where its file is in ``--output`` already, so that several processes can share the runs (``--seeds``); table
 and picture are made of all files that are there.
@@ -435,10 +435,15 @@ def language_ways(classes: Sequence[str], ranks: Sequence[int]) -> list[Way]:
 def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: argparse.Namespace) -> dict[str, Any]:
     L.seed_everything(seed, verbose=False)
     name, rank = way
-    layer: LayerFactory = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init="reference")
+    init = "reference" if options.authors else "variance"
+    layer: LayerFactory = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init=init)
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.25, patience=0, threshold=0.0)
     model = LanguageModel(
-        data.vocabulary_size, layer=layer, optimizer=partial(torch.optim.SGD, lr=20.0), lr_scheduler=plateau
+        data.vocabulary_size,
+        layer=layer,
+        balanced=not options.authors,
+        optimizer=partial(torch.optim.SGD, lr=20.0),
+        lr_scheduler=plateau,
     )
     best = BestWeights("val_loss", -1)
     trainer = lean_trainer(options, best, gradient_clip_val=0.25)
@@ -463,9 +468,8 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
 def run_language(options: argparse.Namespace) -> None:
     data = TextCorpusDataModule(options.data_dir, options.text_file, synthetic=options.synthetic)
     source = "synthetic" if options.synthetic else Path(options.text_file).stem if options.text_file else "wikitext-2"
-    output = (
-        options.output or Path("results/benchmarks/structured_tasks")
-    ) / f"language_{source}_{options.epochs}_epochs"
+    folder = f"language_{source}_{options.epochs}_epochs" + ("_authors" if options.authors else "")
+    output = (options.output or Path("results/benchmarks/structured_tasks")) / folder
     output.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds:
         for way in language_ways(options.classes, options.ranks):
@@ -523,6 +527,7 @@ def main() -> None:
     language.add_argument("--ranks", type=int, nargs="+", default=LANGUAGE_RANKS, help="of LDR-SD, for the budgets")
     language.add_argument("--epochs", type=int, default=40)
     language.add_argument("--seeds", type=int, nargs="+", default=[0])
+    language.add_argument("--authors", action="store_true", help="initial values and rates as in the authors' code")
     for command in (image, language):
         command.add_argument("--data-dir", default="data", help="where the files of the data set are")
         command.add_argument("--synthetic", action="store_true", help="procedural data, to try the script")

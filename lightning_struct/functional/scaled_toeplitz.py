@@ -13,9 +13,10 @@ which is what derivatives rest on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +65,9 @@ class Similarity(NamedTuple):
     those by A.
 
     Args:
-        scale: (n,), the diagonal of D: 1 and s₁ ⋯ s_k / c^k.
-        corner: (), f.
-        trend: (), log c, the mean of log|s|.
+        scale: (..., n), the diagonal of D: 1 and s₁ ⋯ s_k / c^k.
+        corner: (...), f.
+        trend: (...), log c, the mean of log|s|.
     """
 
     scale: Tensor
@@ -75,31 +76,88 @@ class Similarity(NamedTuple):
 
     @staticmethod
     def of(subdiagonal: Tensor, corner: Tensor) -> Similarity:
-        """Of a subdiagonal s (n - 1,) without a zero."""
+        """Of a subdiagonal s (..., n - 1) without a zero and a corner (...)."""
         s, corner = subdiagonal.double(), corner.double()
-        if not s.shape[0]:
-            return Similarity(s.new_ones(1), corner.clone(), s.new_zeros(()))
+        if not s.shape[-1]:
+            return Similarity(torch.ones_like(corner)[..., None], corner.clone(), torch.zeros_like(corner))
         logarithms = s.abs().log()
-        trend = logarithms.detach().mean()
-        scale = F.pad((logarithms - trend).cumsum(0).exp() * s.detach().sign().cumprod(0), (1, 0), value=1.0)
-        return Similarity(scale, corner * scale[-1] * torch.exp(-trend), trend)
+        trend = logarithms.detach().mean(-1)
+        magnitudes = (logarithms - trend[..., None]).cumsum(-1).exp()
+        scale = F.pad(magnitudes * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
+        return Similarity(scale, corner * scale[..., -1] * torch.exp(-trend), trend)
 
     def tangent(self, subdiagonal: Tensor, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
         """The derivatives of D and f along tangents of s and the corner."""
-        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(0), (1, 0))
-        return self.scale * relative, of_corner * self.scale[-1] * torch.exp(-self.trend) + self.corner * relative[-1]
+        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(-1), (1, 0))
+        last = of_corner * self.scale[..., -1] * torch.exp(-self.trend)
+        return self.scale * relative, last + self.corner * relative[..., -1]
 
     def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
         """Those of s and the corner from those of D and f."""
         # Each s_i is a factor of all entries from the i-th on, and of f.
-        from_the_end = (of_scale * self.scale)[1:].flip(0).cumsum(0).flip(0) + of_corner * self.corner
-        return from_the_end / subdiagonal, of_corner * self.scale[-1] * torch.exp(-self.trend)
+        from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1) + (of_corner * self.corner)[
+            ..., None
+        ]
+        return from_the_end / subdiagonal, of_corner * self.scale[..., -1] * torch.exp(-self.trend)
 
 
-def _powers(a: Similarity, b: Similarity) -> Tensor:
+class _Side(NamedTuple):
+    """What of M belongs to A and G, or to B and H, in the dtype of M; or to both, one behind the other, if M is square.
+
+    That halves the number of small operations, and on a CPU each call of a transform is planned anew.
+
+    Args:
+        similarity: of the k = 1 or 2 operators.
+        scale: (k, m), a.
+        corner: (k, 1, 1), f.
+        g: (k, r, m), gᵢ/a.
+        hats: (k, r, F), the spectra of [g, 0, f g].
+    """
+
+    similarity: Similarity
+    scale: Tensor
+    corner: Tensor
+    g: Tensor
+    hats: Tensor
+
+    @staticmethod
+    def of(G: Tensor, subdiagonal: Tensor, corner: Tensor) -> _Side:
+        """Of (k, m, r), (k, m - 1) and (k,)."""
+        similarity = Similarity.of(subdiagonal, corner)
+        scale, corner = similarity.scale.to(G.dtype), similarity.corner.to(G.dtype)[:, None, None]
+        g = G.mT / scale[:, None]
+        return _Side(similarity, scale, corner, g, torch.fft.rfft(_extended(g, corner * g)))
+
+    def gradients(self, subdiagonal: Tensor, of_hats: Tensor, of_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of G, of the subdiagonal and of the corner, from those of the spectra and what a takes part in beside."""
+        m = self.scale.shape[1]
+        extended = torch.fft.irfft(of_hats, n=transform_length(2 * m))
+        at_start, at_end = extended[..., :m], extended[..., -m:]
+        of_G = (at_start + self.corner * at_end) / self.scale[:, None]
+        of_scale = of_scale - (of_G * self.g).sum(1)
+        return of_G.mT, *self.similarity.gradient(subdiagonal, of_scale, (self.g * at_end).sum((1, 2)))
+
+
+def _pairs(parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """(G, subdiagonal, corner) of both sides stacked, if M is square, else of one side and of the other."""
+    G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner = parameters
+    left, right = (G, a_subdiagonal, a_corner), (H, b_subdiagonal, b_corner)
+    if G.shape == H.shape:
+        return [tuple(torch.stack(pair) for pair in zip(left, right, strict=True))]
+    return [tuple(tensor[None] for tensor in side) for side in (left, right)]
+
+
+def _extended(head: Tensor, tail: Tensor) -> Tensor:
+    """(..., L) of (..., m) and (..., m), with zeros between."""
+    between = transform_length(2 * head.shape[-1]) - 2 * head.shape[-1]
+    return torch.cat([head, tail] if not between else [head, head.new_zeros(*head.shape[:-1], between), tail], -1)
+
+
+def _powers(sides: list[_Side]) -> Tensor:
     """ρ, (p,)."""
-    places = torch.arange(min(a.scale.shape[0], b.scale.shape[0]), dtype=torch.float64, device=a.scale.device)
-    return torch.exp((a.trend + b.trend) * places)
+    trend = sides[0].similarity.trend[0] + sides[-1].similarity.trend[-1]
+    p = min(side.scale.shape[1] for side in sides)
+    return torch.exp(trend * torch.arange(p, dtype=trend.dtype, device=trend.device)).to(sides[0].scale.dtype)
 
 
 @dataclass(frozen=True)
@@ -127,11 +185,9 @@ class ScaledToeplitzSpectra:
         G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
     ) -> ScaledToeplitzSpectra:
         """Of the matrix of :func:`scaled_toeplitz_matmul`."""
-        a_side, b_side = Similarity.of(a_subdiagonal, a_corner), Similarity.of(b_subdiagonal, b_corner)
-        a, f, b, w, middle = _in_dtype(G.dtype, a_side, b_side)
-        g, h = G.mT / a, H.mT / b
-        left, right = _spectra(_extended(g, f), _extended(h, w))
-        size = a.shape[0]
+        sides = [_Side.of(*pair) for pair in _pairs((G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner))]
+        (_, a, f, g, left), (_, b, w, h, right) = ([tensor[k] for tensor in sides[k]] for k in (0, -1))
+        middle, size = _powers(sides), a.shape[0]
         planned_anew = size == b.shape[0] == transform_length(2 * size) // 2 and 2 * size >= _LONG_PLAN
         few_rows = FewRowsProduct.of(g, h, a, f, b, w, middle) if planned_anew and G.device.type == "cpu" else None
         return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, few_rows)
@@ -171,41 +227,8 @@ def computing_dtype(*tensors: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
-def _in_dtype(dtype: torch.dtype, a: Similarity, b: Similarity) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """a, f, b, w and ρ."""
-    parts = (a.scale, a.corner, b.scale, b.corner, _powers(a, b))
-    return tuple(part.to(dtype) for part in parts)  # type: ignore[return-value]
-
-
-def _length_of(g: Tensor) -> int:
-    return transform_length(2 * g.shape[-1])
-
-
 def _sum_of_ranks(hats: Tensor) -> Tensor:
     return hats[0] if hats.shape[0] == 1 else hats.sum(0)
-
-
-def _extended(g: Tensor, corner: Tensor) -> Tensor:
-    """[g, 0, f g], (r, L) of (r, m) and ()."""
-    between = transform_length(2 * g.shape[-1]) - 2 * g.shape[-1]
-    parts = [g, g.new_zeros(g.shape[0], between), corner * g] if between else [g, corner * g]
-    return torch.cat(parts, -1)
-
-
-def _spectra(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (r, L) and (r, L'); by one transform where both lengths are the same, as on a CPU each one is planned anew."""
-    if left.shape != right.shape:
-        return torch.fft.rfft(left), torch.fft.rfft(right)
-    both = torch.fft.rfft(torch.cat([left, right]))
-    return both[: left.shape[0]], both[left.shape[0] :]
-
-
-def _from_spectra(left: Tensor, right: Tensor, length: int, right_length: int) -> tuple[Tensor, Tensor]:
-    """Back, likewise."""
-    if length != right_length:
-        return torch.fft.irfft(left, n=length), torch.fft.irfft(right, n=right_length)
-    both = torch.fft.irfft(torch.cat([left, right]), n=length)
-    return both[: left.shape[0]], both[left.shape[0] :]
 
 
 def _product(*inputs: Tensor) -> Tensor:
@@ -213,28 +236,22 @@ def _product(*inputs: Tensor) -> Tensor:
     return ScaledToeplitzSpectra.of(*inputs[1:]).multiply_many(inputs[0])
 
 
-def _tangent(inputs: tuple[Tensor, ...], tangents: list[Tensor]) -> Tensor:
+def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     """The derivative of the product along tangents of all inputs; differentiable itself."""
-    (x, G, H, *operators), (dx, dG, dH, *of_operators) = inputs, tangents
-    a_side, b_side = Similarity.of(*operators[:2]), Similarity.of(*operators[2:])
-    a, f, b, w, middle = _in_dtype(x.dtype, a_side, b_side)
-    da, df, db, dw = (
-        tangent.to(x.dtype)
-        for tangent in (
-            *a_side.tangent(operators[0], *of_operators[:2]),
-            *b_side.tangent(operators[2], *of_operators[2:]),
-        )
-    )
+    x, dx = inputs[0], tangents[0]
+    sides, moved = [], []
+    for pair, along in zip(_pairs(inputs[1:]), _pairs(tangents[1:]), strict=True):
+        side = _Side.of(*pair)
+        dscale, dcorner = (t.to(x.dtype) for t in side.similarity.tangent(pair[1], *along[1:]))
+        dg = (along[0].mT - side.g * dscale[:, None]) / side.scale[:, None]
+        hats = torch.fft.rfft(_extended(dg, side.corner * dg + dcorner[:, None, None] * side.g))
+        sides.append(side)
+        moved.append((dscale, hats))
+    a, b, middle = sides[0].scale[0], sides[-1].scale[-1], _powers(sides)
+    (da, dleft), (db, dright) = ([tensor[k] for tensor in moved[k]] for k in (0, -1))
+    left, dleft = sides[0].hats[0, :, None], dleft[:, None]
+    right, dright = sides[-1].hats[-1, :, None].conj(), dright[:, None].conj()
     in_length, out_length = transform_length(2 * b.shape[0]), transform_length(2 * a.shape[0])
-
-    def with_tangent(G: Tensor, dG: Tensor, a: Tensor, da: Tensor, f: Tensor, df: Tensor) -> tuple[Tensor, Tensor]:
-        g = G.mT / a
-        dg = (dG.mT - g * da) / a
-        moved = _extended(dg, f) + F.pad(df * g, (_length_of(g) - g.shape[1], 0))
-        return torch.fft.rfft(_extended(g, f))[:, None], torch.fft.rfft(moved)[:, None]
-
-    left, dleft = with_tangent(G, dG, a, da, f, df)
-    right, dright = (hat.conj() for hat in with_tangent(H, dH, b, db, w, dw))
     hat, dhat = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(dx * b + x * db, n=in_length)
     hats, dhats = (
         torch.fft.rfft(torch.fft.irfft(product, n=in_length)[..., : middle.shape[0]] * middle, n=out_length)
@@ -297,31 +314,24 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _gradients(extended: Tensor, g: Tensor, scale: Tensor, corner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of G and f, and what is to be subtracted from that of a, from that (r, L) of [gᵢ, 0, f gᵢ]; g is G / a."""
-    m = scale.shape[0]
-    at_start, at_end = extended[:, :m], extended[:, -m:]
-    of_g = (at_start + corner * at_end) / scale
-    return of_g.mT, (of_g * g).sum(0), (g * at_end).sum()
-
-
 class _ScaledToeplitz(torch.autograd.Function):
     """:func:`scaled_toeplitz_matmul` and, after the product, what the backward pass uses again."""
 
     @staticmethod
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
-        x, G, H, *operators = inputs
-        sides = Similarity.of(*operators[:2]), Similarity.of(*operators[2:])
-        a, f, b, w, middle = parts = _in_dtype(x.dtype, *sides)
-        g, h = G.mT / a, H.mT / b
-        left, right = _spectra(_extended(g, f), _extended(h, w))
-        right.conj_physical_()
+        x, *parameters = inputs
+        sides = [_Side.of(*pair) for pair in _pairs(parameters)]
+        left, right, middle = sides[0].hats[0], torch.conj_physical(sides[-1].hats[-1]), _powers(sides)
+        a, b = sides[0].scale[0], sides[-1].scale[-1]
         y, kept = x.new_empty(x.shape[0], a.shape[0]), []
+        for side in sides:
+            kept += [*side.similarity, *side[1:]]
+        kept.append(middle)
         for chunk in _chunks(x, b, right, middle, left, a.shape[0]):
             torch.mul(chunk.product, a, out=y[chunk.rows])
             kept += [chunk.product.contiguous(), chunk.hat.conj_physical_()]
             kept += [hats.conj_physical_() for hats in chunk.hats]
-        return y, *sides[0], *sides[1], *parts, g, h, left, right, *kept
+        return y, *kept
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], int]:
@@ -342,16 +352,17 @@ class _ScaledToeplitz(torch.autograd.Function):
         inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         if torch.is_grad_enabled():  # to be differentiated again: what was kept has no graph
             return torch.func.vjp(_product, *inputs)[1](u)
-        x, a_subdiagonal, b_subdiagonal = inputs[0], inputs[3], inputs[5]
-        a_side, b_side = Similarity(*kept[:3]), Similarity(*kept[3:6])
-        a, f, b, w, middle, g, h, left, right, *of_chunks = kept[6:]
-        dx, of_left, of_right = torch.empty_like(x), torch.zeros_like(left), torch.zeros_like(right)
-        da, db = torch.zeros_like(a), torch.zeros_like(b)
-        rest = iter(of_chunks)
+        x, pairs = inputs[0], _pairs(inputs[1:])
+        rest = iter(kept)
+        sides = [_Side(Similarity(*islice(rest, 3)), *islice(rest, 4)) for _ in pairs]
+        middle, a, b = next(rest), sides[0].scale[0], sides[-1].scale[-1]
+        of_hats, of_scales = ([torch.zeros_like(side[k]) for side in sides] for k in (-1, 1))
+        (of_left, da), (of_right, db) = ((of_hats[k][k], of_scales[k][k]) for k in (0, -1))
+        dx = torch.empty_like(x)
         # The transpose of M is of the same form.
-        for back in _chunks(u, a, torch.conj_physical(left), middle, torch.conj_physical(right), x.shape[1]):
-            rows, ranks = back.rows, 0
-            product, hat = next(rest), next(rest)
+        left, right = torch.conj_physical(sides[0].hats[0]), sides[-1].hats[-1]
+        for back in _chunks(u, a, left, middle, right, x.shape[1]):
+            rows, ranks, product, hat = back.rows, 0, next(rest), next(rest)
             torch.mul(back.product, b, out=dx[rows])
             da += (u[rows] * product).sum(0)
             db += (x[rows] * back.product).sum(0)
@@ -359,11 +370,13 @@ class _ScaledToeplitz(torch.autograd.Function):
                 part = slice(ranks, ranks := ranks + len(hats))
                 of_left[part] += (hats * back.hat).sum(1)
                 of_right[part] += (back_hats * hat).sum(1)
-        of_g, of_h = _from_spectra(of_left, of_right.conj_physical_(), _length_of(g), _length_of(h))
-        dG, a_part, df = _gradients(of_g, g, a, f)
-        dH, b_part, dw = _gradients(of_h, h, b, w)
-        of_a, of_b = a_side.gradient(a_subdiagonal, da - a_part, df), b_side.gradient(b_subdiagonal, db - b_part, dw)
-        return dx, dG, dH, *(gradient.to(x.dtype) for gradient in (*of_a, *of_b))
+        of_right.conj_physical_()
+        gradients = [
+            [gradient.to(x.dtype) for gradient in side.gradients(pair[1], hats, scale)]
+            for side, pair, hats, scale in zip(sides, pairs, of_hats, of_scales, strict=True)
+        ]
+        (dG, *of_A), (dH, *of_B) = ([gradient[k] for gradient in gradients[k]] for k in (0, -1))
+        return dx, dG, dH, *of_A, *of_B
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ class LanguageModel(L.LightningModule):
     SGD at the rate of a dense weight is far too fast for structured ones: see :func:`jacobian_norms`. So each parameter θ of
     a structured matrix M is trained in units in which a step moves M by no more than itself, ‖∂M/∂θ‖ θ with the norm at the
     start: its gradient is divided by that norm before gradients are clipped, and its rate too.
+
+    A checkpoint has the state of the text and of the generators of random numbers: a resumed run goes on bit for bit, with
+    dropout if it has as many processes.
 
     Logged are ``train_loss``, ``val_loss`` and ``test_loss``, the cross-entropy in nats, average over words, and
     ``val_perplexity`` and ``test_perplexity``, its exponential.
@@ -97,6 +101,7 @@ class LanguageModel(L.LightningModule):
         self.make_lr_scheduler = lr_scheduler
         self._states: dict[str, State] = {}
         self._resumed: State | None = None  # of all columns
+        self._random_states: Tensor | None = None  # of all processes
 
     def forward(self, words: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Logits of the next words, (steps, columns, vocabulary_size), and the state behind the last step.
@@ -152,13 +157,24 @@ class LanguageModel(L.LightningModule):
                 if parameter.grad is not None:
                     parameter.grad /= group["jacobian_norm"]
 
+    def on_train_start(self) -> None:
+        if self._random_states is not None:
+            _set_random_state(self._random_states[self.trainer.global_rank], self.device)
+            self._random_states = None
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = _random_state(self.device).to(self.device)
+        checkpoint["random_states"] = self.all_gather(own).view(self.trainer.world_size, -1).cpu()
         if "train" in self._states:  # a resumed run may have another number of processes
             checkpoint["state_of_the_text"] = tuple(self._all_columns(part) for part in self._states["train"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._states.clear()  # of another run of this object
         self._resumed = checkpoint.get("state_of_the_text")
+        random_states = checkpoint.get("random_states")
+        fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if fits and random_states is not None and len(random_states) == self.trainer.world_size:
+            self._random_states = random_states
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """The parameters of structured matrices by their names, with the average of their norms, and all others."""
@@ -206,3 +222,18 @@ class LanguageModel(L.LightningModule):
 
     def _own_columns(self, part: Tensor) -> Tensor:
         return part.tensor_split(self.trainer.world_size, dim=1)[self.trainer.global_rank].to(self.device)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """State of the generators that dropout draws from, (bytes,), uint8."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size])
+    if device.type == "cuda" and state.numel() > size:
+        torch.cuda.set_rng_state(state[size:], device)

@@ -110,12 +110,26 @@ def test_rate_is_quartered_after_an_epoch_that_is_no_better():
 @pytest.mark.parametrize("other", [True, False], ids=["another model", "the same model"])
 def test_resumed_within_an_epoch_it_ends_where_the_uninterrupted_run_ends(tmp_path, other):
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=16, save_top_k=-1)  # 11 in an epoch
-    whole = model()
+    whole = structured(dropout=0.5)
     trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True).fit(whole, datamodule=text())
     expected = [parameter.detach().clone() for parameter in whole.parameters()]
-    resumed = model() if other else whole
+    torch.manual_seed(1)
+    resumed = structured(dropout=0.5) if other else whole
     trainer(max_epochs=2).fit(resumed, datamodule=text(), ckpt_path=tmp_path / "step=16.ckpt")
     assert all(torch.equal(*pair) for pair in zip(expected, resumed.parameters(), strict=True))
+
+
+def test_checkpoint_that_is_only_tested_leaves_random_numbers_alone(tmp_path):
+    data = text()
+    run = trainer()
+    run.fit(model(), datamodule=data)
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    lit = model()
+    trainer().test(lit, datamodule=data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    trainer(max_steps=1).fit(lit, datamodule=data)
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def structured(**options):

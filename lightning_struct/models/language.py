@@ -163,8 +163,9 @@ class LanguageModel(L.LightningModule):
             self._random_states = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own = _random_state(self.device).to(self.device)
-        checkpoint["random_states"] = self.all_gather(own).view(self.trainer.world_size, -1).cpu()
+        random_states = self.all_gather(_random_state(self.device).to(self.device))
+        assert isinstance(random_states, Tensor)
+        checkpoint["random_states"] = random_states.view(self.trainer.world_size, -1).cpu()
         if "train" in self._states:  # a resumed run may have another number of processes
             checkpoint["state_of_the_text"] = tuple(self._all_columns(part) for part in self._states["train"])
 
@@ -180,7 +181,7 @@ class LanguageModel(L.LightningModule):
         """The parameters of structured matrices by their names, with the average of their norms, and all others."""
         layers = [layer for layer in self.modules() if self.balanced and isinstance(layer, StructuredLinear)]
         norms = [jacobian_norms(layer) for layer in layers]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {
                 "params": [getattr(layer, name) for layer in layers],
                 "jacobian_norm": statistics.mean(of_layer[name] for of_layer in norms),

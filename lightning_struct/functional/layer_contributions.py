@@ -96,6 +96,14 @@ def owned_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
     return own
 
 
+def called_layers(module: nn.Module) -> list[nn.Module]:
+    """All modules from ``module`` down, but the output projections of attentions, which are never called as modules."""
+    attention = {
+        child.out_proj for child in module.modules() if isinstance(child, nn.MultiheadAttention) and has_rule(child)
+    }
+    return [layer for layer in module.modules() if layer not in attention]
+
+
 def has_rule(layer: nn.Module) -> bool:
     """Whether the shares are read off without another run under ``torch.func.vmap``."""
     return _rule(layer) is not None

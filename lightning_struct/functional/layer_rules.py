@@ -230,10 +230,12 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
             compute = dtype or weight.dtype
             weight_name, bias_name = (name if name in params else None for name in owned[layer])
             steps.append(_Linear(value.to(compute), weight.detach().to(compute), weight_name, bias_name))
-        elif type(layer) in _ELEMENTWISE:
+        elif type(layer) in _ELEMENTWISE and _has_rule(layer):
             steps.append(_Elementwise(_derivative(layer, value).to(dtype or output.dtype)))
-        else:
+        elif _has_rule(layer):
             steps.append(_Reshape(value.shape, output.shape))
+        else:
+            return None
         value = output
     if value is not outputs or not any(isinstance(step, _Linear) for step in steps):
         return None
@@ -247,7 +249,7 @@ def _may_be_chain(module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         if layer in linears:
             if layer._forward_hooks or layer._forward_pre_hooks:
                 return False
-        elif _owns_parameters(layer) or (next(layer.children(), None) is None and not _has_rule(layer)):
+        elif _owns_parameters(layer):
             return False
     reached = {name for name, _ in module.named_parameters()}
     return bool(linears) and set(params) <= reached

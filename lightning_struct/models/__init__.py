@@ -1,7 +1,7 @@
 """LightningModules, one family per kind of benchmark task."""
 
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
-from lightning_struct.models.classifier import Classifier, RLSClassifier, fully_connected, mini_vgg
+from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
 from lightning_struct.models.language import LanguageModel
 from lightning_struct.models.structured import (
     convolution_and_layer,
@@ -20,6 +20,7 @@ __all__ = [
     "RLSClassifier",
     "RecurrentNetwork",
     "SHFAutoencoder",
+    "SHFClassifier",
     "convolution_and_layer",
     "fully_connected",
     "lenet",

@@ -1,4 +1,4 @@
-"""Classifiers, trained by any optimizer or by RLS: LightningModules around any network, and those of the tasks."""
+"""Classifiers, trained by any optimizer, by RLS or by SHF: LightningModules around any network, and those of the tasks."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_struct.optim.rls import RLS
+from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.rls import RLSOptimization
+from lightning_struct.strategies.shf import SHFOptimization
 
 
 def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequential:
@@ -238,3 +240,39 @@ class RLSClassifier(RLSOptimization, Classifier):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_rls(self)
         return optimizer if self.make_lr_scheduler is None else ([optimizer], [self.make_lr_scheduler(optimizer)])
+
+
+def shf_with_unit_damping(module: nn.Module, loss: str) -> SHF:
+    """SHF with damping that suits outputs of unit scale."""
+    return SHF(module, loss, damping=1.0)
+
+
+class SHFClassifier(SHFOptimization, Classifier):
+    """The classifier trained by SHF. ::
+
+        kronecker = functools.partial(SHF, damping=1.0, preconditioner="kronecker", solver="cg", maxiter=10, l2=1e-4)
+        Trainer().fit(SHFClassifier(fully_connected(), optimizer=kronecker), datamodule=MNISTDataModule())
+
+    Args:
+        network: from inputs (n, ...) to outputs (n, num_classes).
+        num_classes: labels are 0 to ``num_classes - 1``.
+        loss: ``"cross_entropy"`` or ``"mse"``, as of :class:`Classifier`; SHF gets it as its own ``loss``.
+        optimizer: makes the SHF from the module and the loss.
+
+    Raises:
+        MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
+            are not (n, num_classes).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int = 10,
+        loss: Literal["cross_entropy", "mse"] = "cross_entropy",
+        optimizer: Callable[[nn.Module, str], SHF] = shf_with_unit_damping,
+    ) -> None:
+        super().__init__(network, num_classes, loss)
+        self.make_shf = optimizer
+
+    def configure_optimizers(self) -> SHF:
+        return self.make_shf(self, self.loss)

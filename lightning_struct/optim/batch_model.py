@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_struct.functional.contributions import Contribution, Uncovered
+from lightning_struct.functional.contributions import squared_norms as norms_of_shares
 from lightning_struct.functional.gauss_newton import batch_normalising_layer, linearize
 from lightning_struct.functional.gradient_norms import variance_from_sums
 from lightning_struct.functional.kronecker import Probe, probe_layers
+from lightning_struct.functional.layer_contributions import called_layers, owned_parameters
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.preconditioner import (
     empirical_fisher_diagonal,
@@ -181,7 +184,7 @@ class BatchModel:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] = self.loss.value(self.outputs, self.targets).to(torch.float64) * len(self.targets)
         if not self._batch_normalised:
-            sums[1] = self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
+            sums[1] = self._sum_of_squared_norms(cotangent)
         value, squared_norms = all_reduce(sums).tolist()
         self.value = value / self.n + self._penalty(self._weights_flat)
         if not math.isfinite(self.value):
@@ -195,6 +198,36 @@ class BatchModel:
         self.variance = variance_from_sums(squared_norms, self.n, mean_squared) if defined else None
         self.gradient = mean.add_(self._weights_flat, alpha=self._l2)
         self.gradient_squared = inner(self.gradient, self.gradient).item()
+
+    def _sum_of_squared_norms(self, cotangent: Tensor) -> Tensor:
+        """Σᵢ‖Jᵢᵀuᵢ‖² over this process's samples."""
+        if self.linearization.backend != "layer_rules":
+            try:
+                return self._sum_from_layers(cotangent)
+            except Uncovered:
+                pass  # the linearisation materialises the gradients of a few samples at a time: dearer, and always right
+        return self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
+
+    def _sum_from_layers(self, cotangent: Tensor) -> Tensor:
+        """The same from what each layer reads and what comes back to it.
+
+        Raises:
+            Uncovered: some weight is used outside of the layer that owns it, or samples cannot be told apart.
+        """
+        parameters = {name: p for name, p in self.module.named_parameters() if name in self.weights}
+        names = {p: name for name, p in parameters.items()}
+        layers = [layer for layer in called_layers(self.module) if owned_parameters(layer)]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with restored_random_state(self._random_state):
+            for args, _, rows in self._chunks(self._batch):
+                probe = probe_layers(self.module, args, layers, parameters, lambda _, rows=rows: cotangent[rows])  # type: ignore[misc]
+                shares: dict[str, list[Contribution]] = {name: [] for name in parameters}
+                for layer, own_name, share in probe.uses:
+                    if (name := names.get(owned_parameters(layer)[own_name])) is not None:
+                        shares[name].append(share)
+                for name, of_parameter in shares.items():
+                    total += _checked_sum(name, of_parameter, probe.gradients[name])
+        return total
 
     def flat(self, vector: dict[str, Tensor]) -> Tensor:
         """A dict of tensors by parameter name as one flat vector."""
@@ -319,6 +352,18 @@ class BatchModel:
         for first in range(0, count, size):
             rows = slice(first, first + size)
             yield samples.rows_of_args(rows), samples.targets[rows], rows
+
+
+def _checked_sum(name: str, shares: Sequence[Contribution], gradient: Tensor) -> Tensor:
+    """Sum of the squared norms of the samples' shares of one parameter's gradient, which must add up to it."""
+    squares = norms_of_shares(shares).sum(dtype=torch.float64) if shares else gradient.new_zeros(())
+    error = gradient.clone()
+    for share in shares:
+        error -= share.total().view_as(error)
+    scale = torch.maximum(inner(gradient, gradient), 0.01 * squares)
+    if not inner(error, error) <= torch.finfo(gradient.dtype).eps * scale:
+        raise Uncovered(f"what the layers show of {name} does not add up to its gradient")
+    return squares
 
 
 @contextmanager

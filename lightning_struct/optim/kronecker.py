@@ -23,7 +23,7 @@ from lightning_struct.functional.kronecker import (
     second_moments,
     squared_shares,
 )
-from lightning_struct.functional.layer_contributions import has_rule, owned_parameters
+from lightning_struct.functional.layer_contributions import called_layers, has_rule, owned_parameters
 from lightning_struct.optim.batch_model import BatchModel
 from lightning_struct.optim.collective import all_reduce, world_size
 from lightning_struct.optim.rls_layers import layer_type
@@ -429,7 +429,7 @@ def _make_blocks(
     weights: dict[nn.Parameter, _Weights] = defaultdict(_Weights)
     biases: dict[nn.Parameter, _Weights] = defaultdict(_Weights)
     others: dict[nn.Parameter, set[tuple[nn.Module, str]]] = defaultdict(set)
-    for layer in _layers(module):
+    for layer in called_layers(module):
         own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
         kind = layer_type(layer) if layer not in excluded and has_rule(layer) else None
         for matrix in () if kind is None else kind.matrices(layer):
@@ -483,11 +483,3 @@ def _make_blocks(
 
     joined = set(bias_of.values())
     return [block(p) for p in names if p not in joined]
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    """All below the module; the output projection of an attention is never called as a module."""
-    attention = {
-        child.out_proj for child in module.modules() if isinstance(child, nn.MultiheadAttention) and has_rule(child)
-    }
-    return [layer for layer in module.modules() if layer not in attention]

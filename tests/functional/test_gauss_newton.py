@@ -125,6 +125,19 @@ def test_layer_rules_see_through_a_forward_of_the_users_own() -> None:
     assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
 
 
+def test_layer_rules_are_used_beside_layers_without_rules_that_are_not_called() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.metric = mlp(), nn.Softmax(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    module = Net()
+    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
+
+
 def test_layer_rules_are_not_used_where_something_happens_between_the_layers() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

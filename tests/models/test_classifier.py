@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct.models import Classifier, RLSClassifier, fully_connected, mini_vgg
-from lightning_struct.optim import RLS
+from lightning_struct.models import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
+from lightning_struct.optim import RLS, SHF
 
 LOSSES = ["cross_entropy", "mse"]
 
@@ -188,6 +188,17 @@ def test_output_layer_has_a_name_of_its_own(network):
 def test_rls_trains_it(tmp_path, samples, loss, optimizer):
     model = small_classifier(RLSClassifier, loss=loss, optimizer=optimizer)
     run = trainer(tmp_path, max_epochs=20)
+    run.fit(model, DataLoader(samples, batch_size=10), DataLoader(samples, batch_size=30))
+    assert run.callback_metrics["val_accuracy"].item() == 1
+
+
+@pytest.mark.parametrize("preconditioner", ["diagonal", "kronecker"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_shf_trains_it(tmp_path, samples, loss, preconditioner):
+    model = small_classifier(
+        SHFClassifier, loss=loss, optimizer=partial(SHF, damping=1.0, preconditioner=preconditioner)
+    )
+    run = trainer(tmp_path, max_epochs=5)
     run.fit(model, DataLoader(samples, batch_size=10), DataLoader(samples, batch_size=30))
     assert run.callback_metrics["val_accuracy"].item() == 1
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
-from tests.cases import First, convolution, flat, mlp, trainable
+from tests.cases import CASES, Case, First, convolution, dense_jacobian, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 
 
@@ -153,6 +153,20 @@ def test_the_variance_under_dropout_is_that_of_the_gradients_with_the_masks_of_t
     gradients = [torch.autograd.grad(value, list(before.parameters()), retain_graph=True) for value in loss]
     rows = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in gradients])
     assert report.gradient_variance == pytest.approx(rows.var(0).sum().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.per_sample], ids=str)
+def test_the_variance_is_that_of_the_gradients_of_the_samples(case: Case) -> None:
+    module, inputs = case.make()
+    module.eval()
+    with torch.no_grad():
+        targets = module(inputs) + 0.1
+    jacobian = dense_jacobian(module, inputs)
+    rows = torch.einsum("nkp,nk->np", jacobian, (module(inputs) - targets).detach().flatten(1))
+    report = take(
+        SHF(module, "mse", damping=1e6, preconditioner=None, maxiter=1, backend=case.backends[-1]), (inputs, targets)
+    )
+    assert report.gradient_variance == pytest.approx(rows.var(0).sum().item(), rel=1e-8)
 
 
 def batch_normalised() -> nn.Module:

@@ -41,7 +41,7 @@ def test_shipped_way_of_training_runs(name, way):
 
 
 def test_every_task_has_the_same_ways_of_training():
-    ways = ("adam", "rls", "rls_momentum_l1", "hrls")
+    ways = ("adam", "rls", "rls_momentum_l1", "hrls", "kronecker")
     assert {(name, way) for name in NETWORKS for way in ways} == set(SHIPPED)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +216,9 @@ def by_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype)
     """(..., m) of x (..., n) by a function that makes (B, m) of (B, n) in that dtype, B >= 1: older torch refuses to
     transform nothing.
     """
-    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).to(dtype)
     product = multiply(rows) if rows.shape[0] else multiply(F.pad(rows, (0, 0, 0, 1)))[:0]
-    return product.reshape(*x.shape[:-1], product.shape[-1])
+    return product if x.ndim == 2 else product.reshape(*x.shape[:-1], product.shape[-1])
 
 
 def computing_dtype(*tensors: Tensor) -> torch.dtype:
@@ -318,44 +317,43 @@ class _ScaledToeplitz(torch.autograd.Function):
     """:func:`scaled_toeplitz_matmul` and, after the product, what the backward pass uses again."""
 
     @staticmethod
-    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(*inputs: Tensor) -> tuple[Any, ...]:
         x, *parameters = inputs
         sides = [_Side.of(*pair) for pair in _pairs(parameters)]
         left, right, middle = sides[0].hats[0], torch.conj_physical(sides[-1].hats[-1]), _powers(sides)
         a, b = sides[0].scale[0], sides[-1].scale[-1]
         y, kept = x.new_empty(x.shape[0], a.shape[0]), []
-        for side in sides:
-            kept += [*side.similarity, *side[1:]]
-        kept.append(middle)
         for chunk in _chunks(x, b, right, middle, left, a.shape[0]):
             torch.mul(chunk.product, a, out=y[chunk.rows])
             kept += [chunk.product.contiguous(), chunk.hat.conj_physical_()]
             kept += [hats.conj_physical_() for hats in chunk.hats]
-        return y, *kept
+        return y, (sides, middle), *kept
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Tensor, ...], int]:
-        return torch.func.vmap(lambda *inputs: (_product(*inputs),), in_dims)(*inputs), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (torch.func.vmap(_product, in_dims)(*inputs), None), (0, None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*output[1:])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Any, ...]) -> None:
+        # What is as small as the parameters is kept aside: each tensor that is saved takes microseconds.
+        _, ctx.small, *large = output
+        ctx.outputs = len(output)
+        ctx.mark_non_differentiable(*large)
         ctx.set_materialize_grads(False)
-        ctx.kept = len(output) - 1
-        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_backward(*inputs, *large)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if u is None:
             return (None,) * 7
-        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors
+        inputs, rest = saved[:7], iter(saved[7:])
         if torch.is_grad_enabled():  # to be differentiated again: what was kept has no graph
             return torch.func.vjp(_product, *inputs)[1](u)
         x, pairs = inputs[0], _pairs(inputs[1:])
-        rest = iter(kept)
-        sides = [_Side(Similarity(*islice(rest, 3)), *islice(rest, 4)) for _ in pairs]
-        middle, a, b = next(rest), sides[0].scale[0], sides[-1].scale[-1]
+        sides, middle = ctx.small
+        a, b = sides[0].scale[0], sides[-1].scale[-1]
         of_hats, of_scales = ([torch.zeros_like(side[k]) for side in sides] for k in (-1, 1))
         (of_left, da), (of_right, db) = ((of_hats[k][k], of_scales[k][k]) for k in (0, -1))
         dx = torch.empty_like(x)
@@ -384,4 +382,4 @@ class _ScaledToeplitz(torch.autograd.Function):
             torch.zeros_like(tensor) if tangent is None else tangent
             for tensor, tangent in zip(ctx.saved_tensors[:7], tangents, strict=True)
         ]
-        return _tangent(ctx.saved_tensors[:7], moved), *(None,) * ctx.kept
+        return _tangent(ctx.saved_tensors[:7], moved), *(None,) * (ctx.outputs - 1)

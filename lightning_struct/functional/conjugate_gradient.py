@@ -35,13 +35,14 @@ def conjugate_gradient(
     preconditioner: Vector | RightPreconditioner | None = None,
     maxiter: int = 250,
     progress_tolerance: float = 5e-4,
+    progress_window: int = 10,
     rtol: float = 0.0,
     callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
 ) -> ConjugateGradientResult:
     """Solve B x = b for a symmetric positive definite B.
 
-    Stops after i steps when the quadratic is negative and has fallen, over the last k = max(10, i/10) steps, by less
-    than k times ``progress_tolerance`` of its value (Martens 2010, section 4.4).
+    Stops after i steps when the quadratic is negative and has fallen, over the last k = max(``progress_window``, i/10) steps,
+    by less than k times ``progress_tolerance`` of its value (Martens 2010, section 4.4).
 
     Args:
         matvec: x -> B x, on tensors or dicts of tensors.
@@ -51,6 +52,7 @@ def conjugate_gradient(
             residuals are multiplied by C⁻¹C⁻ᵀ.
         maxiter: bound on the iterations.
         progress_tolerance: ε of the rule; 0 turns it off.
+        progress_window: the fewest steps that the rule looks back; with a good preconditioner 10 are many.
         rtol: stop when ‖b - B x‖ <= rtol ‖b‖.
         callback: as for ``lsmr``.
 
@@ -58,6 +60,8 @@ def conjugate_gradient(
         ValueError: an option out of range, or a vector of the wrong structure.
         FloatingPointError: a product returned NaN or infinity.
     """
+    if progress_window < 1:
+        raise ValueError(f"progress_window must be >= 1, got {progress_window}")
     if maxiter < 0 or progress_tolerance < 0 or rtol < 0:
         raise ValueError(
             f"maxiter, progress_tolerance and rtol must be >= 0, got {maxiter}, {progress_tolerance}, {rtol}"
@@ -113,7 +117,7 @@ def conjugate_gradient(
         if progress_tolerance > 0:
             values.append(quadratic())
 
-        k = max(10, iteration // 10)
+        k = max(progress_window, iteration // 10)
         if norm(r) <= rtol * b_norm or r_y == 0.0:
             reason = "residual"
         elif (

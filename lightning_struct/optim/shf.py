@@ -136,7 +136,8 @@ class SHF(torch.optim.Optimizer):
         scale_maxiter: let ``maxiter`` grow in the ratio of the batch size, rounded up in each step.
         miniter, recover, ftol: of the stop on validation data (see :meth:`set_validation`).
         atol: LSMR and LSQR stop when ‖Aᵀr‖ <= atol ‖A‖ ‖r‖.
-        progress_tolerance: ε of Martens' rule, for CG.
+        progress_tolerance, progress_window: of Martens' rule, for CG (see
+            :func:`~lightning_struct.functional.conjugate_gradient`).
         return_best: take the iterate with the lowest validation value instead of the last (slower to make progress).
         armijo: α of the line search.
         l2: weight of ½‖w‖² added to the loss.
@@ -187,6 +188,7 @@ class SHF(torch.optim.Optimizer):
         atol: float = 1e-8,
         ftol: float = 1e-7,
         progress_tolerance: float = 5e-4,
+        progress_window: int = 10,
         return_best: bool = False,
         armijo: float = 1e-4,
         l2: float = 0.0,
@@ -226,7 +228,8 @@ class SHF(torch.optim.Optimizer):
         for name, value in at_least_zero.items():
             if not value >= 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
-        for name, number in (("maxiter", maxiter), ("factor_interval", factor_interval)):
+        counts = {"maxiter": maxiter, "factor_interval": factor_interval, "progress_window": progress_window}
+        for name, number in counts.items():
             if not number >= 1:
                 raise ValueError(f"{name} must be >= 1, got {number}")
         for name, share in (("factor_decay", factor_decay), ("held_out", held_out)):
@@ -272,7 +275,8 @@ class SHF(torch.optim.Optimizer):
         self._warm_start_growth, self._max_warm_start = warm_start_growth, max_warm_start
         self._scale_maxiter = scale_maxiter
         self._miniter, self._recover, self._atol, self._ftol = miniter, recover, atol, ftol
-        self._progress_tolerance, self._return_best = progress_tolerance, return_best
+        self._progress_tolerance, self._progress_window = progress_tolerance, progress_window
+        self._return_best = return_best
         self._armijo, self._l2 = armijo, l2
         self._theta, self._dataset_size = theta, dataset_size
         self._backend, self._chunk_size, self._seed = backend, chunk_size, seed
@@ -633,6 +637,7 @@ class SHF(torch.optim.Optimizer):
             preconditioner=preconditioner,
             maxiter=maxiter,
             progress_tolerance=self._progress_tolerance,
+            progress_window=self._progress_window,
             callback=store,
         )
         best, value = result.x, model.value_at(result.x)

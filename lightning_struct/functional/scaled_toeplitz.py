@@ -13,7 +13,7 @@ which is what derivatives rest on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any, NamedTuple
@@ -263,54 +263,38 @@ def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     return dy * a + y * da
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Of the product with some rows of x, what a backward pass uses again.
-
-    Args:
-        rows: which ones.
-        hat: the spectra of x b, (B, F').
-        hats: the spectra of ρ C(hᵢ)ᵀ (x b), (r, B, F), by parts of the ranks.
-        product: x Mᵀ / a, (B, m).
-    """
-
-    rows: slice
-    hat: Tensor
-    hats: list[Tensor]
-    product: Tensor
-
-
-def _chunks(x: Tensor, b: Tensor, right: Tensor, middle: Tensor, left: Tensor, m: int) -> Iterator[_Chunk]:
-    """The product by the spectra of :class:`ScaledToeplitzSpectra`, in as little fresh memory as can be."""
-    (count, n), p = x.shape, middle.shape[0]
-    in_length, out_length = transform_length(2 * n), transform_length(2 * m)
-    size, rank_size = _chunk_sizes(count, max(in_length, out_length))
-    filled_up = x.new_zeros(size, in_length)
-    for rows in _slices(count, size):
-        entry = filled_up[: rows.stop - rows.start]
-        torch.mul(x[rows], b, out=entry[:, :n])
-        hat = torch.fft.rfft(entry)
-        hats, terms = [], []
-        for ranks in _slices(right.shape[0], rank_size):
-            between = torch.fft.irfft(hat * right[ranks, None], n=in_length)
-            if in_length != out_length:
-                between, whole = between.new_empty(*between.shape[:2], out_length), between
-                between[..., :p] = whole[..., :p]
-            between[..., :p].mul_(middle)
-            between[..., p:].zero_()
-            hats.append(torch.fft.rfft(between))
-            terms.append(_sum_of_ranks(hats[-1] * left[ranks, None]))
-        yield _Chunk(rows, hat, hats, torch.fft.irfft(reduce(torch.add, terms), n=out_length)[:, :m])
-
-
-def _chunk_sizes(count: int, length: int) -> tuple[int, int]:
-    """Rows, and ranks, that are taken at once."""
+def _chunk_sizes(count: int, m: int, n: int) -> tuple[int, int]:
+    """Rows of x, and ranks, that are taken at once."""
+    length = transform_length(2 * max(m, n))
     rows = max(1, min(count, _CHUNK // length))
     return rows, max(1, _CHUNK // (rows * length))
 
 
-def _slices(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def _multiply(
+    x: Tensor, b: Tensor, right: Tensor, middle: Tensor, left: Tensor, m: int, ranks: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The product by the spectra of :class:`ScaledToeplitzSpectra`, in as little fresh memory as can be.
+
+    Returns:
+        x Mᵀ / a, (B, m); the spectra of x b, (B, F'); those of ρ C(hᵢ)ᵀ (x b), so many ``ranks`` (ranks, B, F) after the other.
+    """
+    n, p = x.shape[1], middle.shape[0]
+    in_length, out_length = transform_length(2 * n), transform_length(2 * m)
+    entry = x.new_empty(x.shape[0], in_length)
+    torch.mul(x, b, out=entry.narrow(1, 0, n))
+    entry.narrow(1, n, in_length - n).zero_()
+    hat = torch.fft.rfft(entry)
+    hats, terms = [], []
+    for to, fro in zip(right[:, None].split(ranks), left[:, None].split(ranks), strict=True):
+        between = torch.fft.irfft(hat * to, n=in_length)
+        if in_length == out_length:
+            between.narrow(-1, 0, p).mul_(middle)
+            between.narrow(-1, p, out_length - p).zero_()
+        else:
+            between = F.pad(between.narrow(-1, 0, p) * middle, (0, out_length - p))
+        hats.append(torch.fft.rfft(between))
+        terms.append(_sum_of_ranks(hats[-1] * fro))
+    return torch.fft.irfft(reduce(torch.add, terms), n=out_length).narrow(1, 0, m), hat, hats
 
 
 class _ScaledToeplitz(torch.autograd.Function):
@@ -323,10 +307,11 @@ class _ScaledToeplitz(torch.autograd.Function):
         left, right, middle = sides[0].hats[0], torch.conj_physical(sides[-1].hats[-1]), _powers(sides)
         a, b = sides[0].scale[0], sides[-1].scale[-1]
         y, kept = x.new_empty(x.shape[0], a.shape[0]), []
-        for chunk in _chunks(x, b, right, middle, left, a.shape[0]):
-            torch.mul(chunk.product, a, out=y[chunk.rows])
-            kept += [chunk.product.contiguous(), chunk.hat.conj_physical_()]
-            kept += [hats.conj_physical_() for hats in chunk.hats]
+        size, ranks = _chunk_sizes(*y.shape, x.shape[1])
+        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
+            product, hat, hats = _multiply(rows, b, right, middle, left, a.shape[0], ranks)
+            torch.mul(product, a, out=y_rows)
+            kept += [product, hat.conj_physical_(), *(part.conj_physical_() for part in hats)]
         return y, (sides, middle), *kept
 
     @staticmethod
@@ -359,15 +344,16 @@ class _ScaledToeplitz(torch.autograd.Function):
         dx = torch.empty_like(x)
         # The transpose of M is of the same form.
         left, right = torch.conj_physical(sides[0].hats[0]), sides[-1].hats[-1]
-        for back in _chunks(u, a, left, middle, right, x.shape[1]):
-            rows, ranks, product, hat = back.rows, 0, next(rest), next(rest)
-            torch.mul(back.product, b, out=dx[rows])
-            da += (u[rows] * product).sum(0)
-            db += (x[rows] * back.product).sum(0)
-            for back_hats, hats in zip(back.hats, rest, strict=False):
-                part = slice(ranks, ranks := ranks + len(hats))
-                of_left[part] += (hats * back.hat).sum(1)
-                of_right[part] += (back_hats * hat).sum(1)
+        size, ranks = _chunk_sizes(*u.shape, x.shape[1])
+        for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):
+            product, hat = next(rest), next(rest)
+            back, back_hat, back_hats = _multiply(u_rows, a, left, middle, right, x.shape[1], ranks)
+            torch.mul(back, b, out=dx_rows)
+            da += (u_rows * product).sum(0)
+            db += (x_rows * back).sum(0)
+            for part, to_left, to_right in zip(back_hats, of_left.split(ranks), of_right.split(ranks), strict=True):
+                to_left += (next(rest) * back_hat).sum(1)
+                to_right += (part * hat).sum(1)
         of_right.conj_physical_()
         gradients = [
             [gradient.to(x.dtype) for gradient in side.gradients(pair[1], hats, scale)]

@@ -66,11 +66,13 @@ class Similarity(NamedTuple):
     Args:
         scale: (..., n), the diagonal of D: 1 and s₁ ⋯ s_k / c^k.
         corner: (...), f.
+        last: (...), the derivative of f by the corner of A.
         trend: (...), log c, the mean of log|s|.
     """
 
     scale: Tensor
     corner: Tensor
+    last: Tensor
     trend: Tensor
 
     @staticmethod
@@ -78,18 +80,19 @@ class Similarity(NamedTuple):
         """Of a subdiagonal s (..., n - 1) without a zero and a corner (...)."""
         s, corner = subdiagonal.double(), corner.double()
         if not s.shape[-1]:
-            return Similarity(torch.ones_like(corner)[..., None], corner.clone(), torch.zeros_like(corner))
+            one = torch.ones_like(corner)
+            return Similarity(one[..., None], corner.clone(), one, torch.zeros_like(corner))
         logarithms = s.abs().log()
         trend = logarithms.detach().mean(-1)
         magnitudes = (logarithms - trend[..., None]).cumsum(-1).exp()
         scale = F.pad(magnitudes * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
-        return Similarity(scale, corner * scale[..., -1] * torch.exp(-trend), trend)
+        last = scale[..., -1] * torch.exp(-trend)
+        return Similarity(scale, corner * last, last, trend)
 
     def tangent(self, subdiagonal: Tensor, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
         """The derivatives of D and f along tangents of s and the corner."""
         relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(-1), (1, 0))
-        last = of_corner * self.scale[..., -1] * torch.exp(-self.trend)
-        return self.scale * relative, last + self.corner * relative[..., -1]
+        return self.scale * relative, of_corner * self.last + self.corner * relative[..., -1]
 
     def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
         """Those of s and the corner from those of D and f."""
@@ -97,7 +100,7 @@ class Similarity(NamedTuple):
         from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1) + (of_corner * self.corner)[
             ..., None
         ]
-        return from_the_end / subdiagonal, of_corner * self.scale[..., -1] * torch.exp(-self.trend)
+        return from_the_end / subdiagonal, of_corner * self.last
 
 
 class _Side(NamedTuple):
@@ -106,13 +109,15 @@ class _Side(NamedTuple):
     That halves the number of small operations, and on a CPU each call of a transform is planned anew.
 
     Args:
-        similarity: of the k = 1 or 2 operators.
+        subdiagonal: (k, m - 1), of the k = 1 or 2 operators.
+        similarity: of these.
         scale: (k, m), a.
         corner: (k, 1, 1), f.
         g: (k, r, m), gᵢ/a.
         hats: (k, r, F), the spectra of [g, 0, f g].
     """
 
+    subdiagonal: Tensor
     similarity: Similarity
     scale: Tensor
     corner: Tensor
@@ -125,16 +130,16 @@ class _Side(NamedTuple):
         similarity = Similarity.of(subdiagonal, corner)
         scale, corner = similarity.scale.to(G.dtype), similarity.corner.to(G.dtype)[:, None, None]
         g = G.mT / scale[:, None]
-        return _Side(similarity, scale, corner, g, torch.fft.rfft(_extended(g, corner * g)))
+        return _Side(subdiagonal, similarity, scale, corner, g, torch.fft.rfft(_extended(g, corner * g)))
 
-    def gradients(self, subdiagonal: Tensor, of_hats: Tensor, of_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, of_hats: Tensor, of_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Those of G, of the subdiagonal and of the corner, from those of the spectra and what a takes part in beside."""
         m = self.scale.shape[1]
         extended = torch.fft.irfft(of_hats, n=transform_length(2 * m))
         at_start, at_end = extended[..., :m], extended[..., -m:]
         of_G = (at_start + self.corner * at_end) / self.scale[:, None]
         of_scale = of_scale - (of_G * self.g).sum(1)
-        return of_G.mT, *self.similarity.gradient(subdiagonal, of_scale, (self.g * at_end).sum((1, 2)))
+        return of_G.mT, *self.similarity.gradient(self.subdiagonal, of_scale, (self.g * at_end).sum((1, 2)))
 
 
 def _pairs(parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -185,7 +190,7 @@ class ScaledToeplitzSpectra:
     ) -> ScaledToeplitzSpectra:
         """Of the matrix of :func:`scaled_toeplitz_matmul`."""
         sides = [_Side.of(*pair) for pair in _pairs((G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner))]
-        (_, a, f, g, left), (_, b, w, h, right) = ([tensor[k] for tensor in sides[k]] for k in (0, -1))
+        (a, f, g, left), (b, w, h, right) = ([tensor[k] for tensor in sides[k][2:]] for k in (0, -1))
         middle, size = _powers(sides), a.shape[0]
         planned_anew = size == b.shape[0] == transform_length(2 * size) // 2 and 2 * size >= _LONG_PLAN
         few_rows = FewRowsProduct.of(g, h, a, f, b, w, middle) if planned_anew and G.device.type == "cpu" else None
@@ -307,7 +312,7 @@ class _ScaledToeplitz(torch.autograd.Function):
         left, right, middle = sides[0].hats[0], torch.conj_physical(sides[-1].hats[-1]), _powers(sides)
         a, b = sides[0].scale[0], sides[-1].scale[-1]
         y, kept = x.new_empty(x.shape[0], a.shape[0]), []
-        size, ranks = _chunk_sizes(*y.shape, x.shape[1])
+        size, ranks = _chunk_sizes(len(x), y.shape[1], x.shape[1])
         for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
             product, hat, hats = _multiply(rows, b, right, middle, left, a.shape[0], ranks)
             torch.mul(product, a, out=y_rows)
@@ -336,15 +341,17 @@ class _ScaledToeplitz(torch.autograd.Function):
         inputs, rest = saved[:7], iter(saved[7:])
         if torch.is_grad_enabled():  # to be differentiated again: what was kept has no graph
             return torch.func.vjp(_product, *inputs)[1](u)
-        x, pairs = inputs[0], _pairs(inputs[1:])
-        sides, middle = ctx.small
+        x, (sides, middle) = inputs[0], ctx.small
         a, b = sides[0].scale[0], sides[-1].scale[-1]
-        of_hats, of_scales = ([torch.zeros_like(side[k]) for side in sides] for k in (-1, 1))
+        of_hats, of_scales = (
+            [torch.zeros_like(tensor) for tensor in tensors]
+            for tensors in ([side.hats for side in sides], [side.scale for side in sides])
+        )
         (of_left, da), (of_right, db) = ((of_hats[k][k], of_scales[k][k]) for k in (0, -1))
         dx = torch.empty_like(x)
         # The transpose of M is of the same form.
         left, right = torch.conj_physical(sides[0].hats[0]), sides[-1].hats[-1]
-        size, ranks = _chunk_sizes(*u.shape, x.shape[1])
+        size, ranks = _chunk_sizes(len(x), u.shape[1], x.shape[1])
         for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):
             product, hat = next(rest), next(rest)
             back, back_hat, back_hats = _multiply(u_rows, a, left, middle, right, x.shape[1], ranks)
@@ -356,8 +363,8 @@ class _ScaledToeplitz(torch.autograd.Function):
                 to_right += (part * hat).sum(1)
         of_right.conj_physical_()
         gradients = [
-            [gradient.to(x.dtype) for gradient in side.gradients(pair[1], hats, scale)]
-            for side, pair, hats, scale in zip(sides, pairs, of_hats, of_scales, strict=True)
+            [gradient.to(x.dtype) for gradient in side.gradients(hats, scale)]
+            for side, hats, scale in zip(sides, of_hats, of_scales, strict=True)
         ]
         (dG, *of_A), (dH, *of_B) = ([gradient[k] for gradient in gradients[k]] for k in (0, -1))
         return dx, dG, dH, *of_A, *of_B

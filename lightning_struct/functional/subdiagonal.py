@@ -207,15 +207,14 @@ def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """
     if any((subdiagonal == 0).any() for subdiagonal, _ in sides):
         return math.inf, math.inf
-    (a, a_corner, a_trend), (b, b_corner, b_trend) = (Similarity.of(*side) for side in sides)
-    a, b = a.abs().log(), b.abs().log()
+    similar = [Similarity.of(*side) for side in sides]
+    a, b = (side.scale.abs().log() for side in similar)
+    trend = sum(side.trend.item() for side in similar)
     spread = sum((logs.max() - logs.min()).item() for logs in (a, b))
-    corners = sum(corner.abs().clamp(min=1).log().item() for corner in (a_corner, b_corner))
+    corners = sum(side.corner.abs().clamp(min=1).log().item() for side in similar)
     lengths = sorted({round(2 ** (k / 2)) for k in range(2 * min(len(a), len(b)).bit_length())})
     growth = [
-        ((a[j:] - a[:-j]).max() + (b[j:] - b[:-j]).max() + j * (a_trend + b_trend)).item()
-        for j in lengths
-        if j < min(len(a), len(b))
+        ((a[j:] - a[:-j]).max() + (b[j:] - b[:-j]).max()).item() + j * trend for j in lengths if j < min(len(a), len(b))
     ]
     return spread + corners - max(0.0, *growth, 0.0), spread
 

@@ -24,10 +24,12 @@ class TwoStepTransform:
     Args:
         twist: (N₁, 1, 1, N₂), the powers of the N-th root of i, which make z^N - 1 of it.
         twiddles: (N₁, 1, 1, N₂), between the two steps.
+        inverse_twiddles: their conjugates, in memory: torch would make them at each use.
     """
 
     twist: Tensor
     twiddles: Tensor
+    inverse_twiddles: Tensor
 
     @staticmethod
     def of(length: int, like: Tensor) -> TwoStepTransform:
@@ -40,7 +42,7 @@ class TwoStepTransform:
             torch.polar(torch.ones_like(j), angle).to(like.device, like.dtype.to_complex()).view(first, 1, 1, -1)
             for angle in angles
         )
-        return TwoStepTransform(twist, twiddles)
+        return TwoStepTransform(twist, twiddles, twiddles.conj().resolve_conj())
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -53,7 +55,7 @@ class TwoStepTransform:
 
     def inverse(self, hat: Tensor) -> Tensor:
         """The vector of a spectrum, still multiplied by the twist."""
-        return torch.fft.ifft(torch.fft.ifft(hat) * self.twiddles.conj(), dim=0)
+        return torch.fft.ifft(torch.fft.ifft(hat) * self.inverse_twiddles, dim=0)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class FewRowsProduct:
         size = g.shape[1]
         transform = TwoStepTransform.of(size, g)
         first, second = transform.steps
-        inverse_twist = transform.twist.conj()
+        inverse_twist = transform.twist.conj().resolve_conj()
 
         def arranged(rows: Tensor) -> Tensor:
             return rows.reshape(-1, first, second).transpose(0, 1)[:, :, None]

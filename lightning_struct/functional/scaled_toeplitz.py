@@ -201,20 +201,15 @@ class ScaledToeplitzSpectra:
         return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        # One that is exported or compiled must not depend on the number of rows.
-        few_rows = None if torch.compiler.is_compiling() else self.few_rows
-        if few_rows is not None and rows.shape[0] * self.left.shape[0] <= _FEW_ROWS:
-            return few_rows.matmul(rows)
-        return self.multiply_many(rows)
+        if torch.compiler.is_compiling():  # what is exported or compiled must not depend on the number of rows
+            return self.multiply_plainly(rows)
+        if self.few_rows is not None and rows.shape[0] * self.left.shape[0] <= _FEW_ROWS:
+            return self.few_rows.matmul(rows)
+        return _ManyRows.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
-    def multiply_many(self, rows: Tensor) -> Tensor:
-        """(B, m) of (B, n), as autograd, vmap and exporting can follow."""
-        (n,), (m,), (p,) = self.in_scale.shape, self.out_scale.shape, self.middle.shape
-        in_length, out_length = transform_length(2 * n), transform_length(2 * m)
-        hats = torch.fft.rfft(rows * self.in_scale, n=in_length) * self.right[:, None]
-        between = torch.fft.irfft(hats, n=in_length)[..., :p] * self.middle
-        hats = torch.fft.rfft(between, n=out_length) * self.left[:, None]
-        return torch.fft.irfft(_sum_of_ranks(hats), n=out_length)[..., :m] * self.out_scale
+    def multiply_plainly(self, rows: Tensor) -> Tensor:
+        """(B, m) of (B, n), by operations that are differentiable themselves."""
+        return _multiply_plainly(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
 
 def by_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,7 +232,7 @@ def _sum_of_ranks(hats: Tensor) -> Tensor:
 
 def _product(*inputs: Tensor) -> Tensor:
     """:func:`scaled_toeplitz_matmul` by operations that are differentiable themselves."""
-    return ScaledToeplitzSpectra.of(*inputs[1:]).multiply_many(inputs[0])
+    return ScaledToeplitzSpectra.of(*inputs[1:]).multiply_plainly(inputs[0])
 
 
 def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
@@ -275,21 +270,43 @@ def _chunk_sizes(count: int, m: int, n: int) -> tuple[int, int]:
     return rows, max(1, _CHUNK // (rows * length))
 
 
-def _multiply(
-    x: Tensor, b: Tensor, right: Tensor, middle: Tensor, left: Tensor, m: int, ranks: int
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The product by the spectra of :class:`ScaledToeplitzSpectra`, in as little fresh memory as can be.
+def _multiply_plainly(
+    x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor
+) -> Tensor:
+    """The product by the parts of :class:`ScaledToeplitzSpectra`."""
+    (n,), (m,), (p,) = in_scale.shape, out_scale.shape, middle.shape
+    in_length, out_length = transform_length(2 * n), transform_length(2 * m)
+    between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
+    hats = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
+    return torch.fft.irfft(_sum_of_ranks(hats), n=out_length)[..., :m] * out_scale
 
-    Returns:
-        x Mᵀ / a, (B, m); the spectra of x b, (B, F'); those of ρ C(hᵢ)ᵀ (x b), so many ``ranks`` (ranks, B, F) after the other.
+
+def _multiply(
+    x: Tensor,
+    in_scale: Tensor,
+    right: Tensor,
+    middle: Tensor,
+    left: Tensor,
+    m: int,
+    ranks: int,
+    kept: list[Tensor] | None = None,
+) -> Tensor:
+    """The same but for the last scale, in as little fresh memory as can be.
+
+    Args:
+        ranks: how many are taken at once.
+        kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those of
+            ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
     """
     n, p = x.shape[1], middle.shape[0]
     in_length, out_length = transform_length(2 * n), transform_length(2 * m)
     entry = x.new_empty(x.shape[0], in_length)
-    torch.mul(x, b, out=entry.narrow(1, 0, n))
+    torch.mul(x, in_scale, out=entry.narrow(1, 0, n))
     entry.narrow(1, n, in_length - n).zero_()
     hat = torch.fft.rfft(entry)
-    hats, terms = [], []
+    if kept is not None:
+        kept.append(hat)
+    total: Tensor | None = None
     for to, fro in zip(right[:, None].split(ranks), left[:, None].split(ranks), strict=True):
         between = torch.fft.irfft(hat * to, n=in_length)
         if in_length == out_length:
@@ -297,9 +314,47 @@ def _multiply(
             between.narrow(-1, p, out_length - p).zero_()
         else:
             between = F.pad(between.narrow(-1, 0, p) * middle, (0, out_length - p))
-        hats.append(torch.fft.rfft(between))
-        terms.append(_sum_of_ranks(hats[-1] * fro))
-    return torch.fft.irfft(reduce(torch.add, terms), n=out_length).narrow(1, 0, m), hat, hats
+        hats = torch.fft.rfft(between)
+        if kept is not None:
+            kept.append(hats)
+            hats = hats * fro
+        else:
+            hats.mul_(fro)
+        total = _sum_of_ranks(hats) if total is None else total.add_(_sum_of_ranks(hats))
+    assert total is not None
+    return torch.fft.irfft(total, n=out_length).narrow(1, 0, m)
+
+
+class _ManyRows(torch.autograd.Function):
+    """:func:`_multiply_plainly` by :func:`_multiply`, differentiable in x alone."""
+
+    @staticmethod
+    def forward(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
+        y = x.new_empty(x.shape[0], out_scale.shape[0])
+        size, ranks = _chunk_sizes(len(x), y.shape[1], x.shape[1])
+        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
+            torch.mul(_multiply(rows, in_scale, right, middle, left, y.shape[1], ranks), out_scale, out=y_rows)
+        return y
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
+        return torch.func.vmap(_multiply_plainly, in_dims)(*inputs), 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        in_scale, right, middle, left, out_scale = ctx.saved_tensors
+        # The transpose of M is of the same form.
+        dx = _ManyRows.apply(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
+        return dx, *(None,) * 5
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
+        return _ManyRows.apply(dx, *ctx.saved_tensors)
 
 
 class _ScaledToeplitz(torch.autograd.Function):
@@ -314,9 +369,10 @@ class _ScaledToeplitz(torch.autograd.Function):
         y, kept = x.new_empty(x.shape[0], a.shape[0]), []
         size, ranks = _chunk_sizes(len(x), y.shape[1], x.shape[1])
         for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
-            product, hat, hats = _multiply(rows, b, right, middle, left, a.shape[0], ranks)
+            spectra: list[Tensor] = []
+            product = _multiply(rows, b, right, middle, left, a.shape[0], ranks, spectra)
             torch.mul(product, a, out=y_rows)
-            kept += [product, hat.conj_physical_(), *(part.conj_physical_() for part in hats)]
+            kept += [product, *(spectrum.conj_physical_() for spectrum in spectra)]
         return y, (sides, middle), *kept
 
     @staticmethod
@@ -354,7 +410,9 @@ class _ScaledToeplitz(torch.autograd.Function):
         size, ranks = _chunk_sizes(len(x), u.shape[1], x.shape[1])
         for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):
             product, hat = next(rest), next(rest)
-            back, back_hat, back_hats = _multiply(u_rows, a, left, middle, right, x.shape[1], ranks)
+            spectra: list[Tensor] = []
+            back = _multiply(u_rows, a, left, middle, right, x.shape[1], ranks, spectra)
+            back_hat, *back_hats = spectra
             torch.mul(back, b, out=dx_rows)
             da += (u_rows * product).sum(0)
             db += (x_rows * back).sum(0)

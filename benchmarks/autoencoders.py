@@ -8,10 +8,12 @@
 Runs SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), SHF damped around the origin instead of the start (USPS
 only), and Adam over the rates, all from the same sparse start for a seed. With ``--kronecker`` SHF with Kronecker factors
 (``recipes/TASK_autoencoder/kronecker.yaml``), with its guards set by hand and measured, against Adam at constant and at
-falling rates, SGD with momentum and L-BFGS, all with its L2, and SHF and HF as in the papers. Each run is a process of its own with one
-thread, and is skipped where its file is in ``--output`` already; the tables and the picture are made of all files that are
-there. Time is CPU time of the process, which another job on the machine changes little. Errors are in full units,
-‖x̂ - x‖² averaged over samples, twice those of the paper.
+falling rates (to a hundredth at epoch ``--adam-epochs``), SGD with momentum, L-BFGS and, where ``pytorch_optimizer`` is
+installed, SOAP (Shampoo with Adam in its eigenbasis), all with its L2 but L-BFGS and SOAP, which have none, and SHF and HF as in the papers; ``--only``
+names the ways that are run. Each run is a process of its own with one thread, and is skipped where its file is in
+``--output`` already; the tables and the pictures are made of all files that are there. Time is CPU time of the process,
+which another job on the machine changes little. Errors are in full units, ‖x̂ - x‖² averaged over samples, twice those of the
+paper.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,16 @@ from matplotlib.ticker import ScalarFormatter
 
 ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
 CPU_SECONDS = (15, 30, 60, 120, 240, 480, 960)
+# What is drawn, in this order: the beginning of a way's name -> its colour and label; of several ways the best.
+DRAWN = {
+    "kronecker": ("C3", "SHF, Kronecker factors"),
+    "adam": ("C1", "Adam"),
+    "soap": ("C4", "SOAP"),
+    "sgd": ("C2", "SGD with momentum"),
+    "l-bfgs": ("C5", "L-BFGS"),
+    "shf": ("C0", "SHF of the paper"),
+    "hf": ("C7", "HF (Martens)"),
+}
 
 
 class ProcessClock(L.Callback):
@@ -94,10 +107,11 @@ def guarded(config: Path, directory: Path, *, held_out: bool, norm_test: bool) -
     callbacks = {c["class_path"].rsplit(".", 1)[1]: c for c in settings["trainer"]["callbacks"]}
     if held_out:
         settings["model"]["init_args"]["optimizer"]["init_args"]["held_out"] = 0.2
-        callbacks["LevenbergMarquardtDamping"]["init_args"] = {"drop": 0.9, "lower": 0.5}
+        drop = callbacks["LevenbergMarquardtDamping"]["init_args"]["drop"]
+        callbacks["LevenbergMarquardtDamping"]["init_args"] = {"drop": drop, "lower": 0.1, "upper": 0.3}
     if norm_test:
         largest = callbacks["GrowingBatchSize"]["init_args"]["max_batch_size"]
-        callbacks["GrowingBatchSize"]["init_args"] = {"max_batch_size": largest, "theta": 0.2}
+        callbacks["GrowingBatchSize"]["init_args"] = {"max_batch_size": largest, "theta": 0.35}
     file = directory / f"kronecker_{held_out}_{norm_test}.yaml"
     file.write_text(yaml.safe_dump(settings))
     return file
@@ -141,7 +155,17 @@ def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list
         "--data.batch_size=2000",
     ]
     ways["l-bfgs"] = [*first_order, *lbfgs]
-    return [(name, seed, way) for seed in options.seeds for name, way in ways.items()]
+    if find_spec("pytorch_optimizer") is not None:
+        for rate in ("1e-3", "3e-3"):
+            soap = [
+                f"{optimizer}=pytorch_optimizer.SOAP",
+                f"{optimizer}.init_args.lr={rate}",
+                f"{optimizer}.init_args.weight_decay=0",
+            ]
+            ways[f"soap {rate} falling"] = [*first_order, *soap, *falling]
+    if unknown := set(options.only or ()) - set(ways):
+        raise SystemExit(f"--only names {', '.join(unknown)}; there are: {', '.join(ways)}")
+    return [(name, seed, ways[name]) for seed in options.seeds for name in options.only or ways]
 
 
 def jobs(task: str, options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
@@ -206,44 +230,83 @@ def report(results: list[dict[str, Any]], output: Path) -> None:
             cell = " / ".join(f"{value:.2f}" for value in known)
             cells.append(f"({cell})" if finished else cell)
         print(f"| {name} | " + " | ".join(cells) + " |")
-    draw(by_name).savefig(output / "errors.png", dpi=150)
+    if by_name.keys() & {"kronecker"}:
+        compare_with_adam(by_name)
+    draw_errors(by_name).savefig(output / "errors.png", dpi=150)
+    if "shf" in by_name:
+        draw_sizes(by_name["shf"]).savefig(output / "sizes.png", dpi=150)
 
 
-def draw(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    errors, sizes = figure.subplots(1, 2)
-    best_adam = min(
-        (n for n in by_name if n.startswith("adam")),
-        key=lambda n: statistics.mean(min(v["error"] for v in r["validations"]) for r in by_name[n]),
-        default=None,
-    )
-    styles = {
-        "shf": ("C0", "SHF"),
-        "kronecker": ("C3", "SHF, Kronecker factors"),
-        "shf origin": ("C2", "SHF, damped around the origin"),
-        best_adam: ("C1", ""),
-    }
-    for name, (color, label) in styles.items():
-        for i, run in enumerate(by_name.get(name, [])):
+def lowest(run: dict[str, Any], seconds: float = float("inf")) -> float:
+    """Validation error reached in so many CPU seconds."""
+    return min((v["error"] for v in run["validations"] if v["cpu"] <= seconds), default=float("inf"))
+
+
+def best_of(by_name: dict[str, list[dict[str, Any]]], kind: str) -> str | None:
+    """The way of a kind whose lowest error is the best, on the mean over seeds, of those with the most seeds."""
+    names = [
+        name for name in by_name if name == kind or (name.startswith(f"{kind} ") and kind not in ("kronecker", "shf"))
+    ]
+    most = max((len(by_name[name]) for name in names), default=0)
+    complete = [name for name in names if len(by_name[name]) == most]
+    return min(complete, key=lambda name: statistics.mean(map(lowest, by_name[name])), default=None)
+
+
+def compare_with_adam(by_name: dict[str, list[dict[str, Any]]]) -> None:
+    """For each seed: seconds to the lowest error that Adam's best way ever has, for both."""
+    adam = best_of(by_name, "adam")
+    if adam is None:
+        return
+
+    def seconds_to(run: dict[str, Any], error: float) -> float:
+        return min((v["cpu"] for v in run["validations"] if v["error"] <= error), default=float("inf"))
+
+    print(f"\n| seed | {adam}: lowest error | at CPU s | ways: CPU s to that error, lowest error |\n|---|---|---|---|")
+    for run in by_name[adam]:
+        error = lowest(run)
+        others = []
+        for name in (n for n in by_name if n.startswith("kronecker")):
+            others += [
+                f"{name} {seconds_to(other, error):.0f}, {lowest(other):.3f}"
+                for other in by_name[name]
+                if other["seed"] == run["seed"]
+            ]
+        print(f"| {run['seed']} | {error:.3f} | {seconds_to(run, error):.0f} | {'; '.join(others)} |")
+
+
+def draw_errors(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Validation error against CPU seconds, the best way of each kind; a line for each seed."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for kind, (color, label) in DRAWN.items():
+        name = best_of(by_name, kind)
+        for i, run in enumerate(by_name.get(name or "", [])):
             cpu, error = zip(*((v["cpu"], v["error"]) for v in run["validations"]), strict=True)
-            text = label or f"Adam, rate {str(name).split()[1]}"
-            errors.plot(cpu, error, color=color, alpha=1 - 0.4 * (i > 0), label=None if i else text)
-    errors.set(xlabel="CPU seconds, one thread", ylabel="validation error ‖x̂ - x‖²", xscale="log", yscale="log")
-    errors.set_xlim(left=1)
-    errors.yaxis.set_major_formatter(ScalarFormatter())
-    errors.yaxis.set_minor_formatter(ScalarFormatter())
-    errors.grid(which="both", alpha=0.25)
-    errors.legend()
-    for i, run in enumerate(by_name.get("shf", [])):
-        cpu, size, iterations = zip(
-            *((s["cpu"], s["batch_size"], s["solver_iterations"]) for s in run["steps"]), strict=True
-        )
-        sizes.plot(cpu, size, color="C0", alpha=1 - 0.4 * (i > 0), label=None if i else "samples in a batch")
-        sizes.plot(cpu, iterations, color="C3", alpha=1 - 0.4 * (i > 0), label=None if i else "LSMR iterations")
-    sizes.set(xlabel="CPU seconds, one thread", xscale="log", yscale="log")
-    sizes.set_xlim(left=1)
-    sizes.grid(which="both", alpha=0.25)
-    sizes.legend()
+            details = f" {name[len(kind) + 1 :]}" if name and len(name) > len(kind) else ""
+            axes.plot(cpu, error, color=color, alpha=0.8, linewidth=1.2, label=None if i else label + details)
+    axes.set(xlabel="CPU seconds, one thread", ylabel="validation error ‖x̂ - x‖²", xscale="log", yscale="log")
+    axes.set_xlim(left=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ScalarFormatter())
+    axes.grid(which="both", alpha=0.25)
+    axes.legend()
+    return figure
+
+
+def draw_sizes(runs: list[dict[str, Any]]) -> Figure:
+    """Batch size and solver iterations of SHF against CPU seconds."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for i, run in enumerate(runs):
+        columns = ((s["cpu"], s["batch_size"], s["solver_iterations"]) for s in run["steps"])
+        cpu, size, iterations = zip(*columns, strict=True)
+        axes.plot(cpu, size, color="C0", alpha=1 - 0.4 * (i > 0), label=None if i else "samples in a batch")
+        axes.plot(cpu, iterations, color="C3", alpha=1 - 0.4 * (i > 0), label=None if i else "LSMR iterations")
+    axes.set(xlabel="CPU seconds, one thread", xscale="log", yscale="log")
+    axes.set_xlim(left=1)
+    axes.grid(which="both", alpha=0.25)
+    axes.legend()
     return figure
 
 
@@ -256,8 +319,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=390, help="bound for SHF")
     parser.add_argument("--adam-epochs", type=int, default=800, help="bound for Adam")
     parser.add_argument("--minutes", type=int, help="bound for each run, wall time")
-    parser.add_argument("--rates", nargs="+", default=["5e-4", "1e-3", "2e-3"], help="of Adam")
+    parser.add_argument("--rates", nargs="+", default=["5e-4", "1e-3", "2e-3", "3e-3"], help="of Adam")
     parser.add_argument("--kronecker", action="store_true", help="SHF with Kronecker factors and its rivals")
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="run these ways of --kronecker only, e.g. 'adam 1e-3'")
     parser.add_argument("--cpu-seconds", type=float, help="bound for each run, CPU time")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, functionalize, vmap
+from torch.func import functionalize, vmap
 from torch.func import jvp as torch_jvp
 from torch.func import vjp as torch_vjp
 from torch.fx import GraphModule, Node
@@ -26,6 +26,7 @@ from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_struct.functional.calls import call_with
 from lightning_struct.functional.layer_rules import LayerChain, record_layer_chain
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
 from lightning_struct.functional.vectors import inner
@@ -405,7 +406,7 @@ def _as_function(function: nn.Module | Callable[..., Tensor]) -> Callable[..., T
 
     def call(params: Parameters, *args: Any) -> Tensor:
         buffers = {name: b.clone() for name, b in module.named_buffers()}
-        return functional_call(module, {**buffers, **params}, args)
+        return call_with(module, {**buffers, **params}, args)
 
     return call
 

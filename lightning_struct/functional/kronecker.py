@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from lightning_struct.functional.attention_contributions import RowBlocks
+from lightning_struct.functional.calls import call_with
 from lightning_struct.functional.contributions import (
     Contribution,
     Convolution,
@@ -331,7 +331,7 @@ def probe_layers(
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
         with torch.enable_grad():
-            outputs = functional_call(module, buffers, tuple(args))
+            outputs = call_with(module, buffers, tuple(args))
     finally:
         for handle in handles:
             handle.remove()

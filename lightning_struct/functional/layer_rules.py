@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from lightning_struct.functional.calls import call_with
 from lightning_struct.functional.gradient_norms import linear_squared_norms
 
 _ELEMENTWISE = (
@@ -212,7 +212,7 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
     handles = [layer.register_forward_hook(hook) for layer in leaves]
     try:
         with torch.no_grad():
-            outputs = functional_call(module, dict(params), args)
+            outputs = call_with(module, params, args)
     finally:
         for handle in handles:
             handle.remove()

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from lightning_struct.functional.calls import call_with
 from lightning_struct.functional.contributions import Contribution, Uncovered
 from lightning_struct.functional.contributions import squared_norms as norms_of_shares
 from lightning_struct.functional.gauss_newton import batch_normalising_layer, linearize
@@ -125,12 +125,11 @@ class BatchModel:
             with restored_random_state(self._random_state):
                 module(*self._batch.args)
         self._weights_flat = self.flat(weights)
-        with own_parameters_kept(module):
-            self._linearize(self._batch)
-            self._measure()
-            if curvature_share < 1.0:
-                counts = tuple(math.ceil(curvature_share * count) for count in self._batch.counts)
-                self._linearize(self._batch.split(counts)[0])
+        self._linearize(self._batch)
+        self._measure()
+        if curvature_share < 1.0:
+            counts = tuple(math.ceil(curvature_share * count) for count in self._batch.counts)
+            self._linearize(self._batch.split(counts)[0])
         self.right_hand_side = -self._residual
 
     @property
@@ -301,7 +300,7 @@ class BatchModel:
 
     def _evaluate(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
         buffers = {name: b.clone() for name, b in self.module.named_buffers()}
-        return functional_call(self.module, {**buffers, **self.unflat(weights)}, args).to(self.dtype)
+        return call_with(self.module, {**buffers, **self.unflat(weights)}, args).to(self.dtype)
 
     def _penalty(self, weights: Tensor) -> float:
         return 0.5 * self._l2 * inner(weights, weights).item() if self._l2 else 0.0
@@ -364,18 +363,6 @@ def _checked_sum(name: str, shares: Sequence[Contribution], gradient: Tensor) ->
     if not inner(error, error) <= torch.finfo(gradient.dtype).eps * scale:
         raise Uncovered(f"what the layers show of {name} does not add up to its gradient")
     return squares
-
-
-@contextmanager
-def own_parameters_kept(module: nn.Module) -> Iterator[None]:
-    """Put back the parameters of all layers in the end: ``functional_call`` leaves others in a layer that is registered in
-    two places (seen from torch 2.6 to 2.15)."""
-    kept = [(layer, dict(layer._parameters)) for layer in module.modules()]
-    try:
-        yield
-    finally:
-        for layer, parameters in kept:
-            layer._parameters.update(parameters)
 
 
 @contextmanager

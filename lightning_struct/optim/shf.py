@@ -22,7 +22,7 @@ from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.least_squares import RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import armijo as armijo_search
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
-from lightning_struct.optim.batch_model import Batches, BatchModel, own_parameters_kept
+from lightning_struct.optim.batch_model import Batches, BatchModel
 from lightning_struct.optim.collective import all_reduce, rank
 from lightning_struct.optim.kronecker import BlockPreconditioner, Factors, KroneckerFactors, averaged
 from lightning_struct.optim.merit import MeritStopping
@@ -422,8 +422,7 @@ class SHF(torch.optim.Optimizer):
             make_preconditioner = partial(self._make_preconditioner, model)
         else:
             make_preconditioner = partial(self._make_kronecker, factors, factor_damping)
-        with own_parameters_kept(self.module):
-            taken = self._search(model, maxiter, make_preconditioner, seconds)
+        taken = self._search(model, maxiter, make_preconditioner, seconds)
         if taken.solution is not None:
             for name, change in model.unflat(taken.solution.direction * taken.length).items():
                 weights[name].add_(change)
@@ -449,7 +448,7 @@ class SHF(torch.optim.Optimizer):
                 min_damping=self._min_damping,
                 max_damping=self._max_damping,
             )
-        with _timed(seconds, "merit"), own_parameters_kept(self.module):
+        with _timed(seconds, "merit"):
             merit = self._merit_after(model, taken)
         self.report = StepReport(
             loss_before=model.value,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional import linearize
 from lightning_struct.functional.vectors import inner
-from tests.cases import CASES, Case, dense_jacobian, flat, mlp, random_like, trainable
+from tests.cases import CASES, Case, dense_jacobian, flat, mlp, random_like, shared_layer_mlp, trainable
 
 COVERED = [pytest.param(case, backend, id=f"{case}-{backend}") for case in CASES for backend in case.backends]
 PER_SAMPLE = [
@@ -123,6 +123,16 @@ def test_layer_rules_see_through_a_forward_of_the_users_own() -> None:
 
     module = Autoencoder()
     assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
+
+
+@pytest.mark.parametrize("backend", ["layer_rules", "linearize", "double_backward"])
+def test_a_layer_that_is_registered_twice_keeps_its_parameters(backend: str) -> None:
+    module = shared_layer_mlp()
+    own = list(module.parameters())
+    linearization = linearize(module, trainable(module), torch.randn(3, 4), backend=backend)
+    linearization.jvp(trainable(module))
+    linearization.squared_norms(linearization.outputs)
+    assert [id(p) for p in module.parameters()] == [id(p) for p in own]
 
 
 def test_layer_rules_are_used_beside_layers_without_rules_that_are_not_called() -> None:

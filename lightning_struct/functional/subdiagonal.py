@@ -25,6 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.crossovers import (
+    LARGEST_KEPT_MATRIX,
+    LARGEST_MATRIX,
+    kept_matrix_is_faster,
+    training_nanoseconds,
+)
 from lightning_struct.functional.krylov import require_generators, require_real, require_vectors
 from lightning_struct.functional.scaled_toeplitz import (
     ScaledToeplitzSpectra,
@@ -44,8 +50,6 @@ _FLOAT32_LOSS, _FLOAT64_LOSS = 4.0, 11.0
 _FLOAT64_LOSS_FOR_FLOAT32 = 18.0
 # Nats that the entries of D of both operators may spread: beyond, their products could overflow.
 _FLOAT32_SPREAD, _FLOAT64_SPREAD = 60.0, 500.0
-# Entries of the largest matrix that is formed without being asked for: 16 MiB in float32.
-LARGEST_MATRIX = 2048 * 2048
 
 
 class PreparedSubdiagonal(Protocol):
@@ -156,10 +160,8 @@ def prepare_subdiagonal(
     _check(*parameters)
     if method == "auto":
         (m, rank), n = G.shape, H.shape[0]
-        # Measured: transforms of a small batch cost their overhead, of a large one 200 times as much as products per number.
-        at_least = max(768, (2 + 2 * rank) * min(200, 30 + 12 * batch))
-        matrix = min(m, n) <= at_least and m * n <= LARGEST_MATRIX
-        method = "dense" if matrix else choose_subdiagonal_method(*parameters[:4], rank=rank, batch=batch)
+        exact = None if kept_matrix_is_faster(m, n, rank, batch) else _exact_scaled_method(*parameters[:4])
+        method = exact or ("dense" if m * n <= LARGEST_KEPT_MATRIX else "tree")
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
@@ -183,20 +185,26 @@ def choose_subdiagonal_method(
         batch: how many rows x has.
     """
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
+    scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+    exact = [*([scaled] if scaled else []), *(["dense"] if m * n <= LARGEST_MATRIX else []), "tree"]
+    return min(exact, key=lambda method: training_nanoseconds(method, m, n, rank, batch))
+
+
+def _exact_scaled_method(
+    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
+) -> str | None:
+    """The faster one of ``"scaled"`` and ``"scaled_float64"`` that is exact enough, or None."""
     sides = [
         (subdiagonal.detach().double().cpu(), corner.detach().double().cpu())
         for subdiagonal, corner in ((a_subdiagonal, a_corner), (b_subdiagonal, b_corner))
     ]
     single = computing_dtype(a_subdiagonal, b_subdiagonal) == torch.float32
     loss, spread = _loss(sides)
-    # Measured: forward and backward of a transformed number take about a tenth of those of an entry of M.
-    matrix_is_faster = (2 + 2 * rank) * batch * (m + n) > 8 * m * n
-    if not (matrix_is_faster and m * n <= LARGEST_MATRIX):
-        if single and loss < _FLOAT32_LOSS and spread < _FLOAT32_SPREAD:
-            return "scaled"
-        if loss < (_FLOAT64_LOSS_FOR_FLOAT32 if single else _FLOAT64_LOSS) and spread < _FLOAT64_SPREAD:
-            return "scaled_float64" if single else "scaled"
-    return "dense" if m * n <= LARGEST_MATRIX else "tree"
+    if single and loss < _FLOAT32_LOSS and spread < _FLOAT32_SPREAD:
+        return "scaled"
+    if loss < (_FLOAT64_LOSS_FOR_FLOAT32 if single else _FLOAT64_LOSS) and spread < _FLOAT64_SPREAD:
+        return "scaled_float64" if single else "scaled"
+    return None
 
 
 def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.crossovers import LARGEST_MATRIX, kept_matrix_is_faster
 from lightning_struct.functional.operators import SubdiagonalOperator
-from lightning_struct.functional.subdiagonal import LARGEST_MATRIX
 from lightning_struct.functional.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
@@ -22,7 +22,7 @@ from lightning_struct.functional.transforms import (
 )
 from lightning_struct.nn.approximation import stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, checked_init
-from lightning_struct.nn.structured import Form, PartForm, StructuredLinear, dense_is_faster, positive_size
+from lightning_struct.nn.structured import Form, PartForm, StructuredLinear, positive_size
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ToeplitzLike(GeneratorLinear):
         return toeplitz_like_matmul(self.G, self.H, x)
 
     def _prepare(self, batch: int) -> Form:
-        if dense_is_faster(self.out_features, self.in_features, self.rank, batch):
+        if kept_matrix_is_faster(self.out_features, self.in_features, self.rank, batch):
             return super()._prepare(batch)
         return self._part(self._prepare_square())
 
@@ -238,7 +238,7 @@ class Circulant(StructuredLinear):
         return circulant_matmul(self.column, x, self.out_features)
 
     def _prepare(self, batch: int) -> Form:
-        if dense_is_faster(self.out_features, self.in_features, 0, batch):
+        if kept_matrix_is_faster(self.out_features, self.in_features, 0, batch):
             return super()._prepare(batch)
         size = self.column.numel()
         return PartForm(CirculantForm(torch.fft.rfft(self.column), size), size - self.in_features, self.out_features)
@@ -335,7 +335,9 @@ class Fastfood(StructuredLinear):
 
     def _prepare(self, batch: int) -> Form:
         return (
-            super()._prepare(batch) if dense_is_faster(self.out_features, self.in_features, 0, batch) else self._form()
+            super()._prepare(batch)
+            if kept_matrix_is_faster(self.out_features, self.in_features, 0, batch)
+            else self._form()
         )
 
     def _form(self) -> FastfoodForm:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.crossovers import LARGEST_MATRIX
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.scaled_toeplitz import ScaledToeplitzSpectra
 from lightning_struct.functional.subdiagonal import (
-    LARGEST_MATRIX,
     SUBDIAGONAL_METHODS,
     DenseMatrix,
     TreePair,

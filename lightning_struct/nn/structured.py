@@ -362,12 +362,6 @@ class StructuredLinear(nn.Module, ABC):
         return {**self.__dict__, "_kept": None}
 
 
-def dense_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
-    """Whether a matrix that is kept is multiplied faster as it is than by 2 + 2r transforms, as measured on a CPU."""
-    at_least = max(1024, (2 + 2 * rank) * min(200, 30 + 12 * batch))
-    return min(m, n) <= at_least and m * n <= 2048 * 2048
-
-
 def positive_size(name: str, value: int) -> int:
     """``value``.
 

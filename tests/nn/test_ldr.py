@@ -98,7 +98,7 @@ def test_automatic_choice_follows_the_operators():
     layer.eval()
     layer.train()
     layer(x)
-    assert layer.method_in_use == "dense"
+    assert layer.method_in_use == "tree"
     torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
 
 
@@ -115,7 +115,7 @@ def test_automatic_choice_is_made_again_after_a_hundred_products_and_for_other_b
             layer(x)
         layer._chosen(2)
         seen.append(layer.method_in_use)
-    assert seen == ["scaled"] * 99 + ["dense"]
+    assert seen == ["scaled"] * 99 + ["tree"]
     layer = LDRSubdiagonal(256, 256)
     layer(x)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_automatic_choice_is_made_again_when_a_zero_appears():
     with torch.no_grad():
         layer.subdiagonal_b[3] = 0.0
     torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
-    assert layer.method_in_use == "dense"
+    assert layer.method_in_use == "tree"
 
 
 def test_choice_is_saved_so_that_a_resumed_run_takes_the_same_method():

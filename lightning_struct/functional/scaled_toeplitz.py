@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ _CHUNK = 1 << 18
 _LONG_PLAN, _FEW_ROWS = 512, 16
 
 
-@cache
 def transform_length(least: int) -> int:
     """The smallest length of at least ``least`` (and 2) that transforms quickly: an even number with small factors."""
     return min(odd << max(1, (-(-least // odd) - 1).bit_length()) for odd in _ODD_FACTORS)
@@ -56,7 +55,8 @@ def scaled_toeplitz_matmul(
     Returns:
         (B, m).
     """
-    return _ScaledToeplitz.apply(x, G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)[0]
+    inputs = (x, G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+    return _product(*inputs) if torch.compiler.is_compiling() else _ScaledToeplitz.apply(*inputs)[0]
 
 
 class Similarity(NamedTuple):
@@ -135,7 +135,7 @@ class _Side(NamedTuple):
     def gradients(self, of_hats: Tensor, of_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Those of G, of the subdiagonal and of the corner, from those of the spectra and what a takes part in beside."""
         m = self.scale.shape[1]
-        extended = torch.fft.irfft(of_hats, n=transform_length(2 * m))
+        extended = torch.fft.irfft(of_hats, n=_length(of_hats))
         at_start, at_end = extended[..., :m], extended[..., -m:]
         of_G = (at_start + self.corner * at_end) / self.scale[:, None]
         of_scale = of_scale - (of_G * self.g).sum(1)
@@ -250,7 +250,7 @@ def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     (da, dleft), (db, dright) = ([tensor[k] for tensor in moved[k]] for k in (0, -1))
     left, dleft = sides[0].hats[0, :, None], dleft[:, None]
     right, dright = sides[-1].hats[-1, :, None].conj(), dright[:, None].conj()
-    in_length, out_length = transform_length(2 * b.shape[0]), transform_length(2 * a.shape[0])
+    in_length, out_length = _length(right), _length(left)
     hat, dhat = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(dx * b + x * db, n=in_length)
     hats, dhats = (
         torch.fft.rfft(torch.fft.irfft(product, n=in_length)[..., : middle.shape[0]] * middle, n=out_length)
@@ -263,9 +263,14 @@ def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     return dy * a + y * da
 
 
-def _chunk_sizes(count: int, m: int, n: int) -> tuple[int, int]:
+def _length(hats: Tensor) -> int:
+    """That of the transforms, which is even."""
+    return 2 * (hats.shape[-1] - 1)
+
+
+def _chunk_sizes(count: int, left: Tensor, right: Tensor) -> tuple[int, int]:
     """Rows of x, and ranks, that are taken at once."""
-    length = transform_length(2 * max(m, n))
+    length = max(_length(left), _length(right))
     rows = max(1, min(count, _CHUNK // length))
     return rows, max(1, _CHUNK // (rows * length))
 
@@ -274,8 +279,7 @@ def _multiply_plainly(
     x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor
 ) -> Tensor:
     """The product by the parts of :class:`ScaledToeplitzSpectra`."""
-    (n,), (m,), (p,) = in_scale.shape, out_scale.shape, middle.shape
-    in_length, out_length = transform_length(2 * n), transform_length(2 * m)
+    (m,), (p,), in_length, out_length = out_scale.shape, middle.shape, _length(right), _length(left)
     between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
     hats = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
     return torch.fft.irfft(_sum_of_ranks(hats), n=out_length)[..., :m] * out_scale
@@ -298,8 +302,7 @@ def _multiply(
         kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those of
             ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
     """
-    n, p = x.shape[1], middle.shape[0]
-    in_length, out_length = transform_length(2 * n), transform_length(2 * m)
+    n, p, in_length, out_length = x.shape[1], middle.shape[0], _length(right), _length(left)
     entry = x.new_empty(x.shape[0], in_length)
     torch.mul(x, in_scale, out=entry.narrow(1, 0, n))
     entry.narrow(1, n, in_length - n).zero_()
@@ -331,7 +334,7 @@ class _ManyRows(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
         y = x.new_empty(x.shape[0], out_scale.shape[0])
-        size, ranks = _chunk_sizes(len(x), y.shape[1], x.shape[1])
+        size, ranks = _chunk_sizes(len(x), left, right)
         for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
             torch.mul(_multiply(rows, in_scale, right, middle, left, y.shape[1], ranks), out_scale, out=y_rows)
         return y
@@ -367,7 +370,7 @@ class _ScaledToeplitz(torch.autograd.Function):
         left, right, middle = sides[0].hats[0], torch.conj_physical(sides[-1].hats[-1]), _powers(sides)
         a, b = sides[0].scale[0], sides[-1].scale[-1]
         y, kept = x.new_empty(x.shape[0], a.shape[0]), []
-        size, ranks = _chunk_sizes(len(x), y.shape[1], x.shape[1])
+        size, ranks = _chunk_sizes(len(x), left, right)
         for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
             spectra: list[Tensor] = []
             product = _multiply(rows, b, right, middle, left, a.shape[0], ranks, spectra)
@@ -407,7 +410,7 @@ class _ScaledToeplitz(torch.autograd.Function):
         dx = torch.empty_like(x)
         # The transpose of M is of the same form.
         left, right = torch.conj_physical(sides[0].hats[0]), sides[-1].hats[-1]
-        size, ranks = _chunk_sizes(len(x), u.shape[1], x.shape[1])
+        size, ranks = _chunk_sizes(len(x), left, right)
         for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):
             product, hat = next(rest), next(rest)
             spectra: list[Tensor] = []

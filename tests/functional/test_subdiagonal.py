@@ -160,7 +160,6 @@ def test_auto_takes_the_scaled_form_for_what_training_yields():
     [
         ("uniform", 784, torch.float32, "scaled_float64"),
         ("uniform", 784, torch.float64, "tree"),
-        ("normal", 100, torch.float32, "dense"),
         ("normal", 784, torch.float32, "tree"),
         ("normal", 8192, torch.float32, "tree"),
         ("zeros", 100, torch.float64, "dense"),

@@ -10,13 +10,13 @@ Several recurrences, each with its own W, may run in one loop.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_struct.functional.denormals import denormals_flushed
 
 
 class Places(Protocol):
@@ -69,7 +69,7 @@ class _Recurrences(torch.autograd.Function):
         steps = [(t, t + 1) for t in range(count - 1)]
         if backwards:
             steps = [(new, old) for old, new in reversed(steps)]
-        with _denormals_flushed():
+        with denormals_flushed():
             return tuple(places.run(weights, sources, steps))
 
     @staticmethod
@@ -208,21 +208,6 @@ class Blocks:
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         left, right = (states.movedim(0, 2).flatten(2) for states in (left, right))
         return torch.cat([left @ right.roll(shift, 0).mT for shift in (1, 0, -1)], -1)
-
-
-@contextmanager
-def _denormals_flushed() -> Iterator[None]:
-    """Numbers below the normal range become zero, in this thread.
-
-    Powers decay into that range, where the arithmetic of a CPU takes many times as long. torch does not tell the mode that
-    it is in, but Python's own floats are computed in it.
-    """
-    flushed = sys.float_info.min / 2 == 0
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(flushed)
 
 
 def _bodies(sizes: Iterator[int], halo: int) -> Iterator[slice]:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_struct.callbacks.predictions import PredictionWriter
+from lightning_struct.functional.denormals import denormals_flushed
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
@@ -135,7 +137,8 @@ def run_recipe(
     has_config = any(argument in ("-c", "--config") or argument.startswith("--config=") for argument in given)
     defaults = [] if has_config else [str(config_directory(name) / results.config)]
     program = f"python -m lightning_struct.recipes.{name}"
-    return RecipeCLI(
+    run = partial(
+        RecipeCLI,
         model_class,
         data_class,
         results=results,
@@ -165,6 +168,8 @@ def run_recipe(
             "callbacks": [PredictionWriter(results.predictions)],
         },
     )
+    with denormals_flushed():  # saturated units and long sequences have subnormal derivatives
+        return run()
 
 
 def run_command(main: Callable[[], Any]) -> None:

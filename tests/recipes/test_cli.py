@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -15,6 +16,25 @@ RUN = Path("results/curves_autoencoder/version_0")
 
 def weights(cli):
     return torch.cat([parameter.detach().flatten() for parameter in cli.model.parameters()])
+
+
+def denormals_are_zero():
+    return bool(torch.tensor([1e-40]) * 0.5 == 0)
+
+
+class ModeInTraining(L.Callback):
+    """Whether denormal numbers are zero in a training step."""
+
+    def on_train_batch_end(self, *_):
+        self.flushed = denormals_are_zero()
+
+
+def test_training_flushes_denormal_numbers_and_leaves_the_mode_as_it_was(conf):
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor has no such mode")
+    cli = main(["fit", "--config", conf("adam"), "--trainer.callbacks+=tests.recipes.test_cli.ModeInTraining"])
+    (callback,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ModeInTraining")
+    assert (callback.flushed, denormals_are_zero()) == (True, False)
 
 
 def test_results_are_in_one_folder(conf):

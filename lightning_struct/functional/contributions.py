@@ -298,9 +298,9 @@ class Convolution(Contribution):
         positions, width, height = self._sizes()
         gram = positions * (width + height) <= width * height
         norms = []
-        for chunk in self._image_chunks():
+        for chunk in self.image_chunks():
             if gram:
-                patches, delta = self._input_patches(chunk)
+                patches, delta = self.input_patches(chunk)
                 products = Outer(patches.mT.flatten(0, 1), delta.mT.flatten(0, 1)).squared_norms()
                 norms.append(products.unflatten(0, (-1, self.groups)).sum(1))
             else:
@@ -309,7 +309,7 @@ class Convolution(Contribution):
 
     def per_sample(self, chunk: slice) -> Tensor:
         if not self._cotangents_are_smaller():
-            patches, delta = self._input_patches(chunk)
+            patches, delta = self.input_patches(chunk)
             return (delta @ patches.mT).reshape(-1, *self.shape)
         patches, images = self._cotangent_patches(chunk)
         product = (patches @ images.mT).reshape(-1, self.shape[0], *self.kernel, self.shape[1])
@@ -343,7 +343,8 @@ class Convolution(Contribution):
         width = self.inputs.shape[1] // self.groups * math.prod(self.kernel)
         return math.prod(self.cotangents.shape[2:]), width, self.cotangents.shape[1] // self.groups
 
-    def _image_chunks(self) -> Iterator[slice]:
+    def image_chunks(self) -> Iterator[slice]:
+        """So many samples at a time that their patches are not too many."""
         image = self.cotangents if self._cotangents_are_smaller() else self.inputs
         numbers = math.prod(image.shape[1:]) * math.prod(self.kernel)
         # A processor's cache holds about a million; copying patches through memory takes longer than multiplying them.
@@ -353,8 +354,8 @@ class Convolution(Contribution):
         # A stride would put zeros between the cotangents.
         return max(self.stride) == 1 and self.cotangents.shape[1] < self.inputs.shape[1]
 
-    def _input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """(m, groups, in / groups * kernel, positions), and the cotangents as (m, groups, out / groups, positions)."""
+    def input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Of m samples: (m, groups, in / groups * kernel, positions), and the cotangents, (m, groups, out / groups, positions)."""
         delta = at_least_float32(self.cotangents[chunk])
         images = F.pad(at_least_float32(self.inputs[chunk]), _pad_argument(self.padding))
         patches = _patches(images, self.kernel, self.stride, self.dilation, delta.shape[2:])

@@ -109,8 +109,8 @@ def _rows(use: Contribution, groups: int) -> Iterator[tuple[Tensor, Tensor]]:
         rows, cotangents = (at_least_float32(t).flatten(0, 1) for t in (use.inputs, use.cotangents))
         yield rows[None], cotangents.unflatten(1, (groups, -1)).transpose(0, 1)
     elif isinstance(use, Convolution):
-        for chunk in use._image_chunks():
-            patches, cotangents = use._input_patches(chunk)  # (m, groups, features, positions)
+        for chunk in use.image_chunks():
+            patches, cotangents = use.input_patches(chunk)  # (m, groups, features, positions)
             yield patches.permute(1, 0, 3, 2).flatten(1, 2), cotangents.permute(1, 0, 3, 2).flatten(1, 2)
     elif isinstance(use, Dense) and use.gradients.ndim == 2:
         shares = at_least_float32(use.gradients)

@@ -263,6 +263,40 @@ def _tangent(inputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     return dy * a + y * da
 
 
+def _gradients(inputs: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
+    """Those of all inputs from the gradient u of the product; differentiable themselves."""
+    x = inputs[0]
+    sides = [_Side.of(*pair) for pair in _pairs(inputs[1:])]
+    a, b, middle = sides[0].scale[0], sides[-1].scale[-1], _powers(sides)
+    left, right = sides[0].hats[0, :, None], sides[-1].hats[-1, :, None]
+    in_length, out_length = _length(right), _length(left)
+    hat, back_hat = torch.fft.rfft(x * b, n=in_length), torch.fft.rfft(u * a, n=out_length)
+    hats, back_hats = (
+        torch.fft.rfft(torch.fft.irfft(hat_ * to.conj(), n=length)[..., : middle.shape[0]] * middle, n=next_length)
+        for hat_, to, length, next_length in (
+            (hat, right, in_length, out_length),
+            (back_hat, left, out_length, in_length),
+        )
+    )
+    product = torch.fft.irfft((hats * left).sum(0), n=out_length)[..., : a.shape[0]]
+    back = torch.fft.irfft((back_hats * right).sum(0), n=in_length)[..., : b.shape[0]]
+    of_hats = (hats.conj() * back_hat).sum(1), (back_hats.conj() * hat).sum(1)
+    of_scales = (u * product).sum(0), (x * back).sum(0)
+    if len(sides) == 1:
+        return back * b, *_of_parameters(sides, [torch.stack(of_hats)], [torch.stack(of_scales)])
+    return back * b, *_of_parameters(sides, [of[None] for of in of_hats], [of[None] for of in of_scales])
+
+
+def _of_parameters(sides: list[_Side], of_hats: Sequence[Tensor], of_scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of G, H and the operators from those of the spectra and of the scales of each side."""
+    gradients = [
+        [gradient.to(side.scale.dtype) for gradient in side.gradients(hats, scale)]
+        for side, hats, scale in zip(sides, of_hats, of_scales, strict=True)
+    ]
+    (dG, *of_A), (dH, *of_B) = ([gradient[k] for gradient in gradients[k]] for k in (0, -1))
+    return dG, dH, *of_A, *of_B
+
+
 def _length(hats: Tensor) -> int:
     """That of the transforms, which is even."""
     return 2 * (hats.shape[-1] - 1)
@@ -410,8 +444,9 @@ class _ScaledToeplitz(torch.autograd.Function):
             return (None,) * 7
         saved = ctx.saved_tensors
         inputs, rest = saved[:7], iter(saved[7:])
-        if torch.is_grad_enabled():  # to be differentiated again: what was kept has no graph
-            return torch.func.vjp(_product, *inputs)[1](u)
+        # To be differentiated again, for which what was kept has no graph; or under vmap, where nothing is kept.
+        if torch.is_grad_enabled() or ctx.small is None:
+            return _gradients(inputs, u)
         x, (sides, middle) = inputs[0], ctx.small
         a, b = sides[0].scale[0], sides[-1].scale[-1]
         of_hats, of_scales = (
@@ -435,12 +470,7 @@ class _ScaledToeplitz(torch.autograd.Function):
                 to_left += (next(rest) * back_hat).sum(1)
                 to_right += (part * hat).sum(1)
         of_right.conj_physical_()
-        gradients = [
-            [gradient.to(x.dtype) for gradient in side.gradients(hats, scale)]
-            for side, hats, scale in zip(sides, of_hats, of_scales, strict=True)
-        ]
-        (dG, *of_A), (dH, *of_B) = ([gradient[k] for gradient in gradients[k]] for k in (0, -1))
-        return dx, dG, dH, *of_A, *of_B
+        return dx, *_of_parameters(sides, of_hats, of_scales)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:

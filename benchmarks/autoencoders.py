@@ -276,7 +276,7 @@ def compare_with_adam(by_name: dict[str, list[dict[str, Any]]]) -> None:
 
 def draw_errors(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
     """Validation error against CPU seconds, the best way of each kind; a line for each seed."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for kind, (color, label) in DRAWN.items():
         name = best_of(by_name, kind)
@@ -290,7 +290,7 @@ def draw_errors(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
         axis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(ScalarFormatter())
     axes.grid(which="both", alpha=0.25)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     return figure
 
 

@@ -24,14 +24,14 @@ def jacobian_norms(layer: StructuredLinear, iterations: int = 20) -> dict[str, f
     weights = {name: getattr(layer, name) for name in layer.weight_names}
     trained = {name: weight for name, weight in weights.items() if weight is not None and weight.requires_grad}
     norms = {}
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.enable_grad():
         matrix = layer.to_dense()
         for name, weight in trained.items():
             # Jᵀu is linear in u, so its derivative in the direction v is J v.
             u = torch.zeros_like(matrix, requires_grad=True)
             (transposed,) = torch.autograd.grad(matrix, weight, u, create_graph=True)
-            v = torch.randn(weight.shape, dtype=torch.float64).to(weight)
+            v = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
             for _ in range(iterations):
                 (moved,) = torch.autograd.grad(transposed, u, v / v.norm(), retain_graph=True)
                 (v,) = torch.autograd.grad(matrix, weight, moved, retain_graph=True)

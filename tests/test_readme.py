@@ -14,7 +14,7 @@ README = Path(__file__).parents[1] / "README.md"
 @pytest.mark.filterwarnings("ignore")
 def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks:

@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
-def call_with(
-    module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> Any:
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]) -> Any:
     """``torch.func.functional_call``, after which every layer has its own tensors again.
 
     torch's leaves others in a layer that is registered in two places (seen from 2.6 to 2.15).
@@ -17,11 +15,11 @@ def call_with(
     Args:
         module: what is called.
         tensors: name -> what stands for the parameter or buffer of that name.
-        args, kwargs: of the call.
+        args: of the call.
     """
     own = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in module.modules()]
     try:
-        return functional_call(module, dict(tensors), args, dict(kwargs or {}))
+        return functional_call(module, dict(tensors), args)
     finally:
         for layer, parameters, buffers in own:
             layer._parameters.update(parameters)

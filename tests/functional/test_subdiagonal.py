@@ -188,7 +188,7 @@ def test_a_corner_that_dwarfs_the_subdiagonal_is_noticed():
 
 
 @pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
-@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (2, 2)])
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (2, 2), (1, 2)])
 def test_first_and_second_derivatives(method, shape):
     inputs, _ = parameters("uniform", *shape, 0.7, rank=1, rows=1)
     inputs = [tensor.requires_grad_() for tensor in inputs]

@@ -191,7 +191,8 @@ def test_a_corner_that_dwarfs_the_subdiagonal_is_noticed():
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (2, 2), (1, 2)])
 def test_first_and_second_derivatives(method, shape):
     inputs, _ = parameters("uniform", *shape, 0.7, rank=1, rows=1)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+    # torch 2.6 cannot check derivatives to a tensor without elements, as the subdiagonal of a 1 x 1 operator is.
+    inputs = [tensor.requires_grad_(tensor.numel() > 0) for tensor in inputs]
 
     def product(*tensors):
         return subdiagonal_matmul(*tensors, method=method)

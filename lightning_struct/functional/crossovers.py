@@ -17,6 +17,13 @@ def kept_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
     return min(m, n) <= at_least and m * n <= LARGEST_KEPT_MATRIX
 
 
+def made_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
+    """Whether in training it is faster to make a Toeplitz-like matrix (m, n) each time than to transform all rows."""
+    if m * n > LARGEST_MATRIX:
+        return False
+    return training_nanoseconds("dense", m, n, rank, batch) < training_nanoseconds("scaled", m, n, rank, batch)
+
+
 def training_nanoseconds(method: str, m: int, n: int, rank: int, batch: int) -> float:
     """About how long forward and backward take by a method of LDR-SD, to all parameters and to the input.
 

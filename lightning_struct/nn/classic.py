@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.crossovers import LARGEST_MATRIX, kept_matrix_is_faster
+from lightning_struct.functional.crossovers import kept_matrix_is_faster, made_matrix_is_faster
 from lightning_struct.functional.operators import SubdiagonalOperator
+from lightning_struct.functional.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
@@ -71,10 +72,19 @@ class ToeplitzLike(GeneratorLinear):
         return self.out_features * self.in_features * min(self.rows, self.columns)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        # Measured: from so many rows on it is faster to make M, which takes n transformed rows, and to multiply by it.
-        if self.rows * self.columns <= LARGEST_MATRIX and x.shape[:-1].numel() >= 4 * max(self.rows, self.columns):
+        # Rows that are made one after the other would unroll a compiler's graph.
+        sizes = self.rows, self.columns, self.rank, x.shape[:-1].numel()
+        if made_matrix_is_faster(*sizes) and not torch.compiler.is_compiling():
             return F.linear(x, self.to_dense())
         return super()._multiply(x)
+
+    def _square_to_dense(self) -> Tensor:
+        return self._shifted_to_dense(self.H)
+
+    def _shifted_to_dense(self, H: Tensor) -> Tensor:
+        """Σ_i K(Z_1, g_i) K(Z_-1, h_i)ᵀ."""
+        ones_a, ones_b, one = self.G.new_ones(self.rows - 1), self.G.new_ones(self.columns - 1), self.G.new_ones(())
+        return subdiagonal_to_dense(ones_a, one, ones_b, -one, self.G, H)
 
     def _square_multiply(self, x: Tensor) -> Tensor:
         return toeplitz_like_matmul(self.G, self.H, x)
@@ -114,6 +124,9 @@ class HankelLike(ToeplitzLike):
 
     def _square_multiply(self, x: Tensor) -> Tensor:
         return hankel_like_matmul(self.G, self.H, x, 1.0, -1.0)
+
+    def _square_to_dense(self) -> Tensor:
+        return self._shifted_to_dense(self.H.flip(0)).flip(1)
 
     def _prepare_square(self) -> Form:
         return FlippedForm(prepare_toeplitz_like(self.G, self.H.flip(0)))

@@ -1,4 +1,10 @@
-from lightning_struct.functional.crossovers import LARGEST_KEPT_MATRIX, kept_matrix_is_faster, training_nanoseconds
+from lightning_struct.functional.crossovers import (
+    LARGEST_KEPT_MATRIX,
+    LARGEST_MATRIX,
+    kept_matrix_is_faster,
+    made_matrix_is_faster,
+    training_nanoseconds,
+)
 
 
 def largest_kept(rank, batch):
@@ -33,3 +39,8 @@ def test_without_transforms_the_tree_is_faster_at_small_ranks_only():
 
     assert tree_is_faster(1024, 1)
     assert not tree_is_faster(1024, 16)
+
+
+def test_a_toeplitz_like_matrix_is_made_for_many_rows_only():
+    assert [made_matrix_is_faster(256, 256, 4, batch) for batch in (16, 1024)] == [False, True]
+    assert not made_matrix_is_faster(LARGEST_MATRIX + 1, 1, 1, 1024)

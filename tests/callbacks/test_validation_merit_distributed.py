@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import ValidationMeritStopping
+from tests.processes import two_processes
 from tests.strategies.helpers import make_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")]
@@ -59,12 +60,12 @@ def notes(directory):
 
 def test_values_that_are_not_synchronised_are_averaged(tmp_path):
     fit(tmp_path, False)
-    fit(tmp_path, False, strategy="ddp_spawn", devices=2)
+    fit(tmp_path, False, **two_processes())
     found = notes(tmp_path)
     assert found["1_0"] == [2.0, 2, 2, 4, 2.0]
     assert found["2_0"] == found["2_1"] == found["1_0"]
 
 
 def test_a_value_that_one_process_logs_counts_for_all(tmp_path):
-    fit(tmp_path, True, strategy="ddp_spawn", devices=2)
+    fit(tmp_path, True, **two_processes())
     assert notes(tmp_path) == {name: [1.0, 2, 2, 4, 2.0] for name in ("2_0", "2_1")}

@@ -9,6 +9,7 @@ import torch
 from lightning_struct.data import TextCorpusDataModule
 from lightning_struct.models import LanguageModel
 from lightning_struct.nn import LDRSubdiagonal
+from tests.processes import two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,7 @@ def fit(directory, **options):
 def notes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("notes")
     fit(directory, devices=1)
-    fit(directory, strategy="ddp_spawn", devices=2)
+    fit(directory, **two_processes())
     return {path.stem: torch.load(path) for path in directory.glob("*.pt")}
 
 

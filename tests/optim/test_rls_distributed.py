@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
@@ -20,6 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_struct.optim import RLS
 from tests.cases import flat, trainable
 from tests.optim.helpers import gaussian
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -115,29 +113,17 @@ def collectives_of_a_step() -> list[int]:
     return sizes
 
 
-def worker(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {
+def work(rank: int) -> dict[str, Any]:
+    return {
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": collectives_of_a_step(),
     }
-    torch.save(results, f"{directory}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes did."""
-    directory: Path = tmp_path_factory.mktemp("processes")
-    mp.spawn(worker, (str(directory),), nprocs=WORLD)
-    return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return in_two_processes(work, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.dtype == torch.float64])

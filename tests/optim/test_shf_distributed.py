@@ -5,22 +5,20 @@ One pair of processes runs everything; what they did is compared here, check by 
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from lightning_struct.optim import SHF
 from tests.cases import First, flat, mlp, trainable
 from tests.optim.helpers import gaussian
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -200,31 +198,19 @@ def overflowing(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 FAULTS = {"nan": with_nan, "empty": emptied, "overflow": overflowing}
 
 
-def worker(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {
+def work(rank: int) -> dict[str, Any]:
+    return {
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": {maxiter: count_collectives(rank, maxiter) for maxiter in (4, 5, 7)},
         "collectives_of_factors": count_collectives(rank, 5, "kronecker"),
         "faults": {name: fail(rank, spoil) for name, spoil in FAULTS.items()},
     }
-    torch.save(results, f"{directory}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes did."""
-    directory: Path = tmp_path_factory.mktemp("processes")
-    mp.spawn(worker, (str(directory),), nprocs=WORLD)
-    return [torch.load(directory / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return in_two_processes(work, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.fixture(scope="module")

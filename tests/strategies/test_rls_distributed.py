@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 
+from tests.processes import two_processes
 from tests.strategies.helpers import draw_loader, make_trainer, weights
 from tests.strategies.rls_helpers import AutomaticNetwork, ManualNetwork
 
@@ -41,7 +42,7 @@ def notes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("notes")
     for name in NETWORKS:
         fit(directory, name)
-        fit(directory, name, strategy="ddp_spawn", devices=2)
+        fit(directory, name, **two_processes())
     return {path.stem: torch.load(path) for path in directory.glob("*.pt")}
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize, LevenbergMarquardtDamping, ValidationMeritStopping
+from tests.processes import two_processes
 from tests.strategies.helpers import SHFNetwork, draw_loader, make_trainer, regression_data, weights
 
 
@@ -44,7 +45,7 @@ def fit(directory, **processes):
 def notes(tmp_path_factory):
     directory = tmp_path_factory.mktemp("notes")
     fit(directory)
-    fit(directory, strategy="ddp_spawn", devices=2)
+    fit(directory, **two_processes())
     return {name: torch.load(directory / f"{name}.pt") for name in ("1_0", "2_0", "2_1")}
 
 

@@ -14,17 +14,14 @@ help:
 	@echo "make types  mypy"
 	@echo "make clean  remove the environments"
 
-# Not compiling what is installed spares half a minute; what is imported is compiled then.
-PIP_INSTALL := -m pip install --quiet --no-compile --editable
-
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
 $(INSTALLED_OLDEST): pyproject.toml tests/oldest.txt
 	$(PYTHON) -m venv $(VENV_OLDEST)
-	$(VENV_OLDEST)/bin/python $(PIP_INSTALL) '.[dev]' --constraint tests/oldest.txt
+	$(VENV_OLDEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint tests/oldest.txt
 	touch $@
 
 demo: $(INSTALLED)

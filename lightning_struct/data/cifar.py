@@ -53,6 +53,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         grey: grey images instead of coloured ones.
         synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
         seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
+        drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and if
@@ -73,8 +74,9 @@ class CIFAR10DataModule(InMemoryDataModule):
         grey: bool = False,
         synthetic: bool = False,
         seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed, drop_last)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         empty = [name for name, size in self.sizes.items() if size < 1]
         if empty:

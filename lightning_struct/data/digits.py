@@ -35,8 +35,9 @@ class DigitsDataModule(InMemoryDataModule):
         download: bool,
         synthetic: bool,
         seed: int,
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed, drop_last)
         self.data_dir = data_dir
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         self.download = download
@@ -97,6 +98,7 @@ class MNISTDataModule(DigitsDataModule):
         download: whether missing files may be downloaded.
         synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
         seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
+        drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
@@ -121,6 +123,7 @@ class MNISTDataModule(DigitsDataModule):
         download: bool = True,
         synthetic: bool = False,
         seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
         super().__init__(
             data_dir=data_dir,
@@ -134,6 +137,7 @@ class MNISTDataModule(DigitsDataModule):
             download=download,
             synthetic=synthetic,
             seed=seed,
+            drop_last=drop_last,
         )
 
     def read(self, train: bool, download: bool) -> Labelled:

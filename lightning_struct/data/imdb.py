@@ -66,6 +66,7 @@ class IMDBDataModule(InMemoryDataModule):
         synthetic: procedurally made reviews of the same shapes instead of the files; nothing is read or downloaded, and
             torchtext is not needed.
         seed: of draws, shuffles and synthetic reviews; the cut into training and validation reviews does not depend on it.
+        drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Attributes:
         vocabulary: the words by their numbers, after ``setup``.
@@ -91,8 +92,9 @@ class IMDBDataModule(InMemoryDataModule):
         download: bool = True,
         synthetic: bool = False,
         seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed, drop_last)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         least = {f"{part}_size": (size, 1) for part, size in self.sizes.items()}
         least |= {"max_length": (max_length, 1), "vocabulary_size": (vocabulary_size, FEWEST_WORDS)}

@@ -77,9 +77,11 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         draws_per_epoch: independent draws that Lightning calls an epoch: so many steps are between two validations.
         eval_batch_size: validation, test and prediction samples at a time, per process.
         seed: of draws and shuffles.
+        drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Raises:
-        MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive.
+        MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive, or larger than the
+            training set where ``drop_last`` would leave no batch.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         draws_per_epoch: int = 10,
         eval_batch_size: int = 1000,
         seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
         super().__init__()
         if draws not in ("independent", "epoch"):
@@ -101,6 +104,7 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         self.draws_per_epoch = draws_per_epoch
         self.eval_batch_size = eval_batch_size
         self.seed = seed
+        self.drop_last = drop_last
         self.splits: Splits | None = None
 
     @abstractmethod
@@ -120,10 +124,21 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
             raise MisconfigurationException(
                 f"batch_size={self.batch_size} cannot be shared by {processes} processes: make it a multiple of them."
             )
+        if self.drop_last and len(train) < self.batch_size:
+            raise MisconfigurationException(
+                f"With drop_last nothing is left of {len(train)} training samples in batches of {self.batch_size}: make "
+                "batch_size smaller, or drop_last false."
+            )
         shuffle: DistributedSampler = DistributedSampler(
             train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed
         )
-        return DataLoader(train, batch_size=self.batch_size // processes, sampler=shuffle, collate_fn=keep_batch)
+        return DataLoader(
+            train,
+            batch_size=self.batch_size // processes,
+            sampler=shuffle,
+            drop_last=self.drop_last,
+            collate_fn=keep_batch,
+        )
 
     def val_dataloader(self) -> DataLoader:
         return self.evaluation_dataloader("val")

@@ -3,7 +3,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Subset
 
-from lightning_struct.data import BatchedTensorDataset, CurvesDataModule, DrawLoader
+from lightning_struct.data import BatchedTensorDataset, CurvesDataModule, DrawLoader, MNISTDataModule
 from lightning_struct.data.in_memory import image_dataset, keep_batch, split_at_random
 
 
@@ -67,6 +67,25 @@ def test_an_epoch_passes_through_every_training_image_once():
     datamodule = small_curves(batch_size=16, draws="epoch")
     images = torch.cat([images for (images,) in datamodule.train_dataloader()])
     assert torch.equal(images.unique(dim=0), datamodule.splits.train.tensors[0].unique(dim=0)) and len(images) == 40
+
+
+def small_mnist(**arguments):
+    sizes = {"train_size": 40, "val_size": 12, "test_size": 7, "draws": "epoch", "synthetic": True}
+    datamodule = MNISTDataModule(**(sizes | arguments))
+    datamodule.setup("fit")
+    return datamodule
+
+
+def test_what_does_not_fill_a_batch_is_dropped_if_asked_for():
+    def sizes(drop_last):
+        return [len(images) for images, _ in small_mnist(batch_size=15, drop_last=drop_last).train_dataloader()]
+
+    assert sizes(False) == [15, 15, 10] and sizes(True) == [15, 15]
+
+
+def test_an_epoch_without_a_whole_batch_is_refused():
+    with pytest.raises(MisconfigurationException, match="nothing is left of 40 training samples in batches of 41"):
+        small_mnist(batch_size=41, drop_last=True).train_dataloader()
 
 
 def test_passes_are_shuffled_anew_each_epoch():

@@ -90,6 +90,7 @@ class BatchModel:
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
         variance: ‖Var‖₁ of the per-sample gradients, None where it is not defined.
+        uncovered: why it was taken from the gradients of single samples, which is dear, or None.
         linearization, outputs, targets: of the samples of this process that have rows in A.
         right_hand_side: -r of these.
 
@@ -114,6 +115,7 @@ class BatchModel:
     ) -> None:
         self.module, self.loss, self.weights = module, loss, weights
         self._l2, self._backend, self._chunk_size = l2, backend, chunk_size
+        self.uncovered: str | None = None
         self._sizes = [p.numel() for p in weights.values()]
         first = next(iter(weights.values()))
         self.dtype, self.device = first.dtype, first.device
@@ -182,7 +184,7 @@ class BatchModel:
         cotangent = self.loss.sqrt_hessian(self.outputs, self.targets, self._residual)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] = self.loss.value(self.outputs, self.targets).to(torch.float64) * len(self.targets)
-        if not self._batch_normalised:
+        if not self._batch_normalised and bool(sums[0].isfinite()):
             sums[1] = self._sum_of_squared_norms(cotangent)
         value, squared_norms = all_reduce(sums).tolist()
         self.value = value / self.n + self._penalty(self._weights_flat)
@@ -203,8 +205,8 @@ class BatchModel:
         if self.linearization.backend != "layer_rules":
             try:
                 return self._sum_from_layers(cotangent)
-            except Uncovered:
-                pass  # the linearisation materialises the gradients of a few samples at a time: dearer, and always right
+            except Uncovered as reason:
+                self.uncovered = str(reason)
         return self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
 
     def _sum_from_layers(self, cotangent: Tensor) -> Tensor:
@@ -361,7 +363,9 @@ def _checked_sum(name: str, shares: Sequence[Contribution], gradient: Tensor) ->
         error -= share.total().view_as(error)
     scale = torch.maximum(inner(gradient, gradient), 0.01 * squares)
     if not inner(error, error) <= torch.finfo(gradient.dtype).eps * scale:
-        raise Uncovered(f"what the layers show of {name} does not add up to its gradient")
+        raise Uncovered(
+            f"what the layers show of {name} does not add up to its gradient (it is used outside of its own layer)"
+        )
     return squares
 
 

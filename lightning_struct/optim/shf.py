@@ -277,7 +277,7 @@ class SHF(torch.optim.Optimizer):
         self._miniter, self._recover, self._atol, self._ftol = miniter, recover, atol, ftol
         self._progress_tolerance, self._progress_window = progress_tolerance, progress_window
         self._return_best = return_best
-        self._armijo, self._l2 = armijo, l2
+        self._armijo, self._l2, self._told_uncovered = armijo, l2, False
         self._theta, self._dataset_size = theta, dataset_size
         self._backend, self._chunk_size, self._seed = backend, chunk_size, seed
         self._factor_decay, self._factor_interval = factor_decay, factor_interval
@@ -410,6 +410,13 @@ class SHF(torch.optim.Optimizer):
                 chunk_size=self._chunk_size,
                 held_out=self._held_out,
                 curvature_share=self._curvature_share,
+            )
+        if model.uncovered is not None and not self._told_uncovered:
+            self._told_uncovered = True
+            warnings.warn(
+                "SHF takes the variance from the gradients of single samples, which costs much more than from what each "
+                f"layer reads. That does not do here: {model.uncovered}.",
+                stacklevel=3,
             )
         largest, maxiter = memory["largest_batch"], group["maxiter"]
         if self._scale_maxiter and largest and model.n > largest:

@@ -169,6 +169,28 @@ def test_the_variance_is_that_of_the_gradients_of_the_samples(case: Case) -> Non
     assert report.gradient_variance == pytest.approx(rows.var(0).sum().item(), rel=1e-8)
 
 
+class Borrowing(nn.Module):
+    """Uses a weight outside of the layer that owns it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.layer.weight) + self.layer(x)
+
+
+def test_a_variance_that_takes_single_samples_is_announced_and_right() -> None:
+    torch.manual_seed(0)
+    module, (inputs, _) = Borrowing().double(), batch()
+    targets = torch.zeros(len(inputs), 4, dtype=torch.float64)
+    jacobian = dense_jacobian(module, inputs)
+    rows = torch.einsum("nkp,nk->np", jacobian, module(inputs).detach())
+    with pytest.warns(UserWarning, match="what the layers show of layer.weight does not add up to its gradient"):
+        report = take(SHF(module, "mse", damping=1.0, preconditioner=None, maxiter=1), (inputs, targets))
+    assert report.gradient_variance == pytest.approx(rows.var(0).sum().item(), rel=1e-9)
+
+
 def batch_normalised() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()

@@ -56,7 +56,8 @@ def next_batch_size(
         predictions: n̂ of the checks so far, the last one last. No decision falls before there are more than ``window``.
         validation_values: f_val likewise; the last one is compared with the one ``window`` before it, if there is one.
         max_batch_size: n_max. A batch that is larger already stays as it is.
-        window, validation_threshold, growth: of the rules.
+        window, growth: of the rules.
+        validation_threshold: of the validation rule; infinite: it lets the batch grow whatever the values, or without any.
         allow_shrinking: where neither rule lets the batch grow, make it the mean of the predictions, two at least.
 
     Returns:
@@ -77,6 +78,8 @@ def next_batch_size(
 
 
 def _stalls(values: Sequence[float], window: int, threshold: float) -> bool:
+    if threshold == math.inf:
+        return True
     if len(values) <= window:
         return False
     # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last value,
@@ -116,10 +119,11 @@ class GrowingBatchSize(L.Callback):
     Args:
         max_batch_size: n_max: what memory allows; the size of the data set if None.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. For first-order methods at a fixed
-            rate begin with 1: 0.5 lets their batch grow too soon.
+            rate begin with 1: 0.5 lets their batch grow too soon. Infinite: no norm test.
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
             each validation; if None, the validation value in the module's own statistics, applied in each step.
-        validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``.
+        validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``. Infinite:
+            it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule set by hand.
         growth: factor of the validation rule, at least 1.
         window: predictions that are averaged, and checks that are looked back; there is no decision before so many.
         every_n_steps: optimizer steps between two checks.
@@ -313,9 +317,10 @@ class GrowingBatchSize(L.Callback):
                 self._draw(panel, "batch_size_predicted", alpha=0.4, linewidth=0.8, zorder=1, label="predicted")
                 panel.legend()
             elif name == "variance_ratio":
-                panel.axhline(self.theta**2, color="grey", linestyle="--", linewidth=0.8, label="θ²")
                 panel.set_yscale("log")
-                panel.legend(handles=[panel.lines[-1]])
+                if self.theta < math.inf:
+                    panel.axhline(self.theta**2, color="grey", linestyle="--", linewidth=0.8, label="θ²")
+                    panel.legend(handles=[panel.lines[-1]])
         return figure, axes
 
     def _draw(self, panel: "Axes", name: str, drawstyle: str = "default", **style: Any) -> None:
@@ -390,8 +395,9 @@ class GrowingBatchSize(L.Callback):
         self._to_log = {
             "batch_size_predicted": float(self.predictions[-1]),
             "batch_size": float(statistics.batch_size),
-            "gradient_variance": statistics.variance,
         }
+        if statistics.variance is not None:
+            self._to_log["gradient_variance"] = statistics.variance
 
     def _grow_from_one(self) -> None:
         if self._acting.batch_size == 1 < self._limit:  # else it is what was left of an epoch
@@ -404,19 +410,21 @@ class GrowingBatchSize(L.Callback):
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Take in the statistics of a step."""
         size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
-        if variance is None:
+        if variance is None and self.theta < math.inf:
             raise MisconfigurationException(
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
-                "couples the samples. Take another normalisation, or leave GrowingBatchSize out"
+                "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
             )
         samples = self._acting.dataset_size
-        if squared_norm > 0 or samples is not None:
+        if variance is None:
+            predicted = 1
+        elif squared_norm > 0 or samples is not None:
             predicted = required_batch_size(variance, squared_norm, samples, self.theta)
         else:  # of a stream no batch is large enough
             predicted = self.max_batch_size or size
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
-        if squared_norm > 0:
+        if variance is not None and squared_norm > 0:
             record["variance_ratio"] = variance / (size * squared_norm)
         if self.validation_monitor is None and statistics.validation_value is not None:
             self.validation_values = [*self.validation_values, statistics.validation_value][-self.window - 1 :]

@@ -707,10 +707,10 @@ def required_batch_size(
         variance: ‖Var‖₁, see :func:`gradient_variance`.
         mean_gradient_squared_norm: ‖ḡ‖² of the batch.
         dataset_size: N, samples that can be drawn without replacement; None for a stream without end.
-        theta: θ > 0, the relative error that the gradient may have.
+        theta: θ > 0, the relative error that the gradient may have; infinite: any.
 
     Returns:
-        An integer in [1, N]; N where the gradient is zero (with a stream that is an error).
+        An integer in [1, N]; 1 where θ is infinite, else N where the gradient is zero (with a stream that is an error).
 
     Raises:
         ValueError: an argument out of range.
@@ -722,6 +722,8 @@ def required_batch_size(
         raise ValueError(
             f"variance and squared norm must be finite and >= 0, got {variance}, {mean_gradient_squared_norm}"
         )
+    if theta == math.inf:
+        return 1
     bound = theta * theta * mean_gradient_squared_norm
     if dataset_size is None:
         return max(1, math.ceil(variance / bound))

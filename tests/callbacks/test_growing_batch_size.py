@@ -178,6 +178,21 @@ def test_theta_is_that_of_the_norm_test(tmp_path):
     assert module.sizes[-1] == required_batch_size(7.5, 1.0, 60, 0.3)
 
 
+def test_without_both_rules_the_batch_grows_by_the_factor_in_each_step(tmp_path):
+    module = ScriptedNetwork(variances=[None] * 12)  # as under batch normalisation
+    callback = GrowingBatchSize(theta=math.inf, validation_threshold=math.inf, growth=1.5)
+    fit(tmp_path, module, callback)
+    assert module.sizes == [10] * 6 + [15, 23, 35, 53, 60, 60]
+    assert {record["batch_size_predicted"] for record in callback.records} == {1}
+
+
+def test_without_the_norm_test_no_bound_is_drawn(tmp_path):
+    callback = GrowingBatchSize(theta=math.inf)
+    fit(tmp_path, ScriptedNetwork([7.5] * 3), callback, draw_loader(10, draws=3))
+    _, (_, ratio) = callback.plot()
+    assert len(ratio.lines) == 1
+
+
 def test_validation_values_in_the_statistics_are_checked_in_each_step(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
     fit(tmp_path, module, GrowingBatchSize())

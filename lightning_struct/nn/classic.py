@@ -72,11 +72,15 @@ class ToeplitzLike(GeneratorLinear):
         return self.out_features * self.in_features * min(self.rows, self.columns)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        # Rows that are made one after the other would unroll a compiler's graph.
-        sizes = self.rows, self.columns, self.rank, x.shape[:-1].numel()
-        if made_matrix_is_faster(*sizes) and not torch.compiler.is_compiling():
+        if self._makes_matrix(x):
             return F.linear(x, self.to_dense())
         return super()._multiply(x)
+
+    def _makes_matrix(self, x: Tensor) -> bool:
+        """Whether M, made row after row, is faster than transforms: not where each row is a launch, or a piece of a graph."""
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        return made_matrix_is_faster(self.rows, self.columns, self.rank, x.shape[:-1].numel())
 
     def _square_to_dense(self) -> Tensor:
         return self._shifted_to_dense(self.H)

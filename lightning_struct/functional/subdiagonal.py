@@ -186,6 +186,8 @@ def choose_subdiagonal_method(
     """
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
     scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+    if a_subdiagonal.device.type != "cpu":
+        return scaled or "tree"  # dense rows are a launch each, one after the other
     exact = [*([scaled] if scaled else []), *(["dense"] if m * n <= LARGEST_MATRIX else []), "tree"]
     return min(exact, key=lambda method: training_nanoseconds(method, m, n, rank, batch))
 

@@ -7,13 +7,13 @@
 
 Runs SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), SHF damped around the origin instead of the start (USPS
 only), and Adam over the rates, all from the same sparse start for a seed. With ``--kronecker`` SHF with Kronecker factors
-(``recipes/TASK_autoencoder/kronecker.yaml``), with its guards set by hand and measured, and from weak damping, against Adam at constant and at
-falling rates (to a hundredth at epoch ``--adam-epochs``), SGD with momentum, L-BFGS and, where ``pytorch_optimizer`` is
-installed, SOAP (Shampoo with Adam in its eigenbasis), all with its L2 but L-BFGS and SOAP, which have none, and SHF and HF as in the papers; ``--only``
-names the ways that are run. Each run is a process of its own with one thread, and is skipped where its file is in
-``--output`` already; the tables and the pictures are made of all files that are there. Time is CPU time of the process,
-which another job on the machine changes little. Errors are in full units, ‖x̂ - x‖² averaged over samples, twice those of the
-paper.
+(``recipes/TASK_autoencoder/kronecker.yaml``), with its guards set by hand and measured, from weak damping, and with the
+curvature of whole batches (MNIST), against Adam at constant and at falling rates (to a hundredth at epoch
+``--adam-epochs``), SGD with momentum, L-BFGS and, where ``pytorch_optimizer`` is installed, SOAP (Shampoo with Adam in its
+eigenbasis), all with its L2 but L-BFGS and SOAP, which have none, and SHF and HF as in the papers; ``--only`` names the
+ways that are run. Each run is a process of its own with one thread, and is skipped where its file is in ``--output``
+already; the tables and the pictures are made of all files that are there. Time is CPU time of the process, which another
+job on the machine changes little. Errors are in full units, ‖x̂ - x‖² averaged over samples, twice those of the paper.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list
     ways = {
         "kronecker": [f"--config={config}", *data],
         "kronecker weak-start": [f"--config={config}", *data, f"{optimizer}.init_args.damping=1.0"],
+        "kronecker whole-curvature": [f"--config={config}", *data, f"{optimizer}.init_args.curvature_share=1.0"],
         "kronecker held-out": [f"--config={guarded(config, output, held_out=True, norm_test=False)}", *data],
         "kronecker norm-test": [f"--config={guarded(config, output, held_out=False, norm_test=True)}", *data],
         "kronecker held-out norm-test": [f"--config={guarded(config, output, held_out=True, norm_test=True)}", *data],

@@ -121,7 +121,8 @@ def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list
     configs = Path(__file__).resolve().parents[1] / "recipes" / f"{task}_autoencoder"
     data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if task != "curves" else []
     config = configs / "kronecker.yaml"
-    l2 = yaml.safe_load(config.read_text())["model"]["init_args"]["optimizer"]["init_args"]["l2"]
+    settings = yaml.safe_load(config.read_text())["model"]["init_args"]["optimizer"]["init_args"]
+    l2 = settings["l2"]
     optimizer = "--model.init_args.optimizer"
     first_order = [f"--config={configs / 'adam.yaml'}", *data, f"--trainer.max_epochs={options.adam_epochs}"]
     falling = [
@@ -133,13 +134,14 @@ def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list
     ways = {
         "kronecker": [f"--config={config}", *data],
         "kronecker weak-start": [f"--config={config}", *data, f"{optimizer}.init_args.damping=1.0"],
-        "kronecker whole-curvature": [f"--config={config}", *data, f"{optimizer}.init_args.curvature_share=1.0"],
         "kronecker held-out": [f"--config={guarded(config, output, held_out=True, norm_test=False)}", *data],
         "kronecker norm-test": [f"--config={guarded(config, output, held_out=False, norm_test=True)}", *data],
         "kronecker held-out norm-test": [f"--config={guarded(config, output, held_out=True, norm_test=True)}", *data],
         "shf": [f"--config={configs / 'shf.yaml'}", *data],
         "hf": [f"--config={configs / 'hf.yaml'}", *data],
     }
+    if "curvature_share" in settings:
+        ways["kronecker whole-curvature"] = [*ways["kronecker"], f"{optimizer}.init_args.curvature_share=1.0"]
     for rate in options.rates:
         adam = [*first_order, f"{optimizer}.init_args.lr={rate}", f"{optimizer}.init_args.weight_decay={l2}"]
         ways[f"adam {rate}"] = adam

@@ -364,7 +364,7 @@ def _checked_sum(name: str, shares: Sequence[Contribution], gradient: Tensor) ->
     scale = torch.maximum(inner(gradient, gradient), 0.01 * squares)
     if not inner(error, error) <= torch.finfo(gradient.dtype).eps * scale:
         raise Uncovered(
-            f"what the layers show of {name} does not add up to its gradient (it is used outside of its own layer)"
+            f"what the layers show of {name} does not add up to its gradient, as where it is used outside of its layer"
         )
     return squares
 

@@ -5,23 +5,25 @@ from lightning_struct.nn import jacobian_norms
 from tests.nn.layers import FACTORIES, NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_norms_are_the_largest_singular_values_of_the_jacobian(name):
     torch.manual_seed(0)
     layer = FACTORIES[name](7, 5, dtype=torch.float64)
-    norms = jacobian_norms(layer, iterations=40)
+    norms = jacobian_norms(layer, iterations=200)
     assert list(norms) == [key for key, _ in layer.named_parameters() if key != "bias"]
     entries = layer.to_dense().flatten()
     for key, norm in norms.items():
         jacobian = torch.stack([torch.autograd.grad(e, getattr(layer, key), retain_graph=True)[0] for e in entries])
         largest = torch.linalg.matrix_norm(jacobian.reshape(len(entries), -1), 2).item()
-        assert norm == pytest.approx(largest, rel=1e-2), key
+        assert norm == pytest.approx(largest, rel=1e-3), key
 
 
+@pytest.mark.slow
 def test_twenty_iterations_are_near():
     torch.manual_seed(0)
-    layer = FACTORIES["toeplitz_like"](40, 40)
-    twenty, many = jacobian_norms(layer), jacobian_norms(layer, 60)
+    layer = FACTORIES["ldr_sd"](40, 40)
+    twenty, many = jacobian_norms(layer), jacobian_norms(layer, 500)
     assert all(0.9 * many[key] < twenty[key] <= 1.001 * many[key] for key in many)
 
 

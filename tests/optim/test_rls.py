@@ -571,6 +571,23 @@ def test_compiled_modules_train_alike(backend: str) -> None:
     torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_p_stays_symmetric_and_positive_definite_over_20000_steps_in_float32() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(48, 4)
+    optimizer = RLS(module)
+    patterns = torch.rand(16, 48) * (torch.rand(48) > 0.3)  # some inputs are always zero, as the border of digits
+    for _ in range(20_000):
+        inputs = torch.rand(8, 16) @ patterns / 4
+        optimizer.zero_grad()
+        module(inputs).square().mean().backward()
+        optimizer.step()
+    inverse = matrix(optimizer, "weight")
+    eigenvalues = torch.linalg.eigvalsh(inverse.double())
+    assert (inverse - inverse.t()).abs().max() <= 1e-7
+    assert 0 < eigenvalues.min() and eigenvalues.max() <= 1.001
+
+
 def test_the_outputs_of_a_step_do_not_outlive_it() -> None:
     layer = nn.Linear(3, 2)
     optimizer = RLS(layer)

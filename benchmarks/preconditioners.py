@@ -23,7 +23,7 @@ import lightning as L
 import torch
 
 from lightning_struct.functional import conjugate_gradient
-from lightning_struct.optim.batch_model import BatchModel
+from lightning_struct.optim.shf.batch_model import BatchModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "recipes"
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional import SquaredError
 from lightning_struct.functional.least_squares import lsmr
-from lightning_struct.optim.batch_model import BatchModel
+from lightning_struct.optim.shf.batch_model import BatchModel
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 VARIANTS = ("layer_rules", "linearize", "double_backward", "PyTorchHessianFree", "curvlinops")

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_struct.functional.subdiagonal import SUBDIAGONAL_METHODS
+from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 

@@ -9,11 +9,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
 from lightning_struct.optim.shf import SHF
-from lightning_struct.utilities.due_validation import DueValidation
-from lightning_struct.utilities.monitor import monitored_value
-from lightning_struct.utilities.strategies import refuse_sharded_weights
-from lightning_struct.utilities.validation_data import validation_batches
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 
 class ValidationMeritStopping(L.Callback):

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
-from lightning_struct.optim.collective import rank as current_rank
-from lightning_struct.optim.collective import world_size
+from lightning_struct.collective import rank as current_rank
+from lightning_struct.collective import world_size
 
 
 class IndependentDraws(DistributedSampler):

@@ -36,11 +36,16 @@ from lightning_struct.functional.preconditioner import (
     jacobi_scaling,
     randomized_gauss_newton_diagonal,
 )
-from lightning_struct.functional.subdiagonal import (
+from lightning_struct.functional.structured.subdiagonal import (
     choose_subdiagonal_method,
     prepare_subdiagonal,
     subdiagonal_matmul,
     subdiagonal_to_dense,
+)
+from lightning_struct.functional.structured.tridiagonal import (
+    choose_tridiagonal_method,
+    tridiagonal_matmul,
+    tridiagonal_to_dense,
 )
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
@@ -50,7 +55,6 @@ from lightning_struct.functional.transforms import (
     toeplitz_like_matmul,
     vandermonde_like_matmul,
 )
-from lightning_struct.functional.tridiagonal import choose_tridiagonal_method, tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
     "ConjugateGradientResult",

@@ -21,13 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.krylov import (
-    krylov_matrix,
-    krylov_product,
-    krylov_rows,
-    require_generators,
-    require_vectors,
-)
 from lightning_struct.functional.operators import (
     DiagonalOperator,
     DisplacementOperator,
@@ -37,9 +30,16 @@ from lightning_struct.functional.operators import (
     TridiagonalOperator,
     as_operator,
 )
-from lightning_struct.functional.subdiagonal import subdiagonal_matmul, subdiagonal_to_dense
-from lightning_struct.functional.toeplitz import toeplitz_like_matmul
-from lightning_struct.functional.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
+from lightning_struct.functional.structured.krylov import (
+    krylov_matrix,
+    krylov_product,
+    krylov_rows,
+    require_generators,
+    require_vectors,
+)
+from lightning_struct.functional.structured.subdiagonal import subdiagonal_matmul, subdiagonal_to_dense
+from lightning_struct.functional.structured.toeplitz import toeplitz_like_matmul
+from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = ["displacement_rank", "krylov_matrix", "ldr_matmul", "ldr_to_dense", "sylvester_displacement"]
 

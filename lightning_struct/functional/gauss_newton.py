@@ -26,9 +26,9 @@ from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_struct.functional.calls import call_with
-from lightning_struct.functional.layer_rules import LayerChain, record_layer_chain
+from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
+from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
 
 Parameters = Mapping[str, Tensor]

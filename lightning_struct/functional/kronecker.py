@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from lightning_struct.functional.attention_contributions import RowBlocks
-from lightning_struct.functional.calls import call_with
-from lightning_struct.functional.contributions import (
+from lightning_struct.functional.per_sample.attention import RowBlocks
+from lightning_struct.functional.per_sample.contributions import (
     Contribution,
     Convolution,
     Dense,
@@ -32,8 +31,9 @@ from lightning_struct.functional.contributions import (
     Uncovered,
     at_least_float32,
 )
-from lightning_struct.functional.layer_contributions import contributions, draws_random_numbers, tensors_in
+from lightning_struct.functional.per_sample.rules import contributions, draws_random_numbers, tensors_in
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
+from lightning_struct.functional.stateless import call_with
 
 # Per-sample gradients of a diagonal block hold at most this many numbers at a time.
 _NUMBERS_AT_A_TIME = 2**25

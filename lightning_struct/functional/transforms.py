@@ -11,9 +11,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.krylov import require_generators, require_vectors
-from lightning_struct.functional.scaled_toeplitz import transform_length
-from lightning_struct.functional.toeplitz import toeplitz_like_matmul
+from lightning_struct.functional.structured.krylov import require_generators, require_vectors
+from lightning_struct.functional.structured.scaled_toeplitz import transform_length
+from lightning_struct.functional.structured.toeplitz import toeplitz_like_matmul
 
 __all__ = [
     "cauchy_like_matmul",

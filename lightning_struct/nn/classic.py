@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.crossovers import kept_matrix_is_faster, made_matrix_is_faster
 from lightning_struct.functional.operators import SubdiagonalOperator
-from lightning_struct.functional.subdiagonal import subdiagonal_to_dense
-from lightning_struct.functional.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
+from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster, made_matrix_is_faster
+from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
+from lightning_struct.functional.structured.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
     circulant_matmul,

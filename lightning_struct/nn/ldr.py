@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.crossovers import LARGEST_MATRIX
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
-from lightning_struct.functional.scaled_toeplitz import ScaledToeplitzSpectra
-from lightning_struct.functional.subdiagonal import (
+from lightning_struct.functional.structured.cost_model import LARGEST_MATRIX
+from lightning_struct.functional.structured.scaled_toeplitz import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
     DenseMatrix,
     TreePair,
@@ -22,8 +22,12 @@ from lightning_struct.functional.subdiagonal import (
     subdiagonal_matmul,
     subdiagonal_to_dense,
 )
-from lightning_struct.functional.tridiagonal import METHODS as TRIDIAGONAL_METHODS
-from lightning_struct.functional.tridiagonal import choose_tridiagonal_method, tridiagonal_matmul, tridiagonal_to_dense
+from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
+from lightning_struct.functional.structured.tridiagonal import (
+    choose_tridiagonal_method,
+    tridiagonal_matmul,
+    tridiagonal_to_dense,
+)
 from lightning_struct.nn.approximation import relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
 from lightning_struct.nn.structured import Form, PartForm

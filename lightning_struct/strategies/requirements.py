@@ -1,4 +1,4 @@
-"""What the mixins ask of a module, its batches and its Trainer."""
+"""Requirements of the mixins on a module, its batches and its Trainer."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_struct.optim.rls import RLS
 from lightning_struct.strategies.requirements import PRECISIONS, only_optimizer, pair_of_tensors
-from lightning_struct.utilities.strategies import refuse_sharded_weights
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 
 class RLSOptimization(L.LightningModule):

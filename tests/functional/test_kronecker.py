@@ -17,7 +17,6 @@ from lightning_struct.functional import (
     linearize,
     randomized_gauss_newton_diagonal,
 )
-from lightning_struct.functional.contributions import Convolution, Dense, Lookup, Outer, Uncovered
 from lightning_struct.functional.kronecker import (
     NotPositiveDefinite,
     diagonal_root,
@@ -26,6 +25,7 @@ from lightning_struct.functional.kronecker import (
     second_moments,
     squared_shares,
 )
+from lightning_struct.functional.per_sample.contributions import Convolution, Dense, Lookup, Outer, Uncovered
 from tests.cases import CASES, Case, flat, trainable
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_struct import SHF, GrowingBatchSize, LevenbergMarquardtDamping, SHFOptimization, ValidationMeritStopping
 from lightning_struct.strategies import GradientStatistics
-from lightning_struct.utilities.strategies import refuse_sharded_weights
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 from tests.strategies.helpers import (
     Network,
     SHFNetwork,

@@ -1,0 +1,453 @@
+"""A batch that grows by a gradient-variance test and a validation test (section 4.3)."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.growth import AccumulationGrowth, BatchGrowth, LoaderGrowth
+from lightning_struct.callbacks.growing_batch_size.measurement import GradientMeasurement, samples_in
+from lightning_struct.callbacks.validation import DueValidation, monitored_value
+from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.utilities.lightning_internals import logs_now
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Record = dict[str, float]
+PANELS = {
+    "batch_size": "samples in a batch",
+    "variance_ratio": "‖Var‖₁ / (n ‖ḡ‖²)",
+    "validation_value": "validation value",
+}
+GROWTH: dict[str, type[LoaderGrowth] | type[AccumulationGrowth]] = {
+    "batch": LoaderGrowth,
+    "accumulate": AccumulationGrowth,
+}
+MOST_RECORDS = 4096
+
+
+def next_batch_size(
+    batch_size: int,
+    predictions: Sequence[int],
+    validation_values: Sequence[float],
+    *,
+    max_batch_size: float,
+    window: int = 5,
+    validation_threshold: float = 0.005,
+    growth: float = 1.005,
+    allow_shrinking: bool = False,
+) -> int:
+    """The size of the next batch (Algorithm 1).
+
+    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, rounded
+    up, where the validation value has fallen by less than ``validation_threshold`` of itself; else n.
+
+    Args:
+        batch_size: n >= 1.
+        predictions: n̂ of the checks so far, the last one last. No decision falls before there are more than ``window``.
+        validation_values: f_val likewise; the last one is compared with the one ``window`` before it, if there is one.
+        max_batch_size: n_max. A batch that is larger already stays as it is.
+        window, growth: of the rules.
+        validation_threshold: of the validation rule; infinite: it lets the batch grow whatever the values, or without any.
+        allow_shrinking: where neither rule lets the batch grow, make it the mean of the predictions, two at least.
+
+    Returns:
+        At most n_max or n, whichever is larger; at least n, unless it may shrink.
+    """
+    if len(predictions) <= window:
+        return batch_size
+    average = math.ceil(sum(predictions[-window:]) / window)
+    if average > batch_size:
+        decided = average
+    elif _stalls(validation_values, window, validation_threshold):
+        decided = math.ceil(growth * batch_size)
+    elif allow_shrinking:
+        return min(batch_size, max(average, 2))
+    else:
+        return batch_size
+    return max(batch_size, int(min(decided, max_batch_size)))
+
+
+def _stalls(values: Sequence[float], window: int, threshold: float) -> bool:
+    if threshold == math.inf:
+        return True
+    if len(values) <= window:
+        return False
+    # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last value,
+    # which may be zero or negative; hence the product, and the absolute value.
+    before, now = values[-1 - window], values[-1]
+    return before - now < threshold * abs(now)
+
+
+class GrowingBatchSize(L.Callback):
+    """Lets the batch grow as the gradient gets small against its noise, or as validation stalls. ::
+
+        Trainer(callbacks=[GrowingBatchSize()])
+
+    It works in any project: automatic and manual optimization, any optimizer, one device or DDP, loaders with and without
+    workers, map-style and iterable data sets, several loaders, custom batch samplers. After each optimizer step it
+    predicts, from the variance of the per-sample gradients, the batch size at which the norm test would hold, and decides
+    the next size by :meth:`decide`, in the first process for all. The size changes within the running epoch, and every
+    sample of the epoch is still seen once.
+
+    The variance is measured by hooks on the layers (see
+    :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`), unless the module has a method
+    ``gradient_statistics()``, as one trained by ``SHFOptimization`` has. Where several optimizers step in one batch, the
+    largest prediction counts.
+
+    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a module
+    accumulates by hand, of one). Logged are ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the
+    module does not log them itself: after the first step, and every ``Trainer(log_every_n_steps=...)``.
+
+    What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
+    others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
+    an iterable data set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts
+    with the first size. The samples left of an epoch that is resumed come in the order they would have come in; later
+    epochs are shuffled as Lightning shuffles them after any resume.
+
+    Override :meth:`decide` for another rule.
+
+    Args:
+        max_batch_size: n_max: what memory allows; the size of the data set if None.
+        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. For first-order methods at a fixed
+            rate begin with 1: 0.5 lets their batch grow too soon. Infinite: no norm test.
+        validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
+            each validation; if None, the validation value in the module's own statistics, applied in each step.
+        validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``. Infinite:
+            it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule set by hand.
+        growth: factor of the validation rule, at least 1.
+        window: predictions that are averaged, and checks that are looked back; there is no decision before so many.
+        every_n_steps: optimizer steps between two checks.
+        mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates gradients
+            over more of them, where memory is short (automatic optimization only; any loader).
+        allow_shrinking: let the batch become smaller where the mean of the predictions is.
+        probes: random projections by which the gradient norms of layers are estimated for which they are dear (without
+            bias; convolutions and sequences with many positions). None measures them exactly.
+
+    Attributes:
+        predictions: n̂ of the last checks.
+        validation_values: of the last checks.
+        records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step, ``batch_size_predicted``,
+            ``variance_ratio`` = ‖Var‖₁/(n‖ḡ‖²), which times (N - n)/(N - 1) the norm test bounds by θ², and
+            ``validation_value``. When there are too many, every other one of the older checks is dropped.
+
+    Raises:
+        MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
+            a strategy that shards the weights (unless the module has its own statistics), or batches that are larger than
+            ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; steps of
+            all optimizers of which nothing could be measured; a monitor that is not logged, or not finite.
+        ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int | None = None,
+        *,
+        theta: float = 0.5,
+        validation_monitor: str | None = None,
+        validation_threshold: float = 0.005,
+        growth: float = 1.005,
+        window: int = 5,
+        every_n_steps: int = 1,
+        mode: Literal["batch", "accumulate"] = "batch",
+        allow_shrinking: bool = False,
+        probes: int | None = 8,
+    ) -> None:
+        if not (theta > 0 and growth >= 1 and window >= 1 and every_n_steps >= 1):
+            raise MisconfigurationException(
+                "GrowingBatchSize needs theta > 0, growth >= 1, window >= 1 and every_n_steps >= 1, but got "
+                f"{theta}, {growth}, {window} and {every_n_steps}"
+            )
+        if max_batch_size is not None and max_batch_size < 1:
+            raise MisconfigurationException(f"max_batch_size must be at least 1, but is {max_batch_size}")
+        if mode not in GROWTH:
+            raise MisconfigurationException(f"mode must be one of {', '.join(map(repr, GROWTH))}, but is {mode!r}")
+        if probes is not None and probes < 1:
+            raise MisconfigurationException(f"probes must be at least 1, or None, but is {probes}")
+        self.max_batch_size, self.theta = max_batch_size, theta
+        self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
+        self.growth, self.window, self.every_n_steps = growth, window, every_n_steps
+        self.mode, self.allow_shrinking, self.probes = mode, allow_shrinking, probes
+        self.predictions: list[int] = []
+        self.validation_values: list[float] = []
+        self.records: list[Record] = []
+        self._samples = 0
+        self._samples_of_step = self._batches_of_step = 0
+        self._steps = 0
+        self._last_step = 0
+        self._batch_size: int | None = None
+        self._growth: BatchGrowth | None = None
+        self._left: dict[str, Any] | None = None
+        self._measurement: GradientMeasurement | None = None
+        self._to_log: dict[str, Any] | None = None
+        self._logged_here: tuple[str, ...] | None = None
+        self._validation = DueValidation()
+
+    def decide(self, batch_size: int) -> int:
+        """The size of the next batch, from the predictions and validation values so far."""
+        return next_batch_size(
+            batch_size,
+            self.predictions,
+            self.validation_values,
+            max_batch_size=self._limit,
+            window=self.window,
+            validation_threshold=self.validation_threshold,
+            growth=self.growth,
+            allow_shrinking=self.allow_shrinking,
+        )
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._growth = GROWTH[self.mode](trainer, self._batch_size)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not callable(getattr(pl_module, "gradient_statistics", None)):
+            refuse_sharded_weights(trainer, "GrowingBatchSize")
+            self._measurement = GradientMeasurement(trainer, pl_module, self.probes)
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                rank_zero_warn(
+                    f"{type(config.scheduler).__name__} is stepped after each optimizer step, of which there will be fewer as "
+                    "GrowingBatchSize makes batches larger: a length taken from trainer.estimated_stepping_batches is that "
+                    "of the first batch size, and the end of the schedule may not be reached. Step it with interval='epoch', "
+                    "or give it a length that you chose yourself together with Trainer(max_steps=...)"
+                )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        growth = self._acting
+        if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
+            raise MisconfigurationException(
+                f"Batches of {growth.batch_size} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
+                "start with smaller ones, or raise the limit"
+            )
+        if self._limit == math.inf:
+            rank_zero_warn(
+                "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one has no "
+                "length: set max_batch_size to what memory allows"
+            )
+        self._last_step = trainer.global_step
+        self._samples_of_step = self._batches_of_step = 0
+        self._logged_here = None
+        if self.validation_monitor is not None:
+            self._validation.on_train_start(trainer)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._acting.on_train_epoch_start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._acting.on_train_batch_start()
+        if self._measurement is None:
+            return
+        if self._checks_next_step:
+            self._measurement.begin_batch(batch, self._acting.expected_sizes(), self._steps)
+        else:
+            self._measurement.pause()
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._measurement is not None:
+            self._measurement.after_backward()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        if self._measurement is not None:
+            self._measurement.before_step(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.validation_monitor is not None:
+            self._validation.on_train_batch_end(trainer)
+        if self._measurement is not None:
+            read = samples_in(batch, self._acting.expected_sizes()) * trainer.world_size
+            self._samples += read
+            self._samples_of_step += read
+            self._batches_of_step += 1
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            self._after_step(trainer, pl_module)
+            self._log(trainer, pl_module)
+        self._acting.on_train_batch_end()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
+            return
+        value = monitored_value(trainer, self.validation_monitor, "GrowingBatchSize(validation_monitor=...)")
+        self.validation_values = [*self.validation_values, value][-self.window - 1 :]
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._acting.on_train_epoch_end()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # the other processes may not be here: then there is no state of all of them for a checkpoint that comes now
+        self._leave(keep_state=trainer.world_size == 1)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._leave(keep_state=True)
+
+    def plot(self) -> "tuple[Figure, list[Axes]]":
+        """Draw batch size, variance ratio and validation value, whichever there is, over samples seen in training.
+
+        Needs matplotlib.
+
+        Raises:
+            MisconfigurationException: nothing has been recorded.
+        """
+        from matplotlib.figure import Figure
+
+        if not self.records:
+            raise MisconfigurationException("GrowingBatchSize has nothing to plot: train first")
+        names = [name for name in PANELS if any(name in record for record in self.records)]
+        figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
+        axes = list(figure.subplots(1, len(names), squeeze=False)[0])
+        for panel, name in zip(axes, names, strict=True):
+            self._draw(panel, name, "steps-pre" if name == "batch_size" else "default", label="batch")
+            panel.set(xlabel="samples seen", ylabel=PANELS[name])
+            panel.grid(alpha=0.25)
+            if name == "batch_size":
+                self._draw(panel, "batch_size_predicted", alpha=0.4, linewidth=0.8, zorder=1, label="predicted")
+                panel.legend()
+            elif name == "variance_ratio":
+                panel.set_yscale("log")
+                if self.theta < math.inf:
+                    panel.axhline(self.theta**2, color="grey", linestyle="--", linewidth=0.8, label="θ²")
+                    panel.legend(handles=[panel.lines[-1]])
+        return figure, axes
+
+    def _draw(self, panel: "Axes", name: str, drawstyle: str = "default", **style: Any) -> None:
+        points = [(record["samples"], record[name]) for record in self.records if name in record]
+        panel.plot(*zip(*points, strict=True), drawstyle=drawstyle, **style)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batch_size": self._batch_size,
+            "growth": self._left if self._growth is None else self._growth.state_dict(),
+            "predictions": list(self.predictions),
+            "validation_values": list(self.validation_values),
+            "samples": self._samples,
+            "steps": self._steps,
+            "records": [dict(record) for record in self.records],
+            "validation": self._validation.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._batch_size = state_dict["batch_size"]
+        self.predictions = list(state_dict["predictions"])
+        self.validation_values = list(state_dict["validation_values"])
+        self._samples, self._steps = state_dict["samples"], state_dict["steps"]
+        self.records = [dict(record) for record in state_dict["records"]]
+        self._validation.load_state_dict(state_dict["validation"])
+        if self._growth is not None and state_dict["growth"] is not None:
+            self._growth.load_state_dict(state_dict["growth"])
+        elif self._growth is not None and self._batch_size is not None:
+            self._growth.set_batch_size(self._batch_size)
+
+    @property
+    def _acting(self) -> BatchGrowth:
+        assert self._growth is not None
+        return self._growth
+
+    @property
+    def _limit(self) -> float:
+        sizes = (self.max_batch_size, self._acting.dataset_size)
+        return min((size for size in sizes if size is not None), default=math.inf)
+
+    @property
+    def _checks_next_step(self) -> bool:
+        return (self._steps + 1) % self.every_n_steps == 0
+
+    def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        checks = self._checks_next_step
+        self._steps += 1
+        if self._measurement is not None:
+            # how many batches a module accumulates by hand is its own affair: decided is the size of one
+            batches = 1 if pl_module.automatic_optimization else self._batches_of_step
+            statistics = self._measurement.statistics(self._samples_of_step // batches) if checks else None
+            self._samples_of_step = self._batches_of_step = 0
+        else:
+            statistics = pl_module.gradient_statistics()  # type: ignore[operator]
+            self._samples += 0 if statistics is None else statistics.batch_size
+        if statistics is None:
+            return
+        self._acting.on_step(statistics.batch_size)
+        if not checks:
+            return
+        if statistics.batch_size < 2:
+            self._grow_from_one()
+            return
+        self._check(statistics, type(pl_module).__name__)
+        decided = self.decide(self._acting.batch_size)
+        self._batch_size = trainer.strategy.broadcast(decided)
+        if self._batch_size != self._acting.batch_size:
+            self._acting.set_batch_size(self._batch_size)
+        if self.validation_monitor is not None:
+            # the value has been looked at: too few are left for another decision before the next validation
+            self.validation_values = self.validation_values[-self.window :]
+        self._to_log = {
+            "batch_size_predicted": float(self.predictions[-1]),
+            "batch_size": float(statistics.batch_size),
+        }
+        if statistics.variance is not None:
+            self._to_log["gradient_variance"] = statistics.variance
+
+    def _grow_from_one(self) -> None:
+        if self._acting.batch_size == 1 < self._limit:  # else it is what was left of an epoch
+            rank_zero_warn(
+                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
+            )
+            self._batch_size = 2
+            self._acting.set_batch_size(2)
+
+    def _check(self, statistics: GradientStatistics, module_name: str) -> None:
+        """Take in the statistics of a step."""
+        size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
+        if variance is None and self.theta < math.inf:
+            raise MisconfigurationException(
+                f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
+                "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
+            )
+        samples = self._acting.dataset_size
+        if variance is None:
+            predicted = 1
+        elif squared_norm > 0 or samples is not None:
+            predicted = required_batch_size(variance, squared_norm, samples, self.theta)
+        else:  # of a stream no batch is large enough
+            predicted = self.max_batch_size or size
+        self.predictions = [*self.predictions, predicted][-self.window - 1 :]
+        record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
+        if variance is not None and squared_norm > 0:
+            record["variance_ratio"] = variance / (size * squared_norm)
+        if self.validation_monitor is None and statistics.validation_value is not None:
+            self.validation_values = [*self.validation_values, statistics.validation_value][-self.window - 1 :]
+        if self.validation_values:
+            record["validation_value"] = self.validation_values[-1]
+        self.records.append(record)
+        if len(self.records) > MOST_RECORDS:
+            del self.records[: MOST_RECORDS // 2 : 2]
+
+    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the last check, once: in the first step, and where loggers look, since logging takes longer than checking."""
+        if self._to_log is None or trainer.barebones or not (self._logged_here is None or logs_now(trainer)):
+            return
+        if self._logged_here is None:
+            self._logged_here = tuple(name for name in self._to_log if name not in trainer.callback_metrics)
+        for name in self._logged_here:
+            pl_module.log(name, self._to_log[name], batch_size=int(self._to_log["batch_size"]))
+        self._to_log = None
+
+    def _leave(self, keep_state: bool) -> None:
+        """Undo what was done to the Trainer and its loaders; a checkpoint may still be written."""
+        if self._measurement is not None:
+            self._measurement.pause()
+        if self._growth is not None:
+            self._left = self._growth.state_dict() if keep_state else None
+            self._growth.restore()
+        self._measurement = self._growth = None

@@ -1,0 +1,164 @@
+"""Validation as callbacks need it: the monitored value, the validations of a fit counted once, and each process's data."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from lightning_struct.utilities.lightning_internals import (
+    prepare_batch,
+    unwrapped_sampler,
+    validate_now,
+    validation_follows,
+    validation_loaders,
+)
+
+
+def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
+    """The last logged value of a metric, the same in all processes: the mean over those that logged it.
+
+    Where the module logs with ``sync_dist=True`` that is what each of them has. All processes must ask.
+
+    Args:
+        trainer: in training.
+        monitor: name of the metric.
+        who: asks, for the error.
+
+    Raises:
+        MisconfigurationException: the metric was never logged, or is NaN or infinite; in all processes alike.
+    """
+    metrics = trainer.callback_metrics
+    mine = [float(metrics[monitor]), 1.0] if monitor in metrics else [0.0, 0.0]
+    device = trainer.strategy.root_device if trainer.world_size > 1 else "cpu"  # some devices have no float64
+    total, processes = trainer.strategy.reduce(
+        torch.tensor(mine, dtype=torch.float64, device=device), reduce_op="sum"
+    ).tolist()
+    if not processes:
+        logged = ", ".join(sorted(metrics)) or "nothing"
+        raise MisconfigurationException(
+            f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or name "
+            "one of these"
+        )
+    value = total / processes
+    if not math.isfinite(value):
+        raise MisconfigurationException(
+            f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or the "
+            "validation data is damaged"
+        )
+    return value
+
+
+class DueValidation:
+    """What a callback that counts validations remembers of them.
+
+    A checkpoint can be written between a training batch and the validation that is due after it (by
+    ``ModelCheckpoint(every_n_train_steps=...)``). Lightning passes over that validation when the run is resumed; here it
+    is made up for, so that the resumed run is the uninterrupted one. Call the methods from the hooks they are named after.
+    """
+
+    def __init__(self) -> None:
+        self._due = False
+        self._last_batch: int | None = None
+
+    def on_train_start(self, trainer: L.Trainer) -> None:
+        """Run the validation that was due when the run was stopped."""
+        if self._due:
+            self._due = False
+            validate_now(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer) -> None:
+        self._due = validation_follows(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer) -> bool:
+        """Whether this validation counts: see :meth:`counts`. From here on it has been counted."""
+        if not self.counts(trainer):
+            return False
+        self._due, self._last_batch = False, trainer.fit_loop.total_batch_idx
+        return True
+
+    def counts(self, trainer: L.Trainer) -> bool:
+        """Whether the validation that is running is one of a fit: not a sanity check, nor a second one after the same batch.
+
+        Batches tell them apart, not steps: those of an optimizer that Lightning does not wrap are not counted.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        return fitting and trainer.fit_loop.total_batch_idx != self._last_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"due": self._due, "last_batch": self._last_batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._due, self._last_batch = state_dict["due"], state_dict["last_batch"]
+
+
+def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int = 0) -> list[Any]:
+    """This process's contiguous share of the validation data, as the validation step gets it: transferred to the device.
+
+    Lightning's own distributed sampler repeats samples to even out the processes; here none is repeated. Of
+    ``limit_val_batches`` the samples are those that one process would take. The random state is left as it was.
+
+    Args:
+        trainer: in fit, at the start of training or later.
+        samples: take only so many of each loader, over all processes: a random choice, the same for the same seed.
+        seed: of that choice.
+
+    Returns:
+        Batches of all validation loaders, one loader after another; empty where there is no validation.
+
+    Raises:
+        MisconfigurationException: ``samples`` with a loader that is not over single samples of a map-style data set.
+    """
+    loaders = validation_loaders(trainer)
+    with isolate_rng():
+        return [
+            prepare_batch(trainer, batch)
+            for loader, limit in zip(loaders, trainer.num_val_batches, strict=True)
+            for batch in _share(loader, limit, trainer.global_rank, trainer.world_size, samples, seed)
+        ]
+
+
+def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | None, seed: int) -> Iterable[Any]:
+    plain = (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and (loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler)
+    )
+    if not plain:  # what such a loader gives to this process is its own affair
+        if samples is not None:
+            raise MisconfigurationException(
+                f"Only {samples} validation samples are asked for, but they cannot be chosen from a {type(loader).__name__} "
+                "over an iterable data set or with a batch sampler of its own: leave the number out"
+            )
+        return islice(loader, None if limit == float("inf") else int(limit))
+    items = _items(loader)
+    items = items[: int(limit) * (loader.batch_size or 1) * processes]
+    if samples is not None:
+        if loader.batch_size is None:
+            raise MisconfigurationException(
+                f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: leave the "
+                "number out"
+            )
+        chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))[:samples]
+        items = [items[position] for position in chosen.sort().values.tolist()]
+    mine = torch.arange(len(items)).tensor_split(processes)[rank].tolist()
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=[items[position] for position in mine],
+        collate_fn=loader.collate_fn,
+    )
+
+
+def _items(loader: DataLoader) -> Sequence[Any]:
+    """What the loader's sampler yields over all processes, in the order of the data set where it shuffles."""
+    sampler = unwrapped_sampler(loader)
+    if isinstance(sampler, RandomSampler | DistributedSampler):
+        return range(len(loader.dataset))  # type: ignore[arg-type]
+    return list(sampler)

@@ -1,0 +1,1 @@
+"""Per-sample gradient norms: what each layer contributes, and the recorder that gathers it."""

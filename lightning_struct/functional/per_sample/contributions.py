@@ -1,0 +1,547 @@
+"""What one use of a parameter in a backward pass adds to its gradient, kept so that each sample's share follows cheaply.
+
+The share of sample i is cᵢ, with Σᵢ cᵢ the gradient. A layer's inputs and the cotangents of its outputs determine all cᵢ;
+their squared norms rarely need the cᵢ themselves, which for n samples are n times as large as the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Per-sample quantities hold at most this many numbers at a time.
+_NUMBERS_AT_A_TIME = 2**25
+
+# Exact norms are kept up to this part of the multiply-adds that training the layer takes; beyond it they are estimated
+# where estimates were asked for.
+_FREE_PART = 0.1
+
+
+class Uncovered(Exception):
+    """The shares of the samples cannot be told apart; the message says why, as the end of a sentence."""
+
+
+class Cost(NamedTuple):
+    """Multiply-adds for one sample: of its squared norm, of training the layer, and of one probe."""
+
+    exact: int
+    training: int
+    probe: int
+
+
+class Contribution(ABC):
+    """One use of one parameter in one backward pass."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Of the tensors."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """n."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """(n,), ‖cᵢ‖², at least float32."""
+
+    @abstractmethod
+    def per_sample(self, chunk: slice) -> Tensor:
+        """(m, *shape), cᵢ of the samples in ``chunk``, at least float32."""
+
+    @abstractmethod
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        """leftᵀ G right of the gradient G = Σᵢ cᵢ as a matrix of ``shape[0]`` rows: a scalar."""
+
+    def total(self) -> Tensor:
+        """Σᵢ cᵢ, of the parameter's shape."""
+        return torch.stack([self.per_sample(chunk).sum(0) for chunk in self._chunks()]).sum(0)
+
+    def cost(self) -> Cost | None:
+        """None where there is nothing to save by an estimate."""
+        return None
+
+    def sketched(self, signs: Tensor) -> Contribution:
+        """Rᵢᵀcᵢ in place of cᵢ, with Rᵢ the ``signs`` (n, shape[0], probes), of ±1/√probes.
+
+        Only where :meth:`cost` is not None.
+        """
+        raise NotImplementedError
+
+    def _chunks(self, numbers: int | None = None) -> Iterator[slice]:
+        """The samples, so many at a time that ``numbers`` for each (default: a gradient) are not too many."""
+        size = max(1, _NUMBERS_AT_A_TIME // max(1, math.prod(self.shape) if numbers is None else numbers))
+        return (slice(start, start + size) for start in range(0, self.samples, size))
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Contribution):
+    """The cᵢ themselves, for small parameters.
+
+    Args:
+        gradients: (n, *shape of the parameter).
+        norms: (n,), their squared norms, if known.
+    """
+
+    gradients: Tensor
+    norms: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradients.device
+
+    @property
+    def samples(self) -> int:
+        return self.gradients.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.gradients.shape[1:])
+
+    def squared_norms(self) -> Tensor:
+        return row_norms(self.gradients) if self.norms is None else self.norms
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        return at_least_float32(self.gradients[chunk])
+
+    def total(self) -> Tensor:
+        return at_least_float32(self.gradients).sum(0)
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ self.total().reshape(left.shape[0], -1) @ right
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(Contribution):
+    """cᵢ = Σ_t δ_t a_tᵀ, of a matrix product at T positions.
+
+    Args:
+        inputs: (n, T, in), a.
+        cotangents: (n, T, out), δ.
+        parameter_shape: of the parameter, in whose memory order cᵢ is; (out, in) if None.
+        rows: the rows of the parameter that cᵢ fills, zero in the others; all of them if None. Needs ``parameter_shape``.
+        cotangent_norms: (n,), squared norms of the cotangents, if known and T = 1.
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+    parameter_shape: tuple[int, ...] | None = None
+    rows: slice | None = None
+    cotangent_norms: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.device
+
+    @property
+    def samples(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.parameter_shape is None:
+            return (self.cotangents.shape[2], self.inputs.shape[2])
+        return tuple(self.parameter_shape)
+
+    def squared_norms(self) -> Tensor:
+        """With T = 1 a product of two row norms, else ⟨A Aᵀ, Δ Δᵀ⟩ or the product ΔᵀA, whichever is cheaper."""
+        positions, width, height = self._sizes()
+        if positions == 1:
+            known = self.cotangent_norms
+            return row_norms(self.inputs) * (row_norms(self.cotangents) if known is None else known)
+        gram = positions * (width + height) <= width * height
+        numbers = 2 * positions * positions if gram else width * height
+        norms = []
+        for chunk in self._chunks(numbers):
+            a, delta = self._pair(chunk)
+            delta = _without_denormal_squares(delta)
+            if gram:
+                norms.append(((a @ a.mT) * (delta @ delta.mT)).sum((1, 2)))
+            else:
+                norms.append(row_norms(delta.mT @ a))
+        return torch.cat(norms)
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        a, delta = self._pair(chunk)
+        product = delta.mT @ a
+        if self.rows is None:
+            return product.reshape(-1, *self.shape)
+        gradients = product.new_zeros(product.shape[0], *self.shape)
+        gradients[:, self.rows] = product.reshape(product.shape[0], -1, *self.shape[1:])
+        return gradients
+
+    def total(self) -> Tensor:
+        a, delta = (at_least_float32(tensor).flatten(0, 1) for tensor in (self.inputs, self.cotangents))
+        return Outer(a[None], delta[None], self.parameter_shape, self.rows).per_sample(slice(None))[0]
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        left = left if self.rows is None else left[self.rows]
+        return ((at_least_float32(self.cotangents) @ left) * (at_least_float32(self.inputs) @ right)).sum()
+
+    def cost(self) -> Cost | None:
+        positions, width, height = self._sizes()
+        if positions == 1 or self.rows is not None:
+            return None
+        product = positions * width * height
+        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
+
+    def sketched(self, signs: Tensor) -> Outer:
+        delta = _without_denormal_squares(at_least_float32(self.cotangents))
+        return Outer(self.inputs, delta @ signs.to(delta.dtype))
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """T, in, out."""
+        return self.inputs.shape[1], self.inputs.shape[2], self.cotangents.shape[2]
+
+    def _pair(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        return at_least_float32(self.inputs[chunk]), at_least_float32(self.cotangents[chunk])
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Contribution):
+    """Of a table with V rows: cᵢ is the sum of δ_t in row k_t over t.
+
+    Args:
+        indices: (n, T), k, integers in [0, V).
+        cotangents: (n, T, d), δ; zero where nothing is to be counted.
+        table_rows: V.
+    """
+
+    indices: Tensor
+    cotangents: Tensor
+    table_rows: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def samples(self) -> int:
+        return self.indices.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.table_rows, self.cotangents.shape[2])
+
+    def squared_norms(self) -> Tensor:
+        """Tokens that occur twice in a sample add up before the square."""
+        offsets = self.table_rows * torch.arange(self.samples, device=self.indices.device)[:, None]
+        keys, inverse = torch.unique(self.indices + offsets, return_inverse=True)
+        delta = at_least_float32(self.cotangents)
+        rows = delta.new_zeros(keys.shape[0], delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
+        return delta.new_zeros(self.samples).index_add_(0, keys // self.table_rows, row_norms(rows))
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        delta, indices = at_least_float32(self.cotangents[chunk]), self.indices[chunk]
+        gradients = delta.new_zeros(delta.shape[0], *self.shape)
+        return gradients.scatter_add_(1, indices[:, :, None].expand_as(delta), delta)
+
+    def total(self) -> Tensor:
+        delta = at_least_float32(self.cotangents).flatten(0, 1)
+        return delta.new_zeros(self.shape).index_add_(0, self.indices.reshape(-1), delta)
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left[self.indices] * (at_least_float32(self.cotangents) @ right)).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution(Contribution):
+    """Of a convolution's weight (out, in / groups, *kernel): an outer product for each output position and group.
+
+    Patches are formed for a few samples at a time, of whichever of the two images has fewer channels.
+
+    Args:
+        inputs: (n, in, *size).
+        cotangents: (n, out, *positions).
+        kernel, stride, dilation: one number for each of the one to three dimensions of the image.
+        padding: (before, after) for each dimension, of zeros; others are to be in ``inputs`` already.
+        groups: of the channels.
+        parameter_shape: of the parameter, if dimensions of size 1 make the kernel longer than the parameter's.
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    groups: int
+    parameter_shape: tuple[int, ...] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.device
+
+    @property
+    def samples(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parameter_shape or (self.cotangents.shape[1], self.inputs.shape[1] // self.groups, *self.kernel)
+
+    def squared_norms(self) -> Tensor:
+        positions, width, height = self._sizes()
+        gram = positions * (width + height) <= width * height
+        norms = []
+        for chunk in self.image_chunks():
+            if gram:
+                patches, delta = self.input_patches(chunk)
+                products = Outer(patches.mT.flatten(0, 1), delta.mT.flatten(0, 1)).squared_norms()
+                norms.append(products.unflatten(0, (-1, self.groups)).sum(1))
+            else:
+                norms.append(row_norms(self.per_sample(chunk)))
+        return torch.cat(norms)
+
+    def per_sample(self, chunk: slice) -> Tensor:
+        if not self._cotangents_are_smaller():
+            patches, delta = self.input_patches(chunk)
+            return (delta @ patches.mT).reshape(-1, *self.shape)
+        patches, images = self._cotangent_patches(chunk)
+        product = (patches @ images.mT).reshape(-1, self.shape[0], *self.kernel, self.shape[1])
+        # Patches of the cotangents run through the kernel backwards.
+        gradients = product.flip(tuple(range(2, 2 + len(self.kernel)))).movedim(-1, 2)
+        return gradients.reshape(-1, *self.shape)
+
+    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
+        kernel = right.reshape(1, -1, *self.kernel).expand(self.groups, *[-1] * (1 + len(self.kernel)))
+        images = F.pad(at_least_float32(self.inputs), _pad_argument(self.padding))
+        filtered = convolve(images, kernel, stride=self.stride, dilation=self.dilation, groups=self.groups)
+        filtered = _first_positions(filtered, self.cotangents.shape[2:])
+        weighted = (left[:, None] * at_least_float32(self.cotangents).flatten(2)).unflatten(1, (self.groups, -1)).sum(2)
+        return (weighted * filtered.flatten(2)).sum()
+
+    def cost(self) -> Cost | None:
+        if self.groups > 1:
+            return None
+        positions, width, height = self._sizes()
+        product = positions * width * height
+        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
+
+    def sketched(self, signs: Tensor) -> Convolution:
+        delta = at_least_float32(self.cotangents)
+        projected = signs.mT.to(delta.dtype) @ delta.flatten(2)
+        return replace(self, cotangents=projected.unflatten(2, delta.shape[2:]), parameter_shape=None)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Positions of the output, and columns and rows of the matrix of a group."""
+        width = self.inputs.shape[1] // self.groups * math.prod(self.kernel)
+        return math.prod(self.cotangents.shape[2:]), width, self.cotangents.shape[1] // self.groups
+
+    def image_chunks(self) -> Iterator[slice]:
+        """So many samples at a time that their patches are not too many."""
+        image = self.cotangents if self._cotangents_are_smaller() else self.inputs
+        numbers = math.prod(image.shape[1:]) * math.prod(self.kernel)
+        # A processor's cache holds about a million; copying patches through memory takes longer than multiplying them.
+        return self._chunks(numbers * (32 if image.device.type == "cpu" else 1))
+
+    def _cotangents_are_smaller(self) -> bool:
+        # A stride would put zeros between the cotangents.
+        return max(self.stride) == 1 and self.cotangents.shape[1] < self.inputs.shape[1]
+
+    def input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Of m samples: (m, groups, in / groups * kernel, positions), and the cotangents, (m, groups, out / groups, positions)."""
+        delta = at_least_float32(self.cotangents[chunk])
+        images = F.pad(at_least_float32(self.inputs[chunk]), _pad_argument(self.padding))
+        patches = _patches(images, self.kernel, self.stride, self.dilation, delta.shape[2:])
+        shape = (delta.shape[0], self.groups, -1, math.prod(delta.shape[2:]))
+        return patches.reshape(shape), delta.reshape(shape)
+
+    def _cotangent_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """(m, groups, out / groups * kernel, pixels), and the inputs as (m, groups, in / groups, pixels)."""
+        images = at_least_float32(self.inputs[chunk])
+        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
+        padding = [(r - before, r - after) for r, (before, after) in zip(reach, self.padding, strict=True)]
+        delta = F.pad(at_least_float32(self.cotangents[chunk]), _pad_argument(padding))
+        patches = _patches(delta, self.kernel, self.stride, self.dilation, images.shape[2:])
+        shape = (images.shape[0], self.groups, -1, math.prod(images.shape[2:]))
+        return patches.reshape(shape), images.reshape(shape)
+
+
+def _patches(
+    images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """(m, channels, *kernel, *positions), a view, of images (m, channels, *size)."""
+    for dimension, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        images = images.unfold(dimension, (k - 1) * d + 1, s)[..., ::d]
+    first = 2 + len(kernel)
+    patches = images.movedim(tuple(range(first, first + len(kernel))), tuple(range(2, first)))
+    return _first_positions(patches, positions)
+
+
+def _first_positions(images: Tensor, positions: Sequence[int]) -> Tensor:
+    """An output padding of a transposed convolution leaves some over."""
+    for dimension, size in zip(range(-len(positions), 0), positions, strict=True):
+        images = images.narrow(dimension, 0, size)
+    return images
+
+
+def _pad_argument(padding: Sequence[tuple[int, int]]) -> list[int]:
+    """As F.pad wants it: the last dimension first."""
+    return [number for pair in reversed(padding) for number in pair]
+
+
+def squared_norms(
+    contributions: Sequence[Contribution],
+    *,
+    probes: int | None = None,
+    generator: torch.Generator | None = None,
+    part: tuple[int, int] = (0, 1),
+) -> Tensor:
+    """(n,), the squared norm of each sample's share of ONE parameter's gradient, over all its uses, at least float32.
+
+    Args:
+        contributions: the uses of the parameter in one backward pass, of the same n samples.
+        probes: if not None, a large layer's norms are estimated without bias, as the mean of ‖rᵀcᵢ‖² over so many vectors
+            r of random signs, where the exact norms would cost more than a tenth of training the layer and the estimate
+            costs less than they do. The relative variance of one estimate is at most 2/probes.
+        generator: of the signs.
+        part: (r, P): the samples are the r-th of P·n and every P-th after it; their signs are those that they would have
+            among all.
+
+    Raises:
+        Uncovered: the uses have different numbers of samples.
+    """
+    n, device = contributions[0].samples, contributions[0].device
+    if any(contribution.samples != n for contribution in contributions):
+        counts = sorted({contribution.samples for contribution in contributions})
+        raise Uncovered(f"its uses saw batches of different sizes, {' and '.join(map(str, counts))}")
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            return squared_norms(contributions, probes=probes, generator=generator, part=part)
+    if len(contributions) == 1 and contributions[0].cost() is None:
+        return contributions[0].squared_norms()
+    if probes is not None and _worth_estimating(contributions, probes):
+        # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
+        rows, (r, every) = contributions[0].shape[0], part
+        of_probes, of_rows = (
+            torch.randint(0, 2, size, generator=generator, device=device, dtype=torch.float32).mul_(2).sub_(1)
+            for size in ((rows, probes), (every * n, rows, 1))
+        )
+        signs = of_rows[r::every] * of_probes.mul_(probes**-0.5)
+        contributions = [contribution.sketched(signs) for contribution in contributions]
+    return _exact_squared_norms(contributions)
+
+
+def _worth_estimating(contributions: Sequence[Contribution], probes: int) -> bool:
+    costs = [contribution.cost() for contribution in contributions]
+    known = [cost for cost in costs if cost is not None]
+    exact = sum(cost.exact for cost in known)
+    return (
+        len(known) == len(costs)
+        and exact > _FREE_PART * sum(cost.training for cost in known)
+        and exact > probes * sum(cost.probe for cost in known)
+    )
+
+
+def _exact_squared_norms(contributions: Sequence[Contribution]) -> Tensor:
+    if len(contributions) == 1:
+        return contributions[0].squared_norms()
+    outers = [c for c in contributions if isinstance(c, Outer)]
+    lookups = [c for c in contributions if isinstance(c, Lookup)]
+    if len(outers) == len(contributions) and (fused := _fused(outers)) is not None:
+        return torch.stack([outer.squared_norms() for outer in fused]).sum(0)
+    if len(outers) + len(lookups) == len(contributions) and all(outer.rows is None for outer in outers):
+        return _tied_squared_norms(outers, lookups)
+    return torch.cat(
+        [
+            row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0))
+            for chunk in contributions[0]._chunks()
+        ]
+    )
+
+
+def _fused(outers: Sequence[Outer]) -> list[Outer] | None:
+    """One Outer for each block of rows, or None if blocks overlap without being the same."""
+    blocks: dict[tuple[int, int], list[Outer]] = {}
+    for outer in outers:
+        start, stop, _ = (outer.rows or slice(None)).indices(outer.shape[0])
+        blocks.setdefault((start, stop), []).append(outer)
+    bounds = sorted(blocks)
+    if any(following[0] < block[1] for block, following in pairwise(bounds)):
+        return None
+    return [_concatenated(block) for block in blocks.values()]
+
+
+def _concatenated(outers: Sequence[Outer]) -> Outer:
+    """The sum of uses is one use at the positions of all."""
+    if len(outers) == 1:
+        return outers[0]
+    return replace(
+        outers[0],
+        inputs=torch.cat([at_least_float32(outer.inputs) for outer in outers], 1),
+        cotangents=torch.cat([at_least_float32(outer.cotangents) for outer in outers], 1),
+        cotangent_norms=None,
+    )
+
+
+def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> Tensor:
+    """Of a table that is also the weight of a matrix product, as of a language model's embedding and decoder.
+
+    ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any sample.
+    """
+    lookup = Lookup(
+        torch.cat([use.indices for use in lookups], 1),
+        torch.cat([at_least_float32(use.cotangents) for use in lookups], 1),
+        lookups[0].table_rows,
+    )
+    norms = lookup.squared_norms()
+    if not outers:
+        return norms
+    outer = _concatenated(outers)
+    a, delta = at_least_float32(outer.inputs), at_least_float32(outer.cotangents)
+    picked = delta.gather(2, lookup.indices[:, None, :].expand(-1, delta.shape[1], -1))
+    return norms + outer.squared_norms() + 2 * (picked * (a @ lookup.cotangents.mT)).sum((1, 2))
+
+
+def _without_denormal_squares(delta: Tensor) -> Tensor:
+    """Zero for numbers whose squares vanish beside others: a saturated softmax makes many, and processors are slow on them."""
+    return F.hardshrink(delta, math.sqrt(torch.finfo(delta.dtype).tiny))
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """(n,), squared norms of rows of any shape, at least float32."""
+    return torch.linalg.vector_norm(at_least_float32(rows)[:, None].flatten(1), dim=1).square()
+
+
+def linear_squared_norms(inputs: Tensor, cotangents: Tensor, *, weight: bool = True, bias: bool = True) -> Tensor:
+    """Squared norms of the per-sample gradients of one Linear layer, the sum over its weight and bias.
+
+    Args:
+        inputs: (n, ..., in_features), what the layer read.
+        cotangents: (n, ..., out_features), the derivative of each sample's loss in the layer's output.
+        weight: count the weight.
+        bias: count the bias.
+
+    Returns:
+        (n,), in the dtype of the arguments, but at least float32 (under autocast they differ).
+    """
+    n = inputs.shape[0]
+    dtype = torch.promote_types(torch.promote_types(inputs.dtype, cotangents.dtype), torch.float32)
+    a = inputs.reshape(n, -1, inputs.shape[-1]).to(dtype)
+    delta = cotangents.reshape(n, -1, cotangents.shape[-1]).to(dtype)
+    norms = torch.zeros(n, dtype=dtype, device=delta.device)
+    if weight:
+        norms += Outer(a, delta).squared_norms()
+    if bias:
+        norms += Dense(delta.sum(1)).squared_norms()
+    return norms

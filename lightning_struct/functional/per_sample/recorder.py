@@ -1,0 +1,583 @@
+"""Recording of per-sample squared gradient norms by hooks, during one ordinary forward and backward pass."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from lightning_struct.functional.per_sample.contributions import (
+    Contribution,
+    Uncovered,
+    at_least_float32,
+    squared_norms,
+)
+from lightning_struct.functional.per_sample.projections import Projection, is_recorded, start_recording, stop_recording
+from lightning_struct.functional.per_sample.rules import (
+    CannotRunAgain,
+    Samples,
+    compares_outputs,
+    contributions,
+    couples_samples,
+    draws_random_numbers,
+    has_rule,
+    map_items,
+    owned_parameters,
+    runs_again,
+    tensors_in,
+)
+from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_DIFFERENTIATED_TWICE = "it is differentiated twice, as by a penalty on gradients"
+
+
+class Checksums(NamedTuple):
+    """Of one parameter with gradient G and four pairs of vectors of random signs, r over its rows and s over its columns.
+
+    Attributes:
+        measured: (4,), rᵀ(Σᵢ cᵢ)s; linear in the gradient: the mean over processes is that of the mean gradient.
+        gradient: (4,), rᵀGs.
+        scale: what both are compared by, ‖G‖ or a tenth of (Σᵢ‖cᵢ‖²)^½ if that is larger (then G is mostly rounding).
+        tolerance: the largest ``relative_error`` that is rounding.
+    """
+
+    measured: Tensor
+    gradient: Tensor
+    scale: Tensor
+    tolerance: float
+
+    @property
+    def relative_error(self) -> Tensor:
+        """A scalar, an estimate of ‖Σᵢ cᵢ - G‖ / ``scale``; 0 if both are 0."""
+        error = torch.linalg.vector_norm(self.measured - self.gradient) / math.sqrt(len(self.gradient))
+        return error / self.scale.clamp(min=torch.finfo(self.scale.dtype).tiny)
+
+
+@dataclass
+class ParameterNorms:
+    """What was measured of one parameter.
+
+    Attributes:
+        name: below the module.
+        parameter: itself.
+        squared_norms: (n_b,) for each backward pass b since its gradient was last set to None, ‖cᵢ‖² of the samples' shares
+            of the gradient, at least float32.
+        passes: a number for each of them, the same for all parameters and rising.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    squared_norms: list[Tensor] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+
+
+class GradientNormRecorder:
+    """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter. ::
+
+        with GradientNormRecorder(model) as recorder:
+            loss(model(inputs), targets).backward()
+        squared_norms = sum(norms.squared_norms[0] for norms in recorder.results())
+
+    The share cᵢ of sample i is what it adds to ``parameter.grad``: Σᵢ cᵢ is what one backward pass adds. A parameter may be
+    used by several layers, and a layer called several times: the shares of one backward pass are summed before their
+    norms are taken. Further backward passes are further samples, until the gradient is None again. What does not reach
+    ``.grad`` is not measured, such as ``torch.autograd.grad`` in the inputs.
+
+    Measured is what is used inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule is
+    run again in the backward pass under ``torch.func.vmap``, which is named in one warning; batch normalisation in training
+    gets one too. Parameters that cannot be measured are *uncovered*. With ``check`` so are those whose gradients turn out
+    to come, in part, from elsewhere.
+
+    The inputs of the layers are kept until the graph is freed, also within checkpointed parts.
+
+    Args:
+        module: a plain module, not a wrapper that replaces it when it is called.
+        samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input. May be
+            set before each forward pass. See :func:`~lightning_struct.functional.per_sample.rules.contributions`.
+        probes: if not None, norms that are expensive are estimated by so many random projections, without bias; see
+            :func:`~lightning_struct.functional.per_sample.contributions.squared_norms`.
+        uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out.
+        check: keep what :meth:`verify` needs. May be set before each backward pass.
+        seed: of the random projections.
+        part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the random
+            projections are those that one process would take.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        samples: Samples = None,
+        probes: int | None = None,
+        uncovered: Literal["raise", "skip"] = "raise",
+        check: bool = False,
+        seed: int = 0,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        if uncovered not in ("raise", "skip"):
+            raise ValueError(f"uncovered must be 'raise' or 'skip', got {uncovered!r}")
+        if probes is not None and probes < 1:
+            raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
+        self.samples = samples
+        self.check = check
+        self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._layers: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._watched: set[nn.Parameter] = set()
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._projection_seed, self._part = seed, part
+        self._random_states: dict[nn.Module, RandomState] = {}
+        self._recording: set[nn.Module] = set()
+        self._silent = False
+        self._said: set[str] = set()
+        self._without_rule: dict[nn.Module, str] = {}
+        self._failed: dict[nn.Module, str] = {}
+        self._arrived: dict[nn.Parameter, _Arrived] = {}
+        self._measured: dict[nn.Parameter, _Measured] = {}
+        self._uncovered: dict[nn.Parameter, str] = {}
+        self._differentiated_twice: set[nn.Parameter] = set()
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def attach(self) -> None:
+        """Hook the layers and parameters of the module.
+
+        Raises:
+            RuntimeError: they are hooked already.
+        """
+        if self._handles:
+            raise RuntimeError("the recorder is attached already: remove() it first")
+        for name, layer in self._module.named_modules():
+            if "parametrizations" in name.split("."):
+                continue  # its parameters belong to the layer that they parametrize
+            parameters = owned_parameters(layer)
+            if not parameters:
+                continue
+            self._layers[layer] = parameters
+            if not has_rule(layer):
+                self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
+            elif is_recorded(layer):
+                self._handles += [
+                    layer.register_forward_pre_hook(self._before_projections()),
+                    layer.register_forward_hook(self._after_projections(), with_kwargs=True, always_call=True),
+                ]
+                continue
+            elif runs_again(layer):
+                self._handles.append(layer.register_forward_pre_hook(self._before_forward(), with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._after_forward(), with_kwargs=True))
+        for parameter in self._names:
+            self._watch(parameter)
+
+    def remove(self) -> None:
+        """Take the hooks away. What was measured stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()
+        self._layers.clear()
+        self._arrived.clear()
+        self._random_states.clear()
+        for _ in self._recording:
+            stop_recording()
+        self._recording.clear()
+
+    def results(self) -> list[ParameterNorms]:
+        """Of each parameter that got a gradient and is covered, in the order of the module.
+
+        Raises:
+            ValueError: parameters are uncovered; all are named, with the reasons.
+        """
+        if self._raises and self._uncovered:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.uncovered.items())
+            raise ValueError(f"per-sample gradient norms cannot be measured of {reasons}")
+        return [
+            ParameterNorms(name, parameter, list(measured.squared_norms), list(measured.passes))
+            for parameter, name in self._names.items()
+            if parameter not in self._uncovered and (measured := self._measured.get(parameter)) is not None
+        ]
+
+    @property
+    def uncovered(self) -> dict[str, str]:
+        """Why, by the names of the parameters whose gradients were not measured."""
+        return {name: self._uncovered[p] for p, name in self._names.items() if p in self._uncovered}
+
+    def reseed(self, seed: int) -> None:
+        """Let the random projections, from the next one on, be those of another seed."""
+        self._projection_seed = seed
+        self._generators.clear()
+
+    def reset(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget what was measured, of all parameters or these, as where their gradients are filled with zeros."""
+        for parameter in self._names if parameters is None else parameters:
+            self._measured.pop(parameter, None)
+            self._uncovered.pop(parameter, None)
+
+    def checksums(self) -> dict[str, Checksums]:
+        """By the names of the covered parameters, of their ``.grad`` as it is now, to be compared with what was measured.
+
+        Left out are parameters without gradient, or of which a backward pass was made without ``check``.
+        """
+        sums = {}
+        for parameter, name in self._names.items():
+            gradient, measured = parameter.grad, self._measured.get(parameter)
+            if gradient is None or measured is None or measured.checksum is None or parameter in self._uncovered:
+                continue
+            gradient = at_least_float32(gradient.detach())
+            left, right = (vector.to(gradient.dtype) for vector in self._signs(parameter))
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+                projected = (left[gradient.indices()[0]] * (gradient.values() @ right)).sum(0)
+                norm = torch.linalg.vector_norm(gradient.values())
+            else:
+                projected = ((gradient.reshape(left.shape[0], -1) @ right) * left).sum(0)
+                norm = torch.linalg.vector_norm(gradient)
+            spread = torch.stack([norms.sum() for norms in measured.squared_norms]).sum().sqrt()
+            scale = torch.maximum(norm, 0.1 * spread.to(norm.dtype))
+            tolerance = 1e-6 if gradient.dtype == torch.float64 else 0.05
+            sums[name] = Checksums(measured.checksum, projected, scale, tolerance)
+        return sums
+
+    def verify(self) -> None:
+        """Mark as uncovered every parameter whose gradient is not the sum of the shares that were measured."""
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for name, sums in self.checksums().items():
+            if sums.relative_error > sums.tolerance:
+                self.mark_uncovered(
+                    parameters[name],
+                    "its gradient is not the sum of the samples' shares: it is used outside of its own layer, penalised in "
+                    "the loss, differentiated twice, or was changed after the backward pass",
+                )
+
+    def mark_uncovered(self, parameter: nn.Parameter, reason: str) -> None:
+        """Leave the parameter out of the results until its gradient is None again."""
+        self._uncovered[parameter] = reason
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    # Hooks are functions, not methods: a copy of the module, as an average of its weights, must not copy the recorder.
+
+    def _before_forward(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if layer in self._layers and torch.is_grad_enabled() and draws_random_numbers(layer):
+                self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
+
+        return hook
+
+    def _after_forward(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+            state = self._random_states.pop(layer, None) if self._random_states else None
+            parameters = self._layers.get(layer)
+            if parameters is None or self._silent or not torch.is_grad_enabled():
+                return
+            trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+            tensors = tensors_in(outputs)
+            differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]
+            if not trainable or not differentiable:
+                return
+            for parameter in trainable.values():
+                if parameter not in self._watched:
+                    self._watch(parameter)
+            call = self._recorded(layer, trainable, args, kwargs, outputs, state)
+            number = len(tensors)
+            if number == 1:
+                tensors[0].register_hook(lambda cotangent: self._arrive(call, [cotangent]))
+                return
+
+            def arrive(cotangents: Sequence[Tensor | None]) -> None:
+                every: list[Tensor | None] = [None] * number
+                for i, cotangent in zip(differentiable, cotangents, strict=True):
+                    every[i] = cotangent
+                self._arrive(call, every)
+
+            register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
+
+        return hook
+
+    def _before_projections(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if layer in self._layers and torch.is_grad_enabled() and not self._silent:
+                self._recording.add(layer)
+                start_recording()
+
+        return hook
+
+    def _after_projections(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+            if layer not in self._recording:
+                return
+            self._recording.discard(layer)
+            calls = stop_recording()
+            if outputs is None:
+                return  # it has failed
+            query = args[0] if args else kwargs["query"]
+            sequences = query.shape[0 if layer.batch_first else 1] if query.ndim == 3 else None
+            parameters = {name: p for name, p in self._layers[layer].items() if p.requires_grad}
+            for parameter in parameters.values():
+                self._watch(parameter)
+            for made in calls:
+                if not made.outputs.requires_grad or not parameters:
+                    continue
+                projection = Projection(made, parameters, sequences)
+                call = _Call(layer, projection.parameters, (), {}, self.samples, _current_backward())
+                call.projection = projection
+                made.outputs.register_hook(partial(self._arrive_at_one, call))
+
+        return hook
+
+    def _arrive_at_one(self, call: _Call, cotangent: Tensor) -> None:
+        self._arrive(call, [cotangent])
+
+    def _recorded(
+        self,
+        layer: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        state: RandomState | None,
+    ) -> _Call:
+        if couples_samples(layer):
+            self._say(
+                "batch normalisation in training couples the samples of a batch through their statistics: of the layers "
+                "before it, what is measured is each sample's share of the gradient, and not its own gradient"
+            )
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            args, kwargs = _detached((args, kwargs))
+        else:
+            args = (args[0].detach(),)
+        call = _Call(layer, parameters, args, kwargs, self.samples, _current_backward())
+        if runs_again(layer):
+            device = tensors_in(outputs)[0].device.type
+            autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            call.again = _Again(_detached(outputs, copy=compares_outputs(layer)), autocast, state)
+        return call
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: _Call, cotangents: list[Tensor | None]) -> None:
+        """The cotangents of a layer's outputs are known; those of its parameters are about to be."""
+        if self._silent or not self._handles:
+            return
+        if torch.is_grad_enabled():
+            self._differentiated_twice.update(call.parameters.values())
+            return
+        backward = _current_backward()
+        shares: dict[str, Contribution] = {}
+        reason: str | None = None
+        try:
+            shares = self._contributions(call, cotangents)
+        except Uncovered as problem:
+            reason = str(problem)
+        for name, parameter in call.parameters.items():
+            arrived = self._arrived.get(parameter)
+            if arrived is None or arrived.backward != backward:
+                outer = backward if call.backward == -1 else call.backward
+                arrived = self._arrived[parameter] = _Arrived(backward, outer, parameter.grad is None)
+            arrived.calls.append(call)
+            arrived.reason = arrived.reason or reason
+            if reason is None:
+                arrived.shares.append(shares[name])
+
+    def _contributions(self, call: _Call, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+        if call.layer in self._failed:
+            raise Uncovered(self._failed[call.layer])
+        if call.projection is not None:
+            (cotangent,) = cotangents
+            assert cotangent is not None
+            return call.projection.contributions(cotangent, call.samples)
+        if call.again is None:
+            return contributions(call.layer, call.args, call.kwargs, None, cotangents, call.samples)
+        if call.layer in self._without_rule:
+            self._say(
+                "these layers have no rule for per-sample gradients and are run again under torch.func.vmap, which takes "
+                f"longer: {', '.join(self._without_rule.values())}"
+            )
+        device, dtype, enabled = call.again.autocast
+        self._silent = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+                if call.again.random_state is not None:
+                    stack.enter_context(restored_random_state(call.again.random_state))
+                return contributions(call.layer, call.args, call.kwargs, call.again.outputs, cotangents, call.samples)
+        except CannotRunAgain as reason:
+            self._failed[call.layer] = str(reason)
+            raise
+        finally:
+            self._silent = False
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Be told when the gradient of ``parameter`` has been accumulated, once for each backward pass."""
+        if parameter in self._watched or not parameter.requires_grad or is_lazy(parameter):
+            return
+        self._watched.add(parameter)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self._after_accumulation()))
+
+    def _after_accumulation(self) -> Any:
+        def hook(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            if not self._silent:
+                self._accumulate(parameter)
+
+        return hook
+
+    def _accumulate(self, parameter: nn.Parameter) -> None:
+        arrived = self._arrived.pop(parameter, None)
+        if arrived is None or arrived.backward != _current_backward():
+            twice = parameter in self._differentiated_twice
+            self._differentiated_twice.discard(parameter)
+            self.mark_uncovered(parameter, _DIFFERENTIATED_TWICE if twice else "it is used outside of its own layer")
+            return
+        if arrived.fresh:
+            self.reset([parameter])
+        measured = self._measured.setdefault(parameter, _Measured())
+        reason = arrived.reason
+        if parameter in self._differentiated_twice:
+            self._differentiated_twice.discard(parameter)
+            reason = _DIFFERENTIATED_TWICE
+        elif arrived.outer in measured.passes:
+            reason = "it is used in more than one part with reentrant checkpoints"
+        elif any(parameter in call.accumulated for call in arrived.calls) and not arrived.fresh:
+            reason = (
+                "two backward passes went through the same forward pass: its samples' shares of both belong together"
+            )
+        for call in arrived.calls:
+            call.accumulated.add(parameter)
+        if reason is None:
+            try:
+                norms = self._norms(arrived, parameter.device)
+            except Uncovered as problem:
+                reason = str(problem)
+        if reason is not None:
+            self.mark_uncovered(parameter, reason)
+            return
+        measured.squared_norms.append(norms)
+        measured.passes.append(arrived.outer)
+        self._add_checksum(parameter, measured, arrived.shares)
+
+    def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
+        """Of the samples of all uses. Uses by different numbers of samples, where there may be, are by different samples."""
+        shares, may_be = arrived.shares, arrived.calls[0].samples
+        options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
+        sizes = sorted({share.samples for share in shares}) if len(shares) > 1 else []
+        if len(sizes) < 2 or not isinstance(may_be, Collection) or not set(sizes) <= set(may_be):
+            return squared_norms(shares, **options)
+        groups = [[share for share in shares if share.samples == size] for size in sizes]
+        return torch.cat([squared_norms(group, **options) for group in groups])
+
+    def _add_checksum(self, parameter: nn.Parameter, measured: _Measured, shares: Sequence[Contribution]) -> None:
+        if not self.check:
+            measured.checksum = None
+            return
+        if measured.checksum is None and len(measured.passes) > 1:
+            return  # earlier passes were not checked
+        left, right = self._signs(parameter)
+        with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
+            pairs = list(zip(left.unbind(1), right.unbind(1), strict=True))
+            total = torch.stack([torch.stack([share.projection(r, s) for r, s in pairs]) for share in shares]).sum(0)
+        measured.checksum = total if measured.checksum is None else measured.checksum + total
+
+    def _signs(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """r over the rows of the parameter and s over its columns, (rows, 4) and (columns, 4) of ±1, always the same."""
+        generator = torch.Generator().manual_seed(self._seed)
+        rows = parameter.shape[0] if parameter.ndim else 1
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        left, right = (
+            (torch.randint(0, 2, (size, 4), generator=generator) * 2 - 1).to(parameter.device, dtype)
+            for size in (rows, parameter.numel() // max(1, rows))
+        )
+        return left, right
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._projection_seed)
+        return self._generators[device]
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+@dataclass
+class _Again:
+    """What running a layer again needs: its outputs, (device, dtype, enabled) of autocast, and the random generators."""
+
+    outputs: Any
+    autocast: tuple[str, torch.dtype, bool]
+    random_state: RandomState | None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a layer. ``backward``: the pass within which it was made, by a checkpoint, or -1."""
+
+    layer: nn.Module
+    parameters: dict[str, nn.Parameter]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    samples: Samples
+    backward: int
+    again: _Again | None = None
+    projection: Projection | None = None
+    accumulated: set[nn.Parameter] = field(default_factory=set)
+
+
+@dataclass
+class _Arrived:
+    """What is known of a parameter's gradient before it is accumulated.
+
+    ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient was
+    None.
+    """
+
+    backward: int
+    outer: int
+    fresh: bool
+    calls: list[_Call] = field(default_factory=list)
+    shares: list[Contribution] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass
+class _Measured:
+    squared_norms: list[Tensor] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    checksum: Tensor | None = None
+
+
+def _current_backward() -> int:
+    """A number for the backward pass that is going on, rising from one to the next; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def _detached(value: Any, seen: dict[int, Tensor] | None = None, *, copy: bool = False) -> Any:
+    """``value`` with its tensors cut off from the graph, which would otherwise live as long as they.
+
+    What was one tensor in two places still is.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = value.detach().clone() if copy else value.detach()
+        return seen[id(value)]
+    return map_items(lambda item: _detached(item, seen, copy=copy), value)

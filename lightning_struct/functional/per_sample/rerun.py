@@ -1,0 +1,54 @@
+"""Running a layer once more from its recorded input, with the dropout masks of its forward pass.
+
+Whoever records a layer that :func:`draws_random_numbers` keeps the :func:`~.randomness.random_state` from before the call,
+and evaluates the layer's rule inside :func:`~.randomness.restored_random_state`; the rule checks that it got the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.functional.per_sample.contributions import Uncovered
+
+# Relative to the norm of the output. Another mask changes it by about the square root of the dropout probability; rounding,
+# also that of bfloat16 or TF32 over many steps, by less.
+_TOLERANCE = 0.05
+
+
+def draws_random_numbers(layer: nn.Module) -> bool:
+    """Whether an ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` or ``nn.MultiheadAttention`` has dropout inside that is active."""
+    return layer.training and float(layer.dropout) > 0  # type: ignore[arg-type]
+
+
+def check_rerun(recorded: Tensor, computed: Tensor) -> None:
+    """Compare the output of a layer with dropout inside, of any shape, with what was computed again.
+
+    Raises:
+        Uncovered: they differ by more than rounding.
+    """
+    norm = torch.linalg.vector_norm
+    recorded = recorded.to(computed.dtype)
+    if not norm(computed - recorded) <= _TOLERANCE * norm(recorded):
+        raise Uncovered(
+            "its dropout cannot be repeated: the random generators were not put back to their state before the call, the "
+            "kernel draws its own random numbers (as cuDNN's recurrent layers do), or the output was changed in place"
+        )
+
+
+def by_sample(sequences: Tensor, samples: int | None) -> Tensor:
+    """(n, k·T, features) from (k·n, T, features), where each k sequences in a row are one sample.
+
+    Args:
+        sequences: of one call of the layer.
+        samples: n; k is 1 if None.
+
+    Raises:
+        Uncovered: the number of sequences is no multiple of n.
+    """
+    number = sequences.shape[0]
+    if samples is None or samples == number:
+        return sequences
+    if number % samples:
+        raise Uncovered(f"it read {number} sequences, which is no multiple of {samples} samples")
+    return sequences.reshape(samples, -1, sequences.shape[2])

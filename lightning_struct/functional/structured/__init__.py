@@ -1,0 +1,1 @@
+"""Structured matrices: products with Krylov, Toeplitz-like and tridiagonal operators."""

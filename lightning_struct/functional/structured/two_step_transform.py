@@ -1,0 +1,108 @@
+"""Scaled Toeplitz-like products of few rows, by transforms in two steps.
+
+On CPUs torch plans each Fourier transform anew, which takes ten times as long as transforming one vector. A transform of
+length N = N₁N₂ as many of length N₁ and many of length N₂, with a multiplication between, needs short plans only: measured,
+14 µs in place of 91 for 4096 complex numbers. It leaves the spectrum in another order, which does not matter here.
+
+Convolutions are computed modulo z^N - i, where others transform 2N numbers: the two halves of a real vector are the real and
+the imaginary part of one of length N, and nothing that is needed wraps around.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TwoStepTransform:
+    """The transform modulo z^N - i.
+
+    Args:
+        twist: (N₁, 1, 1, N₂), the powers of the N-th root of i, which make z^N - 1 of it.
+        twiddles: (N₁, 1, 1, N₂), between the two steps.
+        inverse_twiddles: their conjugates, in memory: torch would make them at each use.
+    """
+
+    twist: Tensor
+    twiddles: Tensor
+    inverse_twiddles: Tensor
+
+    @staticmethod
+    def of(length: int, like: Tensor) -> TwoStepTransform:
+        """Of length N, in the dtype and on the device of ``like``."""
+        first = next(k for k in range(math.isqrt(length), 0, -1) if length % k == 0)
+        j = torch.arange(length, dtype=torch.float64)
+        products = torch.arange(first, dtype=torch.float64)[:, None] * torch.arange(length // first)
+        angles = (j * (0.5 * math.pi / length), products.flatten() * (-2 * math.pi / length))
+        twist, twiddles = (
+            torch.polar(torch.ones_like(j), angle).to(like.device, like.dtype.to_complex()).view(first, 1, 1, -1)
+            for angle in angles
+        )
+        return TwoStepTransform(twist, twiddles, twiddles.conj().resolve_conj())
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """N₁ and N₂."""
+        return self.twist.shape[0], self.twist.shape[3]
+
+    def forward(self, c: Tensor) -> Tensor:
+        """The spectrum of a vector that was multiplied by the twist, both (N₁, r, B, N₂)."""
+        return torch.fft.fft(torch.fft.fft(c, dim=0) * self.twiddles)
+
+    def inverse(self, hat: Tensor) -> Tensor:
+        """The vector of a spectrum, still multiplied by the twist."""
+        return torch.fft.ifft(torch.fft.ifft(hat) * self.inverse_twiddles, dim=0)
+
+
+@dataclass(frozen=True)
+class FewRowsProduct:
+    """x Mᵀ of the M of :func:`~lightning_struct.functional.structured.scaled_toeplitz.scaled_toeplitz_matmul`, for vectors of N = L/2.
+
+    Args:
+        transform: of length N.
+        g_hat: the spectra of g, (N₁, r, 1, N₂).
+        h_hat: the conjugates of those of h, (N₁, r, 1, N₂).
+        entry: (N₁, 1, 1, N₂), the weights of x and the twist.
+        middle: (N₁, 1, 1, N₂), ρ and the inverse twist.
+        exit: (N₁, 1, 1, N₂), the inverse twist and the weights of the convolutions.
+    """
+
+    transform: TwoStepTransform
+    g_hat: Tensor
+    h_hat: Tensor
+    entry: Tensor
+    middle: Tensor
+    exit: Tensor
+
+    @staticmethod
+    def of(g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor) -> FewRowsProduct:
+        """Of a square M of size N, whose generators g and h (r, N) are divided by a and b already."""
+        size = g.shape[1]
+        transform = TwoStepTransform.of(size, g)
+        first, second = transform.steps
+        inverse_twist = transform.twist.conj().resolve_conj()
+
+        def arranged(rows: Tensor) -> Tensor:
+            return rows.reshape(-1, first, second).transpose(0, 1)[:, :, None]
+
+        return FewRowsProduct(
+            transform,
+            transform.forward(arranged(g) * transform.twist),
+            transform.forward(arranged(h) * transform.twist).conj().resolve_conj(),
+            arranged(torch.complex(b, w * b)) * transform.twist,
+            arranged(middle) * inverse_twist,
+            arranged(torch.complex(a, -f * a)) * inverse_twist,
+        )
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """(B, N) of (B, N)."""
+        first, second = self.transform.steps
+        c = x.reshape(1, -1, first, second).movedim(2, 0) * self.entry
+        t = (self.transform.inverse(self.transform.forward(c) * self.h_hat) * self.middle).real * self.transform.twist
+        hats = self.transform.forward(t) * self.g_hat
+        z = self.transform.inverse(hats if hats.shape[1] == 1 else hats.sum(1, keepdim=True))
+        return (z * self.exit).real.movedim(0, 2).reshape(x.shape)

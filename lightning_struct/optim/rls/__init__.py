@@ -1,0 +1,5 @@
+"""RLS: recursive least squares as a layer-wise adaptive optimizer."""
+
+from lightning_struct.optim.rls.optimizer import RLS
+
+__all__ = ["RLS"]

@@ -1,0 +1,310 @@
+"""One matrix that RLS trains, with its biases: what its layers read in a step, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.collective import world_size
+from lightning_struct.functional.recursive_least_squares import (
+    FullInverse,
+    InverseAutocorrelation,
+    RankOneInverse,
+    SquareRootInverse,
+    gain,
+)
+
+Form: TypeAlias = Literal["full", "rank1"]
+
+# A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last place.
+_ROUNDING = 32.0
+
+
+class Bias(NamedTuple):
+    """``parameter[rows]``, which is added to the outputs of a matrix."""
+
+    parameter: nn.Parameter
+    rows: slice = slice(None)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its part of a tensor of the parameter's shape, a view."""
+        return tensor[self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """What one call of a layer multiplied by one weight: X, its rows, of each group.
+
+    Attributes:
+        block: the weight's.
+        total: (groups, n), the sum of the rows.
+        rows: their number in each group.
+        sequences: T is rows[0] / sequences; None if T = 1.
+        bias: the place among the block's biases of the one that was added; None without.
+        inputs: (rows, n), X itself, where the step may want it.
+    """
+
+    block: Block
+    total: Tensor
+    rows: tuple[int, ...]
+    sequences: int | None = None
+    bias: int | None = None
+    inputs: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Statistics:
+    """Sums over the uses of a block since the last step.
+
+    Attributes:
+        total: (groups, n); None before the first use.
+        counts: by group the rows, then the sequences, then by bias and group the rows to which it was added.
+        pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
+    """
+
+    groups: int
+    biases: int
+    total: Tensor | None = None
+    counts: list[float] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.pairs = None, []
+        self.counts = [0.0] * (self.groups * (1 + self.biases) + 1)
+
+    def add(self, use: Use, cotangent: Tensor | None, most_rows: float) -> None:
+        """Count one use, whose output has got this gradient; of more than ``most_rows`` rows no pairs are kept."""
+        self.total = use.total if self.total is None else self.total + use.total
+        for group, rows in enumerate(use.rows):
+            self.counts[group] += rows
+            if use.bias is not None:
+                self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
+        self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
+        if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
+            self.pairs = None
+            return
+        self.pairs.append((use.inputs, cotangent.reshape(len(use.inputs), -1)))
+        if sum(len(inputs) for inputs, _ in self.pairs) >= most_rows:
+            self.pairs = None
+
+    def mean(self) -> Tensor:
+        """x̄ of each group, (groups, n + biases), the biases' entries being the share of rows to which they are added."""
+        assert self.total is not None
+        rows = self.counts[: self.groups]
+        if len(set(rows)) == 1:
+            features = self.total / rows[0]
+        else:
+            features = torch.stack([total / number for total, number in zip(self.total, rows, strict=True)])
+        shares = [count / rows[i % self.groups] for i, count in enumerate(self.counts[self.groups + 1 :])]
+        if set(shares) <= {1.0}:
+            return nn.functional.pad(features, (0, self.biases), value=1.0)
+        constants = torch.tensor(shares, dtype=features.dtype, device=features.device)
+        return torch.cat([features, constants.view(self.biases, self.groups).t()], 1)
+
+    @property
+    def steps(self) -> float:
+        """T."""
+        return self.counts[0] / self.counts[self.groups]
+
+
+class Block:
+    """A weight that multiplies rows of inputs, as (groups, outputs, n), and the biases added to its products.
+
+    Args:
+        name: of the weight below the module.
+        weight: of shape (groups·outputs, ...), each group reading inputs of its own.
+        groups: see ``weight``.
+        form: of P.
+        forgetting: λ.
+    """
+
+    def __init__(self, name: str, weight: nn.Parameter, groups: int, form: Form, forgetting: float) -> None:
+        self.name, self.weight, self.groups, self.form, self.forgetting = name, weight, groups, form, forgetting
+        self.biases: list[Bias] = []
+        self.layers = 0
+        self.outputs = weight.shape[0] // groups
+        self.features = weight.numel() // weight.shape[0]
+        self.statistics = Statistics(groups, 0)
+        self._probe: Tensor | None = None
+
+    def add_layer(self, bias: Bias | None) -> None:
+        """A layer that uses the weight, with this bias."""
+        self.layers += 1
+        if bias is not None:
+            self.biases.append(bias)
+            self.statistics = Statistics(self.groups, len(self.biases))
+
+    @property
+    def size(self) -> int:
+        """d, the rows of P."""
+        return self.features + len(self.biases)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of P."""
+        numbers = self.size**2 if self.form == "full" else self.size + 1
+        return self.groups * numbers * self.weight.element_size()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weight and the biases, each once."""
+        return list(dict.fromkeys([self.weight, *(bias.parameter for bias in self.biases)]))
+
+    def bias_index(self, parameter: nn.Parameter | None) -> int | None:
+        """The place of a bias among those of the block; None if it is none of them."""
+        return next((i for i, bias in enumerate(self.biases) if bias.parameter is parameter), None)
+
+    @property
+    def most_rows(self) -> float:
+        """Of fewer rows r, (X P)ᵀ dZ takes fewer multiply-adds than (dZᵀ X) P."""
+        return self.outputs * self.size / (self.outputs + self.size)
+
+    def keeps_rows(self, inputs: Tensor) -> bool:
+        """Whether the step may want these rows (r, n) themselves, to multiply them by P before the cotangents.
+
+        Only on a CPU and in one process: whether they make up the gradient cannot be seen elsewhere without waiting for the
+        device, and the gradients of DDP are those of all processes.
+        """
+        return (
+            self.form == "full"
+            and self.layers == self.groups == 1
+            and len(inputs) < self.most_rows
+            and inputs.dtype == self.weight.dtype
+            and inputs.device.type == "cpu"
+            and world_size() == 1
+        )
+
+    def initial_state(self) -> dict[str, Any]:
+        """P₀ = I, as tensors by name, and the number of steps."""
+        if self.form == "rank1":
+            rank1 = RankOneInverse.identity(self.groups, self.size, self.weight.detach())
+            return {"steps": 0, "mean": rank1.mean, "mass": rank1.mass}
+        if self.forgetting < 1:
+            return {
+                "steps": 0,
+                "root": SquareRootInverse.identity(self.groups, self.size, self.weight.detach(), self.forgetting).root,
+            }
+        return {"steps": 0, "P": FullInverse.identity(self.groups, self.size, self.weight.detach()).matrix}
+
+    def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
+        """P of a state as :meth:`initial_state` made it."""
+        if self.form == "rank1":
+            return RankOneInverse(state["mean"], state["mass"], self.forgetting)
+        if self.forgetting < 1:
+            return SquareRootInverse(state["root"], self.forgetting)
+        return FullInverse(state["P"])
+
+    def step_(
+        self, state: dict[str, Any], mean: Tensor, *, ratio: float, scale: float | Tensor, momentum: float, l1: float
+    ) -> None:
+        """θ ← θ + ω with ω ← αω - (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
+
+        Args:
+            state: of :meth:`initial_state`; changed in place.
+            mean: x̄, (groups, d).
+            ratio: k.
+            scale: η, times the coefficient of clipping.
+            momentum: α.
+            l1: γ.
+        """
+        inverse, weight = self.inverse(state), ratio * self.statistics.steps
+        applied = inverse.apply(mean)
+        h = gain(mean, applied, weight, self.forgetting)
+        features, constants = self._features(self.weight.detach()), self._constants([b.parameter for b in self.biases])
+        if self.weight.grad is None:
+            features = features.clone()  # it is frozen: only the biases are written
+        if momentum:
+            if "velocity" not in state:
+                state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]
+            velocity = state["velocity"]
+            self._add_step_(velocity, momentum, inverse, -scale / h)
+            features.add_(velocity[0])
+            constants.add_(velocity[1])
+        else:
+            self._add_step_([features, constants], 1.0, inverse, -scale / h)
+        inverse.update_(mean, applied, h, weight)
+        if l1:
+            # The paper's equation 98 takes the signs before the step and the new P; taken here are those after it.
+            for part, shrinkage in zip(
+                (features, constants), inverse.multiply(features.sign(), constants.sign()), strict=True
+            ):
+                part.sub_(shrinkage, alpha=l1)
+        state["steps"] += 1
+        self._write(features, constants)
+
+    def _add_step_(
+        self, targets: Sequence[Tensor], beta: float, inverse: InverseAutocorrelation, factor: Tensor
+    ) -> None:
+        """targets ← beta targets + factor ∇ P, for weight and biases; ``factor`` is (groups,)."""
+        factor = factor[:, None, None]
+        few = self._few_rows()
+        if few is None:
+            weight, biases = self.weight.grad, [bias.parameter.grad for bias in self.biases]
+            features = self._features(torch.zeros_like(self.weight) if weight is None else weight)
+            for target, product in zip(targets, inverse.multiply(features, self._constants(biases)), strict=True):
+                target.mul_(beta).addcmul_(product, factor)
+            return
+        inputs, cotangents = few
+        ones = inputs.new_ones(1, inputs.shape[1], len(self.biases))
+        left = (cotangents * factor).mT
+        for target, product in zip(targets, inverse.multiply(inputs, ones), strict=True):
+            target.baddbmm_(left, product, beta=beta)
+
+    def _few_rows(self) -> tuple[Tensor, Tensor] | None:
+        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it up.
+
+        They do not where the weight is also used outside of its layer, as by a penalty in the loss. Whether they do is seen
+        from the product of both with one vector. Where the gradient was multiplied by a number afterwards, dZ is too.
+        """
+        pairs, weight = self.statistics.pairs, self.weight.grad
+        if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
+            return None
+        inputs, cotangents = (sides[0] if len(pairs) == 1 else torch.cat(sides) for sides in zip(*pairs, strict=True))
+        if self._probe is None or self._probe.device != weight.device:
+            self._probe = torch.randn(self.size, generator=torch.Generator().manual_seed(0), dtype=weight.dtype).to(
+                weight.device
+            )
+        features, constants = self._probe[: self.features], self._probe[self.features :]
+        gradient = self._features(weight)[0] @ features
+        for bias, value in zip(self.biases, constants, strict=True):
+            assert bias.parameter.grad is not None
+            gradient.addcmul_(bias.of(bias.parameter.grad), value)
+        rows = inputs @ features + constants.sum()
+        expected = cotangents.t() @ rows
+        squared = torch.dot(expected, expected)
+        multiple = torch.dot(expected, gradient) / squared.clamp(min=torch.finfo(squared.dtype).tiny)
+        norm = torch.linalg.vector_norm
+        rounding = _ROUNDING * torch.finfo(gradient.dtype).eps * multiple.abs() * norm(rows) * norm(cotangents)
+        if not norm(gradient - multiple * expected) <= rounding:
+            return None
+        return inputs[None], (cotangents * multiple)[None]
+
+    def _features(self, tensor: Tensor) -> Tensor:
+        """(groups, outputs, n) of a tensor of the weight's shape, a view where its strides allow one."""
+        return tensor.reshape(self.groups, self.outputs, self.features)
+
+    def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a copy."""
+        columns = [
+            self.weight.new_zeros(self.groups, self.outputs)
+            if tensor is None
+            else bias.of(tensor.detach()).reshape(self.groups, self.outputs)
+            for bias, tensor in zip(self.biases, tensors, strict=True)
+        ]
+        return torch.stack(columns, 2) if columns else self.weight.new_zeros(self.groups, self.outputs, 0)
+
+    def _write(self, features: Tensor, constants: Tensor) -> None:
+        weight = self.weight.detach()
+        if self.weight.grad is not None and features.data_ptr() != weight.data_ptr():
+            weight.copy_(features.view(weight.shape))
+        for bias, values in zip(self.biases, constants.unbind(2), strict=True):
+            if bias.parameter.grad is not None:
+                part = bias.of(bias.parameter.detach())
+                part.copy_(values.reshape(part.shape))

@@ -1,0 +1,492 @@
+"""RLS: recursive least squares as a layer-wise optimizer (Zhang et al., Algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
+
+from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.optim.rls.blocks import Bias, Block, Form
+from lightning_struct.optim.rls.layers import LayerType, layer_type
+from lightning_struct.optim.rls.memory import check_memory, summary_table
+from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
+
+AuxiliaryFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class RLS(torch.optim.Optimizer):
+    """Recursive least squares: the gradient of each layer is multiplied by the inverse P of what its inputs were so far.
+
+    .. code-block:: python
+
+        optimizer = RLS(model, momentum=0.5)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = (model(inputs) - targets).square().sum() / (2 * len(inputs))
+            loss.backward()
+            optimizer.step()
+
+    For each weight, with x̄ the mean of what it was multiplied by since the last step and T the mean length of sequences (1
+    but for recurrent layers)::
+
+        u = P x̄        h = λ + kT x̄·u        ω ← αω - (η/h) P ∇        θ ← θ + ω
+        P ← P/λ - kT/(λh) u uᵀ               θ ← θ - γ P sgn(θ)
+
+    Unlike Adam it depends on the scale of the loss: with all layers trained by RLS that is ½‖outputs - targets‖² averaged
+    over samples, which is not ``nn.MSELoss``. With cross-entropy leave the output layer to Adam::
+
+        RLS(model, exclude=[model.head], auxiliary=functools.partial(torch.optim.Adam, lr=1e-3))
+
+    It is an ordinary optimizer: in Lightning ``return RLS(self, auxiliary=...)`` from ``configure_optimizers``. What the
+    layers read is seen by hooks, in forward passes through which gradients come back; gradients and inputs add up until the
+    next step. Make it before a compiled module is first called. Under torch.distributed all processes take one step, by the
+    mean over all inputs and the gradients, which must be averaged already, as DDP does.
+
+    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, 1 at first, by which η is multiplied:
+    schedulers of the learning rate act on that. The groups of the auxiliary optimizer follow. ``state["rls"]`` has P, the
+    velocity and the number of steps of each weight by its name.
+
+    Args:
+        module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and the projections of
+            ``nn.MultiheadAttention`` are trained by RLS.
+        ratio: k > 0.
+        forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
+            :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
+        gradient_scale: η > 0, or a dict of it by the names of modules, for all layers below them (the longest name counts,
+            1 where there is none).
+        momentum: α in [0, 1).
+        l1: γ >= 0; each step takes about twice as long with it.
+        max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is larger.
+            The gradients of layers that RLS trains stay as they are, only their step is scaled.
+        form: of P: ``"full"``, d² numbers for d inputs, or ``"rank1"``, d of them.
+        max_size: P of layers with more inputs than this has the rank-1 form.
+        exclude: modules, or their names, that are left to ``auxiliary`` with all that is below them.
+        auxiliary: makes the optimizer of all other parameters from their list.
+
+    Raises:
+        ValueError: an argument out of range; a name in ``exclude`` or ``gradient_scale`` that is none; parameters that
+            nobody trains; weights that are neither float32 nor float64, or not initialised yet; nothing to train.
+        MemoryError: the matrices P do not fit into the memory that is free.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        ratio: float = 0.1,
+        forgetting: float = 1.0,
+        gradient_scale: float | Mapping[str, float] = 1.0,
+        momentum: float = 0.0,
+        l1: float = 0.0,
+        max_grad_norm: float | None = None,
+        form: Form = "full",
+        max_size: int | None = None,
+        exclude: Sequence[str | nn.Module] = (),
+        auxiliary: AuxiliaryFactory | None = None,
+    ) -> None:
+        _check_range("ratio", ratio, ratio > 0, "> 0")
+        _check_range("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
+        for scale in gradient_scale.values() if isinstance(gradient_scale, Mapping) else [gradient_scale]:
+            _check_range("gradient_scale", scale, scale > 0, "> 0")
+        _check_range("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        _check_range("l1", l1, l1 >= 0, ">= 0")
+        if max_grad_norm is not None:
+            _check_range("max_grad_norm", max_grad_norm, max_grad_norm > 0, "> 0, or None")
+        if max_size is not None:
+            _check_range("max_size", max_size, max_size >= 0, ">= 0, or None")
+        if form not in ("full", "rank1"):
+            raise ValueError(f"form must be 'full' or 'rank1', got {form!r}")
+
+        self.module = module
+        self.max_grad_norm = max_grad_norm
+        excluded = _excluded_modules(module, exclude)
+        layers = _layers_to_train(module, excluded)
+        of_layers = _make_blocks(layers, excluded, forgetting)
+        self._blocks = list(dict.fromkeys(block for blocks in of_layers.values() for block in blocks.values()))
+        if not self._blocks:
+            raise ValueError(
+                f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to train"
+            )
+        for block in self._blocks:
+            if form == "rank1" or (max_size is not None and block.size > max_size):
+                block.form = "rank1"
+        check_memory(self._blocks)
+
+        scales = _gradient_scales(gradient_scale, self._blocks, {n for n, _ in _named_modules(module)})
+        groups: dict[float, dict[str, Any]] = {}
+        self._group_of: list[int] = []
+        seen: set[nn.Parameter] = set()
+        for block, scale in zip(self._blocks, scales, strict=True):
+            group = groups.setdefault(scale, {"params": [], "gradient_scale": scale})
+            group["params"] += [p for p in block.parameters if p not in seen]
+            seen.update(block.parameters)
+            self._group_of.append(list(groups).index(scale))
+        self._groups = len(groups)
+        rest = {n: p for n, p in module.named_parameters() if p.requires_grad and p not in seen}
+        if rest and auxiliary is None:
+            raise ValueError(
+                f"RLS does not train {', '.join(map(_plain, rest))}: give auxiliary=functools.partial(torch.optim.Adam, "
+                "lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
+            )
+        super().__init__(
+            list(groups.values()),
+            {"lr": 1.0, "gradient_scale": 1.0, "ratio": ratio, "momentum": momentum, "l1": l1},
+        )
+        self._auxiliary = auxiliary(list(rest.values())) if rest and auxiliary is not None else None
+        self._share_groups()
+        self._recorder = InputRecorder(
+            {layer: (kind, of_layers[layer]) for _, layer, kind in layers if of_layers[layer]}
+        )
+
+    def summary(self) -> str:
+        """A table of the trained weights, with the form and size of P and the memory that it takes."""
+        return summary_table(self._blocks)
+
+    def remove_hooks(self) -> None:
+        """Take the hooks of the layers away, when the training is done. They go too when the optimizer is deleted."""
+        self._recorder.remove()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and what the layers read on their way."""
+        super().zero_grad(set_to_none)
+        for block in self._blocks:
+            block.statistics.reset()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every layer that has a gradient, and of the auxiliary optimizer.
+
+        Args:
+            closure: called once before, with gradients enabled.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen; named
+                are the step and the weights. Nothing has changed but the gradients' clipping.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        with without_autocast(self._blocks[0].weight.device.type):
+            coefficient = self._step_blocks()
+        if self._auxiliary is not None:
+            if self.max_grad_norm is not None:
+                for gradient in self._gradients(self._auxiliary.param_groups):
+                    gradient.mul_(coefficient)
+            self._auxiliary.step()
+        return result
+
+    def _step_blocks(self) -> Tensor | float:
+        """Step what RLS trains; returned is the coefficient of clipping."""
+        if world_size() > 1:
+            self._reduce_statistics()
+        means = {block: block.statistics.mean() for block in self._blocks if self._takes_part(block)}
+        coefficient = self._checked_clip_coefficient(means)
+        for block, index in zip(self._blocks, self._group_of, strict=True):
+            if block in means:
+                group = self.param_groups[index]
+                block.step_(
+                    self._state_of(block),
+                    means[block],
+                    ratio=group["ratio"],
+                    scale=group["gradient_scale"] * group["lr"] * coefficient,
+                    momentum=group["momentum"],
+                    l1=group["l1"],
+                )
+            block.statistics.reset()
+        return coefficient
+
+    # --- the parts of a step -----------------------------------------------------------------------------------------
+
+    def _reduce_statistics(self) -> None:
+        """Sums and counts of all blocks over processes, by one collective."""
+        dtype = max((block.weight.dtype for block in self._blocks), key=lambda dtype: dtype.itemsize)
+        device = self._blocks[0].weight.device
+        totals = [
+            block.weight.new_zeros(block.groups * block.features)
+            if block.statistics.total is None
+            else block.statistics.total.flatten()
+            for block in self._blocks
+        ]
+        counts = [count for block in self._blocks for count in block.statistics.counts]
+        flat = torch.cat(
+            [*(total.to(device, dtype) for total in totals), torch.tensor(counts, dtype=dtype, device=device)]
+        )
+        parts = list(all_reduce(flat).split([*(len(total) for total in totals), len(counts)]))
+        numbers = iter(parts.pop().tolist())
+        for block, total in zip(self._blocks, parts, strict=True):
+            statistics = block.statistics
+            statistics.counts = [next(numbers) for _ in statistics.counts]
+            statistics.total = total.to(block.weight).view(block.groups, -1) if statistics.counts[0] else None
+            statistics.pairs = None  # of this process alone
+
+    def _takes_part(self, block: Block) -> bool:
+        """Whether the step changes a block: its layers were called, and a gradient came back."""
+        gradients = [parameter.grad for parameter in block.parameters if parameter.grad is not None]
+        if not gradients or block.statistics.total is not None:
+            return bool(gradients)
+        if not any(gradient.any() for gradient in gradients):  # filled with zeros, and nobody called it
+            return False
+        step = self._steps(block) + 1
+        self._forget_statistics()
+        raise ValueError(
+            f"RLS step {step}: {block.name} has a gradient, but its layer was not seen to read anything since the last step. "
+            "Either its weight is used without calling the layer, or a compiled module was called before RLS was made, or "
+            "the hooks were removed: call the layer, make RLS first, or exclude the layer"
+        )
+
+    def _checked_clip_coefficient(self, means: Mapping[Block, Tensor]) -> Tensor | float:
+        """What the gradients are to be multiplied by, after a look at whether all is finite: the step's only wait."""
+        gradients = list(self._gradients(self.param_groups))
+        if not gradients:
+            return 1.0
+        norm = get_total_norm(gradients)
+        if not torch.isfinite(norm + get_total_norm(list(means.values())).to(norm)):
+            self._raise_not_finite(means)
+        if self.max_grad_norm is None:
+            return 1.0
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _raise_not_finite(self, means: Mapping[Block, Tensor]) -> None:
+        names = {parameter: _plain(name) for name, parameter in self.module.named_parameters()}
+        wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
+        wrong += [f"the inputs of {block.name}" for block, mean in means.items() if not mean.isfinite().all()]
+        step = 1 + max((self._steps(block) for block in means), default=0)
+        self._forget_statistics()
+        raise ValueError(
+            f"RLS step {step}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'}; no weight and no P was "
+            "changed. Look at the loss and the data of this batch; lower gradient_scale, or set max_grad_norm"
+        )
+
+    def _forget_statistics(self) -> None:
+        for block in self._blocks:
+            block.statistics.reset()
+
+    def _gradients(self, groups: list[dict[str, Any]]) -> Iterator[Tensor]:
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield parameter.grad
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def _state_of(self, block: Block) -> dict[str, Any]:
+        """P, velocity and number of steps of a block. Under a string key: torch casts what is stored under a parameter."""
+        states = self.state.setdefault("rls", {})  # type: ignore[call-overload]
+        if not states:
+            check_memory(self._blocks)  # the module may have moved to another device since
+        if block.name not in states:
+            states[block.name] = block.initial_state()
+        return states[block.name]
+
+    def _steps(self, block: Block) -> int:
+        return self.state.get("rls", {}).get(block.name, {}).get("steps", 0)  # type: ignore[call-overload]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer, with that of the auxiliary one under ``"auxiliary"``."""
+        state = super().state_dict()
+        if self._auxiliary is not None:
+            state["auxiliary"] = self._auxiliary.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, exactly: P in the precision in which it was, counters as integers.
+
+        Raises:
+            ValueError: it is of other layers, forms of P or parameter groups.
+        """
+        saved = state_dict["state"].get("rls", {})
+        for block in self._blocks:
+            _check_state(block, saved.get(block.name, {}))
+        if unknown := saved.keys() - {block.name for block in self._blocks}:
+            raise ValueError(
+                f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not"
+            )
+        if ("auxiliary" in state_dict) != (self._auxiliary is not None):
+            raise ValueError(
+                "the state is of an RLS with an auxiliary optimizer, and this one has none, or the reverse"
+            )
+        auxiliary = state_dict.get("auxiliary")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "auxiliary"})
+        if self._auxiliary is not None:
+            assert auxiliary is not None
+            self._auxiliary.load_state_dict(auxiliary)
+        self._share_groups()
+        # Torch takes over what is under a string key as it is, the tensors of the caller.
+        if saved:
+            devices = {block.name: block.weight.device for block in self._blocks}
+            self.state["rls"] = {name: _on_device(state, devices[name]) for name, state in saved.items()}  # type: ignore[index]
+
+    def _share_groups(self) -> None:
+        """The auxiliary optimizer's groups are the last of this one's: whoever changes one changes both."""
+        if self._auxiliary is not None:
+            self.param_groups[self._groups :] = self._auxiliary.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The groups are those of the layers.
+
+        Raises:
+            ValueError: another group.
+        """
+        if hasattr(self, "_recorder"):
+            raise ValueError(
+                "RLS takes the parameters of its module when it is made: make it when all that it shall train requires "
+                "gradients"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but torch's hooks: a copy together with its module goes on as the original would."""
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "step" and not name.startswith("_optimizer_")  # a scheduler puts its own step there
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_auxiliary" in state:
+            self._share_groups()
+
+
+def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
+    if not (holds and math.isfinite(value)):
+        raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def _plain(name: str) -> str:
+    """A name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules():
+        if not isinstance(getattr(child, "_orig_mod", None), nn.Module):  # a wrapper of torch.compile
+            yield _plain(name + ".")[:-1], child
+
+
+def _excluded_modules(module: nn.Module, exclude: Sequence[str | nn.Module]) -> set[nn.Module]:
+    """All modules that are named, and those below them."""
+    if isinstance(exclude, str | nn.Module):
+        exclude = [exclude]
+    by_name = dict(_named_modules(module))
+    excluded: set[nn.Module] = set()
+    for item in exclude:
+        found = by_name.get(_plain(item)) if isinstance(item, str) else item
+        if found is None or not any(found is child for child in module.modules()):
+            what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
+            raise ValueError(f"exclude has {what}, which is no module of {type(module).__name__}")
+        excluded.update(found.modules())
+    return excluded
+
+
+def _layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[str, nn.Module, LayerType]]:
+    layers = []
+    attention = {
+        child.out_proj for child in module.modules() if isinstance(child, nn.MultiheadAttention) and layer_type(child)
+    }  # never called as a module
+    for name, layer in _named_modules(module):
+        if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
+            raise ValueError(
+                f"{name or 'the module'} ({type(layer).__name__}) has no shape yet: call the module once before making RLS"
+            )
+        kind = layer_type(layer)
+        if kind is not None and layer not in excluded and layer not in attention:
+            layers.append((name, layer, kind))
+    return layers
+
+
+def _make_blocks(
+    layers: list[tuple[str, nn.Module, LayerType]], excluded: set[nn.Module], forgetting: float
+) -> dict[nn.Module, dict[str, Block]]:
+    """The blocks of each layer by the names of its weights: one for each weight that is trained, however many use it."""
+    left_alone = {parameter for module in excluded for parameter in module.parameters(recurse=False)}
+    of_weight: dict[nn.Parameter, Block] = {}
+    taken: set[tuple[nn.Parameter, int | None]] = set()
+    of_layers: dict[nn.Module, dict[str, Block]] = {}
+    for name, layer, kind in layers:
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+
+        def trained(
+            parameter_name: str | None, parameters: Mapping[str, nn.Parameter] = parameters
+        ) -> nn.Parameter | None:
+            parameter = None if parameter_name is None else parameters.get(parameter_name)
+            return None if parameter is None or not parameter.requires_grad or parameter in left_alone else parameter
+
+        of_layers[layer] = {}
+        for matrix in kind.matrices(layer):
+            weight, bias = trained(matrix.weight), trained(matrix.bias)
+            if weight is None:
+                continue
+            full_name = f"{name}.{matrix.weight}" if name else matrix.weight
+            if weight.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"RLS needs weights in float32 or float64, but {full_name} is {weight.dtype}; for lower precision keep "
+                    "float32 weights and use autocast to bfloat16 (bf16-mixed)"
+                )
+            block = of_weight.setdefault(weight, Block(full_name, weight, matrix.groups, "full", forgetting))
+            if block.groups != matrix.groups:
+                raise ValueError(
+                    f"{full_name} is the weight of layers with {block.groups} and with {matrix.groups} groups: exclude one"
+                )
+            part = None if bias is None else Bias(bias, matrix.bias_rows)
+            if part is None or (part.parameter, part.rows.start) in taken:
+                block.add_layer(None)
+            else:
+                taken.add((part.parameter, part.rows.start))
+                block.add_layer(part)
+            of_layers[layer][matrix.weight] = block
+    return of_layers
+
+
+def _gradient_scales(scale: float | Mapping[str, float], blocks: list[Block], modules: Collection[str]) -> list[float]:
+    """η of each block."""
+    if not isinstance(scale, Mapping):
+        return [float(scale)] * len(blocks)
+    by_name = {_plain(name): float(value) for name, value in scale.items()}
+    if unknown := by_name.keys() - set(modules):
+        raise ValueError(f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are no modules")
+    scales = []
+    for block in blocks:
+        parts = block.name.split(".")
+        above = [".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1)]
+        scales.append(next((by_name[name] for name in above if name in by_name), 1.0))
+    return scales
+
+
+def _check_state(block: Block, state: Mapping[str, Any]) -> None:
+    """Raise unless a state is one of this block, or empty."""
+    groups, d = block.groups, block.size
+    shapes = {"P": (groups, d, d), "root": (groups, d, d), "mean": (groups, d), "mass": (groups,)}
+    name = "mean" if block.form == "rank1" else "root" if block.forgetting < 1 else "P"
+    if not state:
+        return
+    if name not in state:
+        raise ValueError(
+            f"the state of {block.name} is of another form of P than {block.form!r} with forgetting={block.forgetting}"
+        )
+    if tuple(state[name].shape) != shapes[name]:
+        raise ValueError(
+            f"the state of {block.name} has P of shape {tuple(state[name].shape)}, expected {shapes[name]}"
+        )
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """A copy, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {name: _on_device(item, device) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_on_device(item, device) for item in value]
+    return copy.copy(value)

@@ -1,0 +1,136 @@
+"""Hooks that tell RLS what the layers read, of the calls through which a gradient comes back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_struct.functional.per_sample.rules import tensors_in
+from lightning_struct.optim.rls.blocks import Block
+from lightning_struct.optim.rls.layers import LayerType
+
+
+class InputRecorder:
+    """Adds up, in the blocks' statistics, the inputs of each call of a layer whose output gets a gradient.
+
+    A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer that
+    is unpickled, keeps a hook that does nothing.
+
+    Args:
+        layers: the type and the blocks, by the names of the weights, of each layer to be hooked.
+    """
+
+    def __init__(self, layers: Mapping[nn.Module, tuple[LayerType, Mapping[str, Block]]]) -> None:
+        self._layers = layers
+        self._handles: list[RemovableHandle] = []
+        self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
+        self.attach()
+
+    def attach(self) -> None:
+        """Hook the layers; before other hooks, which may replace an output."""
+        # A compiled graph is broken at each layer: what is recorded must not become part of it.
+        self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
+        for layer, (kind, _) in self._layers.items():
+            if kind.watch is not None:
+                watching = _Hook(self, InputRecorder.watch)
+                self._handles.append(layer.register_forward_pre_hook(watching, with_kwargs=True))
+            recording = _Hook(self, InputRecorder.record)
+            self._handles.append(
+                layer.register_forward_hook(recording, prepend=True, with_kwargs=True, always_call=True)
+            )
+        weakref.finalize(self, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        _remove(self._handles)
+
+    def __contains__(self, layer: nn.Module) -> bool:
+        return layer in self._layers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_layers": self._layers, "attached": bool(self._handles)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._layers, self._handles, self._watched = state["_layers"], [], {}
+        if state["attached"]:
+            self.attach()
+
+    def watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put a call of a layer under what its type needs."""
+        kind = self._layers[layer][0]
+        assert kind.watch is not None
+        if torch.is_grad_enabled() and (watched := kind.watch(layer)) is not None:
+            watched.__enter__()
+            self._watched[layer] = watched
+
+    def record(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Note a call of a layer."""
+        watched = self._watched.pop(layer, None)
+        if watched is not None:
+            watched.__exit__(None, None, None)
+        if torch.is_grad_enabled():
+            self._record_outside_of_graphs(layer, args, kwargs, outputs, watched)
+
+    def _record(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, watched: Any
+    ) -> None:
+        kind, blocks = self._layers[layer]
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        if not tensors or not any(p.requires_grad for block in blocks.values() for p in block.parameters):
+            return
+        device = tensors[0].device.type
+        with torch.no_grad(), without_autocast(device):
+            uses = kind.read(layer, blocks, args, kwargs, outputs, watched)
+
+        alone = len(tensors) == 1  # the hook must not hold the tensors that hold it
+
+        def arrive(cotangent: Tensor) -> None:
+            with torch.no_grad():
+                for use in uses:
+                    use.block.statistics.add(use, cotangent.detach() if alone else None, use.block.most_rows)
+
+        if alone:
+            tensors[0].register_hook(arrive)
+        else:
+            register_multi_grad_hook(tensors, arrive, mode="any")
+
+
+class _Hook:
+    """A forward hook that does not keep its recorder alive and is left behind when a module is copied or pickled."""
+
+    def __init__(self, recorder: InputRecorder, method: Callable[..., None]) -> None:
+        self._recorder, self._method = weakref.ref(recorder), method
+
+    def __call__(self, layer: nn.Module, *call: Any) -> None:
+        recorder = self._recorder()
+        if recorder is not None and layer in recorder:
+            self._method(recorder, layer, *call)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
+
+
+def _left_behind() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*call: Any) -> None:
+    """The hook of a copied layer."""
+
+
+def without_autocast(device: str) -> Any:
+    """A context in which products keep the precision of their factors."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

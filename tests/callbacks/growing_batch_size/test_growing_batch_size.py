@@ -1,0 +1,423 @@
+import math
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_struct import GrowingBatchSize, ValidationMeritStopping
+from lightning_struct.callbacks.growing_batch_size import next_batch_size
+from lightning_struct.data import DrawLoader, IndependentDraws
+from lightning_struct.functional import required_batch_size
+from lightning_struct.strategies import GradientStatistics
+from tests.strategies.helpers import (
+    Network,
+    SHFNetwork,
+    draw_loader,
+    make_trainer,
+    regression_data,
+    validation_loader,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SIZES = st.integers(1, 10_000)
+VALUES = st.floats(-1e6, 1e6)
+
+
+class ScriptedNetwork(Network):
+    """Reports gradient statistics of a script, and remembers the sizes of its batches."""
+
+    def __init__(self, variances=(), squared_norm=1.0, validation_values=(), val_losses=()):
+        super().__init__()
+        self.variances, self.squared_norm, self.validation_values = variances, squared_norm, validation_values
+        self.val_losses = iter(val_losses)
+        self.sizes = []
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch[0]))
+        return self(batch[0]).square().mean()
+
+    def gradient_statistics(self):
+        if not self.sizes:
+            return None
+        step = len(self.sizes) - 1
+        value = self.validation_values[step] if self.validation_values else None
+        variance = self.variances[step] if self.variances else 0.0
+        return GradientStatistics(self.sizes[-1], variance, self.squared_norm, value)
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            self.log("val_loss", next(self.val_losses))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(tmp_path, module, callback, loader=None, validation=None, **options):
+    trainer = make_trainer(tmp_path, callbacks=[callback], **({"max_epochs": 1, "num_sanity_val_steps": 0} | options))
+    loader = draw_loader(batch_size=10, draws=12) if loader is None else loader
+    trainer.fit(module, loader, validation)
+    return trainer
+
+
+# The decision
+
+
+def test_the_batch_grows_to_the_mean_of_the_last_predictions():
+    assert next_batch_size(10, [1000, 10, 20, 30, 40, 51], [], max_batch_size=100) == 31
+
+
+def test_there_is_no_decision_within_the_first_window():
+    assert next_batch_size(10, [50] * 5, [1.0] * 6, max_batch_size=100) == 10
+
+
+def test_smaller_predictions_do_not_shrink_the_batch():
+    assert next_batch_size(10, [1] * 6, [], max_batch_size=100) == 10
+
+
+def test_predictions_are_cut_at_the_limit():
+    assert next_batch_size(10, [500] * 6, [], max_batch_size=100) == 100
+
+
+def test_a_stalling_validation_lets_the_batch_grow_by_the_factor():
+    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=500) == 201
+
+
+def test_a_small_batch_grows_by_one_sample_at_least():
+    assert next_batch_size(10, [1] * 6, [1.0] * 6, max_batch_size=500) == 11
+
+
+def test_validation_that_rises_stalls():
+    assert next_batch_size(200, [1] * 6, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], max_batch_size=500) == 201
+
+
+def test_validation_that_falls_enough_does_not_stall():
+    assert next_batch_size(200, [1] * 6, [1.006, 1, 1, 1, 1, 1.0], max_batch_size=500) == 200
+
+
+def test_validation_is_compared_with_five_checks_before():
+    assert next_batch_size(200, [1] * 6, [2.0, 1.0, 1.0, 1.0, 1.0, 1.0], max_batch_size=500) == 200
+
+
+def test_validation_of_too_few_checks_does_not_stall():
+    assert next_batch_size(200, [1] * 6, [1.0] * 5, max_batch_size=500) == 200
+
+
+def test_validation_at_zero_does_not_stall_on_its_way_there():
+    assert next_batch_size(200, [1] * 6, [1.0, 0, 0, 0, 0, 0.0], max_batch_size=500) == 200
+
+
+def test_negative_values_stall_too():
+    assert next_batch_size(200, [1] * 6, [-1.0] * 6, max_batch_size=500) == 201
+
+
+def test_a_batch_above_the_limit_stays():
+    assert next_batch_size(200, [500] * 6, [], max_batch_size=100) == 200
+
+
+def test_growth_by_validation_is_cut_at_the_limit():
+    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=210, growth=1.5) == 210
+
+
+@given(SIZES, st.lists(SIZES, max_size=8), st.lists(VALUES, max_size=8), SIZES, st.integers(1, 6))
+def test_the_size_never_falls_nor_passes_the_limit(size, predictions, values, limit, window):
+    decided = next_batch_size(size, predictions, values, max_batch_size=limit, window=window)
+    assert size <= decided <= max(size, limit)
+
+
+@given(SIZES, st.lists(SIZES, min_size=6, max_size=6), st.lists(VALUES, max_size=8), SIZES)
+def test_larger_predictions_never_give_a_smaller_batch(size, predictions, values, more):
+    large = next_batch_size(size, [p + more for p in predictions], [], max_batch_size=100_000)
+    assert large >= next_batch_size(size, predictions, [], max_batch_size=100_000)
+
+
+@given(SIZES, st.lists(SIZES, min_size=6, max_size=6), st.lists(VALUES, min_size=6, max_size=6), SIZES)
+def test_algorithm_1_to_the_letter(size, predictions, values, limit):
+    average = math.ceil(sum(predictions[1:]) / 5)
+    if average > size:
+        expected = min(average, limit)
+    elif values[5] > 0 and (values[0] - values[5]) / values[5] < 0.005:
+        expected = min(math.ceil(1.005 * size), limit)
+    elif values[5] > 0:
+        expected = size
+    else:
+        return  # the paper's losses are positive
+    assert next_batch_size(size, predictions, values, max_batch_size=limit) == max(size, expected)
+
+
+# The callback
+
+
+def test_batches_grow_by_the_norm_test(tmp_path):
+    module = ScriptedNetwork(variances=[0.25 * 30] * 12)
+    fit(tmp_path, module, GrowingBatchSize())
+    predicted = required_batch_size(7.5, 1.0, 60, 0.5)
+    assert 10 < predicted < 60 and module.sizes == [10] * 6 + [predicted] * 6
+
+
+def test_batches_grow_to_the_whole_data_set_at_most(tmp_path):
+    module = ScriptedNetwork(variances=[1.0] * 12, squared_norm=0.0)
+    fit(tmp_path, module, GrowingBatchSize())
+    assert module.sizes[-1] == 60
+
+
+def test_a_limit_above_the_data_set_is_that_of_the_data_set(tmp_path):
+    module = ScriptedNetwork(validation_values=[1.0] * 12)
+    fit(tmp_path, module, GrowingBatchSize(max_batch_size=1000, growth=3.0))
+    assert module.sizes == [10] * 6 + [30] + [60] * 5
+
+
+def test_theta_is_that_of_the_norm_test(tmp_path):
+    module = ScriptedNetwork(variances=[7.5] * 12)
+    fit(tmp_path, module, GrowingBatchSize(theta=0.3))
+    assert module.sizes[-1] == required_batch_size(7.5, 1.0, 60, 0.3)
+
+
+def test_without_both_rules_the_batch_grows_by_the_factor_in_each_step(tmp_path):
+    module = ScriptedNetwork(variances=[None] * 12)  # as under batch normalisation
+    callback = GrowingBatchSize(theta=math.inf, validation_threshold=math.inf, growth=1.5)
+    fit(tmp_path, module, callback)
+    assert module.sizes == [10] * 6 + [15, 23, 35, 53, 60, 60]
+    assert {record["batch_size_predicted"] for record in callback.records} == {1}
+
+
+def test_without_the_norm_test_no_bound_is_drawn(tmp_path):
+    callback = GrowingBatchSize(theta=math.inf)
+    fit(tmp_path, ScriptedNetwork([7.5] * 3), callback, draw_loader(10, draws=3))
+    _, (_, ratio) = callback.plot()
+    assert len(ratio.lines) == 1
+
+
+def test_validation_values_in_the_statistics_are_checked_in_each_step(tmp_path):
+    module = ScriptedNetwork(validation_values=[1.0] * 12)
+    fit(tmp_path, module, GrowingBatchSize())
+    assert module.sizes == [10] * 6 + [11, 12, 13, 14, 15, 16]
+
+
+def test_a_monitored_metric_is_checked_once_for_each_validation(tmp_path):
+    module = ScriptedNetwork(val_losses=[1.0] * 10)
+    callback = GrowingBatchSize(validation_monitor="val_loss", window=2)
+    fit(tmp_path, module, callback, draw_loader(10, draws=3), validation_loader(8), max_epochs=5)
+    assert module.sizes == [10] * 10 + [11, 11, 11] + [12, 12]
+
+
+def test_a_decision_falls_every_so_many_steps(tmp_path):
+    module = ScriptedNetwork(validation_values=[1.0] * 12)
+    fit(tmp_path, module, GrowingBatchSize(window=2, every_n_steps=3))
+    assert module.sizes == [10] * 9 + [11, 11, 11]
+
+
+def test_a_window_can_be_set(tmp_path):
+    module = ScriptedNetwork(variances=[7.5] * 12)
+    fit(tmp_path, module, GrowingBatchSize(window=2))
+    assert module.sizes[:4] == [10, 10, 10, required_batch_size(7.5, 1.0, 60, 0.5)]
+
+
+def test_batches_without_a_step_are_no_checks(tmp_path):
+    module, callback = ScriptedNetwork(variances=[7.5] * 12), GrowingBatchSize()
+    fit(tmp_path, module, callback, accumulate_grad_batches=4)
+    assert len(callback.records) == 3
+
+
+def test_another_rule_can_be_put_in_place(tmp_path):
+    class Doubling(GrowingBatchSize):
+        def decide(self, batch_size):
+            return min(2 * batch_size, 40)
+
+    module = ScriptedNetwork()
+    fit(tmp_path, module, Doubling(), draw_loader(10, draws=4))
+    assert module.sizes == [10, 20, 40, 40]
+
+
+def test_shf_grows_its_batches_as_algorithm_1_says(tmp_path):
+    module = SHFNetwork()
+    callbacks = [GrowingBatchSize(max_batch_size=40), ValidationMeritStopping()]
+    make_trainer(tmp_path, callbacks=callbacks, max_epochs=3).fit(module, draw_loader(), validation_loader())
+    reports = module.reports
+    predictions = [required_batch_size(r.gradient_variance, r.gradient_norm**2, 60, 0.5) for r in reports]
+    sizes = [12]
+    for i in range(len(reports) - 1):
+        merits = [r.merit for r in reports[: i + 1]]
+        sizes.append(next_batch_size(sizes[-1], predictions[: i + 1], merits, max_batch_size=40))
+    assert [r.batch_size for r in reports] == sizes and sizes[-1] == 40
+
+
+def test_shf_grows_the_batches_of_an_ordinary_loader(tmp_path):
+    module = SHFNetwork()
+    loader = DataLoader(regression_data(), batch_size=4, shuffle=True)
+    make_trainer(tmp_path, callbacks=[GrowingBatchSize(max_batch_size=30)], max_epochs=2).fit(module, loader)
+    sizes = [report.batch_size for report in module.reports]
+    assert sizes[0] == 4 and max(sizes) > 20 and sum(sizes) == 120
+
+
+def test_a_batch_shrinks_where_it_may():
+    assert next_batch_size(50, [20] * 6, [], max_batch_size=100, allow_shrinking=True) == 20
+
+
+def test_a_batch_does_not_shrink_below_two():
+    assert next_batch_size(50, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 2
+
+
+def test_the_validation_rule_comes_before_shrinking():
+    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=500, allow_shrinking=True) == 201
+
+
+# What is logged, drawn and saved
+
+
+def test_sizes_and_variance_are_logged_for_a_module_that_does_not(tmp_path):
+    module = ScriptedNetwork(variances=[7.5])
+    trainer = fit(tmp_path, module, GrowingBatchSize(), draw_loader(10, draws=1))
+    predicted = required_batch_size(7.5, 1.0, 60, 0.5)
+    logged = {name: value.item() for name, value in trainer.logged_metrics.items()}
+    assert logged == {"batch_size": 10, "batch_size_predicted": predicted, "gradient_variance": 7.5}
+
+
+def test_the_prediction_logged_for_shf_is_that_of_the_callback(tmp_path):
+    module, callback = SHFNetwork(), GrowingBatchSize(theta=0.2)
+    trainer = fit(tmp_path, module, callback, draw_loader(draws=1))
+    assert trainer.logged_metrics["batch_size_predicted"] == callback.predictions[-1]
+    assert callback.predictions[-1] != module.reports[-1].predicted_batch_size
+
+
+def test_records_tell_of_each_check(tmp_path):
+    callback = GrowingBatchSize()
+    fit(tmp_path, ScriptedNetwork([7.5, 5.0], validation_values=[2.0, 1.0]), callback, draw_loader(10, draws=2))
+    assert callback.records[1] == {
+        "samples": 20,
+        "batch_size": 10,
+        "batch_size_predicted": required_batch_size(5.0, 1.0, 60, 0.5),
+        "variance_ratio": 0.5,
+        "validation_value": 1.0,
+    }
+
+
+def test_plot_has_a_panel_for_what_was_recorded(tmp_path):
+    callback = GrowingBatchSize()
+    fit(tmp_path, ScriptedNetwork([7.5] * 3, validation_values=[1.0] * 3), callback, draw_loader(10, draws=3))
+    _, axes = callback.plot()
+    assert [panel.get_ylabel() for panel in axes] == ["samples in a batch", "‖Var‖₁ / (n ‖ḡ‖²)", "validation value"]
+
+
+def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_struct.callbacks.growing_batch_size.callback.MOST_RECORDS", 8)
+    callback = GrowingBatchSize()
+    fit(tmp_path, ScriptedNetwork(), callback, draw_loader(10, draws=12))
+    samples = [record["samples"] for record in callback.records]
+    assert len(samples) <= 8 and samples == sorted(samples) and samples[-4:] == [90, 100, 110, 120]
+
+
+def test_plot_leaves_out_what_was_not(tmp_path):
+    callback = GrowingBatchSize()
+    fit(tmp_path, ScriptedNetwork([7.5] * 3), callback, draw_loader(10, draws=3))
+    assert len(callback.plot()[1]) == 2
+
+
+def test_plot_of_nothing_is_refused():
+    with pytest.raises(MisconfigurationException, match="nothing to plot: train first"):
+        GrowingBatchSize().plot()
+
+
+def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
+    script = {"variances": [7.5] * 12}
+    whole, first, second = (ScriptedNetwork(**script) for _ in range(3))
+    fit(tmp_path, whole, GrowingBatchSize(window=2), draw_loader(10, draws=4), max_epochs=2)
+    trainer = fit(tmp_path, first, GrowingBatchSize(window=2), draw_loader(10, draws=4), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    resumed = make_trainer(tmp_path, callbacks=[GrowingBatchSize(window=2)], max_epochs=2)
+    resumed.fit(second, draw_loader(10, draws=4), ckpt_path=tmp_path / "first.ckpt")
+    assert second.sizes == whole.sizes[4:] and second.sizes[0] > 10
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
+    def run(module, directory, ckpt_path=None):
+        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        growing = GrowingBatchSize(validation_monitor="val_loss", window=2)
+        trainer = make_trainer(
+            tmp_path, callbacks=[growing, checkpoint], max_epochs=5, num_sanity_val_steps=0, enable_checkpointing=True
+        )
+        trainer.fit(module, draw_loader(10, draws=3), validation_loader(8), ckpt_path=ckpt_path)
+
+    whole, resumed = ScriptedNetwork(val_losses=[1.0] * 5), ScriptedNetwork(val_losses=[1.0] * 3)
+    run(whole, tmp_path / "whole")
+    run(resumed, tmp_path / "resumed", tmp_path / f"whole/step={step}.ckpt")
+    assert resumed.sizes == whole.sizes[step:] and whole.sizes[-1] == 12
+
+
+# Faults
+
+
+def test_workers_are_refused(tmp_path):
+    data = regression_data()
+    loader = DataLoader(data, batch_sampler=IndependentDraws(data, 10, 3), num_workers=1)
+    with pytest.raises(MisconfigurationException, match="needs num_workers=0 with IndependentDraws, but got 1"):
+        fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(), loader)
+
+
+def test_batches_larger_than_the_limit_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"Batches of 10 .* GrowingBatchSize\(max_batch_size=8\)"):
+        fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(max_batch_size=8))
+
+
+def test_a_batch_of_one_grows_to_two_at_once(tmp_path):
+    module = SHFNetwork()
+    with pytest.warns(UserWarning, match="A batch of one has no gradient variance"):
+        fit(tmp_path, module, GrowingBatchSize(max_batch_size=2), draw_loader(1, draws=3))
+    assert [report.batch_size for report in module.reports] == [1, 2, 2]
+
+
+def test_a_stream_without_a_bound_for_its_batches_is_warned_of(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from regression_data()
+
+    with pytest.warns(UserWarning, match="this one has no length: set max_batch_size to what memory allows"):
+        fit(tmp_path, SHFNetwork(), GrowingBatchSize(), DataLoader(Stream(), 8))
+
+
+def test_a_monitor_that_is_not_logged_is_named(tmp_path):
+    callback = GrowingBatchSize(validation_monitor="val_error")
+    message = r"GrowingBatchSize\(validation_monitor=...\) monitors 'val_error', .* logged are: .*val_loss"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(tmp_path, ScriptedNetwork(val_losses=[1.0] * 9), callback, validation=validation_loader(8))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"theta": 0.0},
+        {"growth": 0.9},
+        {"window": 0},
+        {"every_n_steps": 0},
+        {"max_batch_size": 0},
+        {"theta": math.nan},
+        {"mode": "both"},
+        {"probes": 0},
+    ],
+)
+def test_wrong_arguments_are_named(arguments):
+    with pytest.raises(MisconfigurationException, match=next(iter(arguments))):
+        GrowingBatchSize(**arguments)
+
+
+def test_samples_that_cannot_be_drawn_twice_limit_the_first_batch(tmp_path):
+    data = regression_data(20)
+    with pytest.raises(MisconfigurationException, match="from 1 to the 20 samples .* but is 21"):
+        fit(tmp_path, SHFNetwork(), GrowingBatchSize(), DrawLoader(data, IndependentDraws(data, 21, 3)))
+
+
+def test_sizes_are_decided_by_the_first_process(tmp_path, monkeypatch):
+    class FromFirst(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            monkeypatch.setattr(trainer.strategy, "broadcast", lambda decided: 17)
+
+    module = ScriptedNetwork()
+    trainer = make_trainer(tmp_path, callbacks=[FromFirst(), GrowingBatchSize()], max_epochs=1)
+    trainer.fit(module, draw_loader(10, draws=3))
+    assert module.sizes == [10, 17, 17]

@@ -1,0 +1,46 @@
+from lightning_struct.functional.structured.cost_model import (
+    LARGEST_KEPT_MATRIX,
+    LARGEST_MATRIX,
+    kept_matrix_is_faster,
+    made_matrix_is_faster,
+    training_nanoseconds,
+)
+
+
+def largest_kept(rank, batch):
+    return max(n for n in (512, 1024, 2048, 4096, 8192) if kept_matrix_is_faster(n, n, rank, batch))
+
+
+def test_the_matrix_is_kept_up_to_larger_sizes_for_higher_ranks_and_more_rows():
+    assert [largest_kept(rank, batch) for rank, batch in ((1, 1), (16, 1), (4, 64), (16, 64))] == [
+        512,
+        1024,
+        1024,
+        4096,
+    ]
+
+
+def test_no_matrix_is_kept_that_takes_too_much_memory():
+    assert not kept_matrix_is_faster(LARGEST_KEPT_MATRIX + 1, 1, rank=16, batch=64)
+
+
+def test_transforms_are_the_fastest_in_training_but_for_tiny_matrices_and_huge_batches():
+    def fastest(n, rank, batch):
+        return min(("scaled", "dense", "tree"), key=lambda method: training_nanoseconds(method, n, n, rank, batch))
+
+    measured = [(n, rank, batch) for n in (256, 512, 1024, 2048) for rank in (1, 4, 16) for batch in (1, 64)]
+    assert {fastest(*case) for case in measured} == {"scaled"}
+    assert fastest(20, 1, 1) == fastest(256, 16, 1024) == "dense"
+
+
+def test_without_transforms_the_tree_is_faster_at_small_ranks_only():
+    def tree_is_faster(n, rank):
+        return training_nanoseconds("tree", n, n, rank, 64) < training_nanoseconds("dense", n, n, rank, 64)
+
+    assert tree_is_faster(1024, 1)
+    assert not tree_is_faster(1024, 16)
+
+
+def test_a_toeplitz_like_matrix_is_made_for_many_rows_only():
+    assert [made_matrix_is_faster(256, 256, 4, batch) for batch in (16, 1024)] == [False, True]
+    assert not made_matrix_is_faster(LARGEST_MATRIX + 1, 1, 1, 1024)

@@ -1,0 +1,186 @@
+"""Toeplitz-like products against the definition by Krylov matrices."""
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_struct.functional.structured.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
+
+SHAPES = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 3), (20, 20), (64, 64), (100, 37), (37, 100), (51, 50)]
+CORNERS = [(1.0, -1.0), (0.0, 0.0), (0.7, -0.7), (-1.0, 0.5)]
+
+
+def shift(n, corner):
+    matrix = torch.diag(torch.ones(n - 1, dtype=torch.float64), -1)
+    matrix[0, n - 1] += corner
+    return matrix
+
+
+def dense(G, H, f, g):
+    """Σ_j Z_f^j G Hᵀ (Z_gᵀ)^j, j < min(m, n)."""
+    a, b = shift(G.shape[0], f), shift(H.shape[0], g)
+    term, total = G @ H.T, torch.zeros(G.shape[0], H.shape[0], dtype=G.dtype)
+    for _ in range(min(total.shape)):
+        total, term = total + term, a @ term @ b.T
+    return total
+
+
+def factors(m, n, rank=2, rows=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((m, rank), (n, rank), (rows, n))
+    )
+
+
+def relative_error(value, reference):
+    return ((value - reference).norm() / reference.norm().clamp(min=1e-300)).item()
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)], ids=["float64", "float32"]
+)
+@pytest.mark.parametrize("through", ["matmul", "prepared"])
+def test_it_is_the_definition(through, dtype, tolerance):
+    errors = {}
+    for (m, n), (f, g), rank in itertools.product(SHAPES, CORNERS, [1, 3]):
+        G, H, x = factors(m, n, rank)
+        expected = x @ dense(G, H, f, g).T
+        parts = [tensor.to(dtype) for tensor in (G, H, x)]
+        product = (
+            toeplitz_like_matmul(*parts, f, g)
+            if through == "matmul"
+            else prepare_toeplitz_like(*parts[:2], f, g).matmul(parts[2])
+        )
+        assert product.dtype == dtype
+        errors[m, n, f, g, rank] = relative_error(product.double(), expected)
+    assert {case: error for case, error in errors.items() if not error <= tolerance} == {}
+
+
+@pytest.mark.parametrize("n", [256, 320, 1000])
+@pytest.mark.parametrize("rank, rows", [(1, 1), (1, 5), (3, 2), (3, 20)])
+def test_the_prepared_form_takes_few_rows_and_many(n, rank, rows):
+    G, H, x = factors(n, n, rank, rows)
+    f, g = 0.7, -0.3
+    product = prepare_toeplitz_like(G, H, f, g).matmul(x)
+    assert relative_error(product, toeplitz_like_matmul(G, H, x, f, g)) < 1e-13
+
+
+def test_the_default_corners_are_1_and_minus_1():
+    G, H, x = factors(6, 5)
+    assert torch.equal(toeplitz_like_matmul(G, H, x), toeplitz_like_matmul(G, H, x, 1.0, -1.0))
+
+
+def test_a_toeplitz_matrix_is_of_rank_two():
+    """T = Σ_j Z_0^j (c e₀ᵀ + e₀ rᵀ) (Z_0ᵀ)^j."""
+    n = 8
+    generator = torch.Generator().manual_seed(0)
+    diagonals = torch.randn(2 * n - 1, generator=generator, dtype=torch.float64)
+    toeplitz = torch.stack([diagonals[n - 1 + i - torch.arange(n)] for i in range(n)])
+    first = torch.eye(n, dtype=torch.float64)[0]
+    G = torch.stack([toeplitz[:, 0], first], 1)
+    H = torch.stack([first, toeplitz[0] - toeplitz[0, 0] * first], 1)
+    product = toeplitz_like_matmul(G, H, torch.eye(n, dtype=torch.float64), 0.0, 0.0)
+    torch.testing.assert_close(product.T, toeplitz, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3), (0,), (2, 0, 3)])
+def test_any_leading_shape(leading):
+    G, H, _ = factors(5, 4)
+    x = torch.randn(*leading, 4, dtype=torch.float64)
+    product = toeplitz_like_matmul(G, H, x)
+    assert product.shape == (*leading, 5)
+    torch.testing.assert_close(product, x @ dense(G, H, 1.0, -1.0).T)
+
+
+def test_half_precision_is_computed_in_single():
+    G, H, x = (tensor.bfloat16() for tensor in factors(20, 30))
+    product = toeplitz_like_matmul(G, H, x)
+    assert product.dtype == torch.bfloat16
+    assert torch.equal(product, toeplitz_like_matmul(G.float(), H.float(), x.float()).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (1, 3)])
+def test_first_and_second_derivatives(shape):
+    G, H, x = factors(*shape, rows=2)
+    corners = [torch.tensor(value, dtype=torch.float64) for value in (0.7, -0.3)]
+    inputs = [tensor.requires_grad_() for tensor in (G, H, x, *corners)]
+    assert torch.autograd.gradcheck(toeplitz_like_matmul, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(toeplitz_like_matmul, inputs)
+
+
+def test_gradients_of_large_batches_and_ranks():
+    """So many numbers that the ranks are taken one after the other."""
+    G, H, x = factors(60, 61, rank=3, rows=3000)
+    inputs = [tensor.requires_grad_() for tensor in (G, H, x)]
+    cotangent = torch.randn(3000, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(toeplitz_like_matmul(*inputs), inputs, cotangent)
+    expected = torch.autograd.grad(x @ dense(G, H, 1.0, -1.0).T, inputs, cotangent)
+    assert max(relative_error(*pair) for pair in zip(gradients, expected, strict=True)) < 1e-12
+
+
+def loss(G, H, x, f, g):
+    return toeplitz_like_matmul(G, H, x, f, g).sin().sum()
+
+
+def test_per_sample_gradients_by_vmap():
+    G, H, x = factors(4, 5)
+    corners = [torch.tensor(value, dtype=torch.float64) for value in (0.7, -0.3)]
+    of_sample = torch.func.grad(loss, argnums=(0, 1, 3, 4))
+    together = torch.func.vmap(of_sample, in_dims=(None, None, 0, None, None))(G, H, x, *corners)
+    singly = [of_sample(G, H, sample, *corners) for sample in x]
+    for value, expected in zip(together, zip(*singly, strict=True), strict=True):
+        torch.testing.assert_close(value, torch.stack(expected))
+
+
+@pytest.mark.parametrize("batched", range(5), ids=["G", "H", "x", "f", "g"])
+def test_vmap_over_one_argument(batched):
+    inputs = [*factors(4, 5), torch.tensor(0.7, dtype=torch.float64), torch.tensor(-0.3, dtype=torch.float64)]
+    stack = torch.stack([inputs[batched], 2 * inputs[batched]])
+    in_dims = tuple(0 if i == batched else None for i in range(5))
+    product = torch.func.vmap(toeplitz_like_matmul, in_dims)(*inputs[:batched], stack, *inputs[batched + 1 :])
+    expected = [toeplitz_like_matmul(*inputs[:batched], part, *inputs[batched + 1 :]) for part in stack]
+    torch.testing.assert_close(product, torch.stack(expected))
+
+
+def test_forward_over_reverse():
+    G, H, x = factors(3, 4)
+    f, g = (torch.tensor(value, dtype=torch.float64) for value in (0.7, -0.3))
+    hessian = torch.func.jacfwd(torch.func.jacrev(loss))(G, H, x, f, g)
+    expected = torch.autograd.functional.hessian(lambda G: (x @ dense(G, H, 0.7, -0.3).T).sin().sum(), G)
+    torch.testing.assert_close(hessian, expected)
+
+
+def test_the_prepared_form_can_be_exported():
+    G, H, x = (tensor.float() for tensor in factors(6, 8))
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prepared = prepare_toeplitz_like(G, H)
+
+        def forward(self, x):
+            return self.prepared.matmul(x)
+
+    exported = torch.export.export(Layer().eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), toeplitz_like_matmul(G, H, x))
+
+
+@pytest.mark.parametrize(
+    "shapes, error, words",
+    [
+        (((4, 2), (5, 3), (1, 5)), ValueError, "same number of columns, got 2 and 3"),
+        (((4, 0), (5, 0), (1, 5)), ValueError, r"G must be .*, got \(4, 0\)"),
+        (((4,), (5,), (1, 5)), ValueError, r"G must be .*, got \(4,\)"),
+        (((4, 2), (5, 2), (1, 4)), ValueError, r"x must be \(..., 5\)"),
+        (((4, 2), (5, 2), ()), ValueError, r"x must be \(..., 5\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, error, words):
+    with pytest.raises(error, match=words):
+        toeplitz_like_matmul(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="x must hold real floating-point numbers, not torch.int64"):
+        toeplitz_like_matmul(torch.ones(3, 1), torch.ones(3, 1), torch.ones(2, 3, dtype=torch.int64))

@@ -1,0 +1,200 @@
+"""RLS of every kind of layer against its plain definition, float64, to 1e-12 over six steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from lightning_struct.optim import RLS
+from tests.optim.rls.reference import Reference, recorded_rows
+
+STEPS = 6
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight and a bias each, and a third without a bias, which read different numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x[:3])))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any, packed: bool = False, initial: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.layer = kind(3, 4, **options)
+        self.packed, self.initial = packed, initial
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_first = self.layer.batch_first
+        inputs: Any = x if batch_first or x.ndim == 2 else x.transpose(0, 1)
+        hx = None
+        if self.initial:
+            levels = self.layer.num_layers * (1 + self.layer.bidirectional)
+            hx = torch.linspace(-1, 1, levels * len(x) * 4, dtype=x.dtype).view(levels, len(x), 4)
+            hx = (hx, hx.flip(1)) if isinstance(self.layer, nn.LSTM) else hx
+        if self.packed:
+            lengths = torch.tensor([2, 5, 3, 1])[: len(x)]
+            inputs = pack_padded_sequence(inputs, lengths, batch_first=batch_first, enforce_sorted=False)
+        output = self.layer(inputs, hx)[0]
+        return output.data if self.packed else output
+
+
+class Attention(nn.Module):
+    def __init__(self, cross: bool = False, causal: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **options)
+        self.cross, self.causal = cross, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cross:
+            memory = torch.cat([x, x.flip(1), x], 1)[:, :7]
+            wide = torch.cat([memory, memory.square()[..., :2]], 2)
+            kdim, vdim = self.attention.kdim, self.attention.vdim
+            key, value = (wide if dim == 6 else memory for dim in (kdim, vdim))
+        else:
+            key = value = x
+        arguments = [t if self.attention.batch_first else t.transpose(0, 1) for t in (x, key, value)]
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.causal else None
+        return self.attention(*arguments, need_weights=False, attn_mask=mask)[0]
+
+
+def seed_of(index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + index)
+
+
+def inputs(*shape: int) -> Callable[[int], Tensor]:
+    """Batches with a mean that is not zero."""
+    return lambda step: torch.randn(shape, generator=seed_of(step), dtype=torch.float64) + 0.5
+
+
+CONVOLUTIONS: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+    ("conv1d", lambda: nn.Conv1d(3, 4, 3), inputs(5, 3, 9)),
+    ("conv2d", lambda: nn.Conv2d(3, 4, 3, padding=1), inputs(5, 3, 6, 5)),
+    ("conv3d", lambda: nn.Conv3d(2, 3, (1, 2, 3), padding=(0, 1, 1), stride=(1, 2, 1)), inputs(3, 2, 4, 5, 6)),
+    ("strided_dilated", lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 3), dilation=(2, 1), padding=2), inputs(5, 3, 8, 7)),
+    ("groups", lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), inputs(5, 4, 5, 5)),
+    ("depthwise", lambda: nn.Conv2d(3, 6, 2, groups=3, bias=False), inputs(5, 3, 5, 5)),
+    ("same_even", lambda: nn.Conv2d(2, 3, (4, 2), padding="same", dilation=(1, 2)), inputs(4, 2, 6, 7)),
+    ("valid", lambda: nn.Conv1d(2, 3, 2, padding="valid"), inputs(4, 2, 6)),
+    ("reflect", lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="reflect"), inputs(4, 2, 5, 6)),
+    ("replicate", lambda: nn.Conv3d(2, 3, 2, padding=(1, 2, 3), padding_mode="replicate"), inputs(3, 2, 3, 3, 3)),
+    ("circular", lambda: nn.Conv1d(2, 3, 4, padding=3, stride=2, padding_mode="circular"), inputs(4, 2, 6)),
+    ("circular_same", lambda: nn.Conv2d(2, 3, 4, padding="same", padding_mode="circular"), inputs(4, 2, 6, 5)),
+    ("no_batch", lambda: nn.Conv2d(2, 3, 3), inputs(2, 5, 5)),
+    ("channels_last", lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), inputs(5, 3, 6, 6)),
+]
+
+LINEAR: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+    ("linear", lambda: nn.Linear(4, 3), inputs(9, 4)),
+    ("vector", lambda: nn.Linear(4, 3), inputs(4)),
+    ("positions", lambda: nn.Linear(4, 3, bias=False), inputs(2, 5, 3, 4)),
+    ("few_rows", lambda: nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 12, bias=False)), inputs(3, 20)),
+    ("in_place", lambda: nn.Sequential(nn.Linear(20, 15), nn.ReLU(inplace=True), nn.Linear(15, 12)), inputs(3, 20)),
+    ("twice", Twice, inputs(7, 4)),
+    ("tied", Tied, inputs(7, 4)),
+]
+
+RECURRENT: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+    (
+        f"{kind.__name__}_{name}",
+        lambda kind=kind, options=options: Recurrent(kind, **options),  # type: ignore[misc]
+        inputs(*shape),
+    )
+    for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    for name, options, shape in [
+        ("plain", {}, (4, 5, 3)),
+        ("batch_first_no_bias", {"batch_first": True, "bias": False}, (4, 5, 3)),
+        ("stacked", {"num_layers": 3, "batch_first": True}, (2, 5, 3)),
+        ("bidirectional", {"num_layers": 2, "bidirectional": True, "initial": True}, (2, 5, 3)),
+        ("packed", {"num_layers": 2, "bidirectional": True, "packed": True, "batch_first": True}, (4, 5, 3)),
+        ("packed_initial", {"num_layers": 2, "packed": True, "initial": True}, (4, 5, 3)),
+        ("one_sequence", {"num_layers": 2}, (5, 3)),
+    ]
+] + [("RNN_relu", lambda: Recurrent(nn.RNN, nonlinearity="relu", num_layers=2), inputs(3, 4, 3))]
+
+ATTENTION: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = [
+    ("self_attention", lambda: Attention(batch_first=True), inputs(3, 5, 4)),
+    ("sequence_first", lambda: Attention(), inputs(3, 5, 4)),
+    ("causal", lambda: Attention(causal=True, batch_first=True), inputs(3, 5, 4)),
+    ("no_bias", lambda: Attention(bias=False, batch_first=True), inputs(3, 5, 4)),
+    ("cross_attention", lambda: Attention(cross=True, batch_first=True), inputs(3, 5, 4)),
+    ("other_dimensions", lambda: Attention(cross=True, batch_first=True, kdim=6, vdim=6), inputs(3, 5, 4)),
+]
+
+CASES = LINEAR + CONVOLUTIONS + RECURRENT + ATTENTION
+OPTIONS: dict[str, float] = {"ratio": 0.3, "gradient_scale": 0.5, "momentum": 0.4, "l1": 1e-3}
+
+
+def loss(module: nn.Module, batch: Tensor) -> Tensor:
+    outputs = module(batch)
+    return 0.5 * (outputs - outputs.detach().sin()).square().mean()
+
+
+def largest_difference(
+    build: Callable[[], nn.Module], batches: Callable[[int], Tensor], micro_batches: int = 1, **options: Any
+) -> float:
+    """Between the weights after training by the optimizer and by its definition."""
+    torch.manual_seed(0)
+    module = build().double()
+    plain = copy.deepcopy(module)
+    optimizer, reference = RLS(module, **options), Reference(**options)
+    for step in range(STEPS):
+        module.zero_grad()
+        plain.zero_grad()
+        with recorded_rows(plain) as rows:
+            for i in range(micro_batches):
+                loss(module, batches(step * micro_batches + i)).backward()
+                loss(plain, batches(step * micro_batches + i)).backward()
+        reference.step(rows)
+        optimizer.step()
+    return max((p - q).abs().max().item() for p, q in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("build", "batches"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_steps_are_those_of_the_definition(build: Callable[[], nn.Module], batches: Callable[[int], Tensor]) -> None:
+    assert largest_difference(build, batches, **OPTIONS) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["linear", "few_rows", "twice", "tied", "groups", "LSTM_stacked", "cross_attention"])
+def test_micro_batches_are_one_batch(name: str) -> None:
+    build, batches = next(c[1:] for c in CASES if c[0] == name)
+    assert largest_difference(build, batches, micro_batches=3, **OPTIONS) <= 1e-12
+
+
+@pytest.mark.parametrize("option", ["momentum", "l1", "gradient_scale", "ratio"])
+def test_every_option_alone_is_that_of_the_definition(option: str) -> None:
+    build, batches = next(c[1:] for c in CASES if c[0] == "few_rows")
+    assert largest_difference(build, batches, **{option: OPTIONS[option]}) <= 1e-12
+
+
+def test_forgetting_is_that_of_the_definition_while_p_has_not_grown() -> None:
+    build, batches = next(c[1:] for c in CASES if c[0] == "conv2d")
+    assert largest_difference(build, batches, forgetting=0.95) <= 1e-12
+
+
+@pytest.mark.parametrize("rows", [3, 30])
+def test_channels_last_images_are_read_as_others(rows: int) -> None:
+    def batches(step: int) -> Tensor:
+        return inputs(rows, 3, 6, 6)(step).to(memory_format=torch.channels_last)
+
+    assert largest_difference(lambda: nn.Conv2d(3, 4, 3, padding=1), batches) <= 1e-12

@@ -1,0 +1,600 @@
+"""RLS as an optimizer: what it trains, its options, its state, and where it works."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_struct.optim import RLS
+from lightning_struct.optim.rls import memory as rls_memory
+from tests.optim.helpers import gaussian
+
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 12)).to(dtype)
+
+
+def mixed() -> nn.Sequential:
+    """With layers that RLS does not train."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(9, 20), nn.Linear(20, 15), nn.LayerNorm(15), nn.Linear(15, 12, bias=False)
+    ).double()
+
+
+def batch(step: int, rows: int = 5) -> Tensor:
+    return gaussian(rows, 20, seed=step) + 0.5
+
+
+def squared(module: nn.Module, inputs: Tensor) -> Tensor:
+    outputs = module(inputs)
+    return 0.5 * (outputs - outputs.detach().sin()).square().sum() / len(inputs)
+
+
+def train(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range = range(5),
+    rows: int = 5,
+    change: Callable[[], Any] = lambda: None,
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        squared(module, batch(step, rows).to(next(module.parameters()).dtype)).backward()
+        change()
+        optimizer.step()
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def matrix(optimizer: RLS, name: str) -> Tensor:
+    return optimizer.state["rls"][name]["P"][0]  # type: ignore[index]
+
+
+# --- the mathematics -------------------------------------------------------------------------------------------------
+
+
+def test_p_is_the_inverse_of_the_sum_of_all_mean_inputs() -> None:
+    module = network()
+    optimizer = RLS(module, ratio=0.3)
+    train(module, optimizer, range(30))
+    means = torch.stack([torch.cat([batch(step).mean(0), torch.ones(1, dtype=torch.float64)]) for step in range(30)])
+    expected = torch.linalg.inv(torch.eye(21, dtype=torch.float64) + 0.3 * means.t() @ means)
+    torch.testing.assert_close(matrix(optimizer, "0.weight"), expected, rtol=0, atol=1e-12)
+
+
+def test_batches_of_one_with_ratio_one_are_ridge_regression() -> None:
+    """Towards the initial weights: min ½ Σ‖θx - y‖² + ½‖θ - θ₀‖²."""
+    inputs, targets = gaussian(40, 6, seed=0), gaussian(40, 3, seed=1)
+    torch.manual_seed(0)
+    module = nn.Linear(6, 3).double()
+    start = torch.cat([module.weight.detach(), module.bias.detach()[:, None]], 1)
+    optimizer = RLS(module, ratio=1.0)
+    for x, y in zip(inputs, targets, strict=True):
+        optimizer.zero_grad()
+        (0.5 * (module(x[None]) - y).square().sum()).backward()
+        optimizer.step()
+    rows = torch.cat([inputs, torch.ones(40, 1, dtype=torch.float64)], 1)
+    expected = torch.linalg.solve(
+        rows.t() @ rows + torch.eye(7, dtype=torch.float64), rows.t() @ targets + start.t()
+    ).t()
+    found = torch.cat([module.weight.detach(), module.bias.detach()[:, None]], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_rank_one_form_trains_by_the_mean_of_all_mean_inputs() -> None:
+    module = nn.Linear(20, 3).double()
+    start = module.weight.detach().clone()
+    optimizer = RLS(module, form="rank1", ratio=0.3)
+    train(module, optimizer, range(1))
+    mean = torch.cat([batch(0).mean(0), torch.ones(1, dtype=torch.float64)])
+    second_start, second_bias = module.weight.detach().clone(), module.bias.detach().clone()
+    train(module, optimizer, range(1, 2))
+    inverse = torch.linalg.inv(torch.eye(21, dtype=torch.float64) + 0.3 * torch.outer(mean, mean))
+    xbar = torch.cat([batch(1).mean(0), torch.ones(1, dtype=torch.float64)])
+    gradient = torch.cat([module.weight.grad, module.bias.grad[:, None]], 1)  # type: ignore[index, list-item]
+    step = gradient @ inverse / (1 + 0.3 * xbar @ inverse @ xbar)
+    torch.testing.assert_close(second_start - step[:, :20], module.weight.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(second_bias - step[:, 20], module.bias.detach(), rtol=0, atol=1e-12)
+    assert not torch.equal(start, second_start)
+
+
+# --- gradients that are not only those of the layers -----------------------------------------------------------------
+
+
+def penalised(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(parameter.detach(), alpha=1e-4)
+
+
+def clipped(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
+def noisy(module: nn.Module) -> None:
+    weight = next(module.parameters())
+    assert weight.grad is not None
+    weight.grad.data[3, 4] += 1e-6
+
+
+@pytest.mark.parametrize("change", [penalised, clipped, noisy])
+def test_changes_of_the_gradients_count_though_few_rows_are_multiplied_by_themselves(
+    change: Callable[[nn.Module], None],
+) -> None:
+    few, plain = network(), network()
+    optimizer, reference = RLS(few, momentum=0.5), RLS(plain, momentum=0.5)
+    for block in reference._blocks:
+        block.layers = 2  # no rows are kept
+    train(few, optimizer, change=partial(change, few))
+    train(plain, reference, change=partial(change, plain))
+    torch.testing.assert_close(weights(few), weights(plain), rtol=0, atol=1e-13)
+
+
+def test_the_norm_of_all_gradients_is_clipped_within_the_step() -> None:
+    module, reference = mixed(), mixed()
+    optimizer = RLS(module, max_grad_norm=0.1, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    plain = RLS(reference, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    indices = torch.tensor([1, 4, 4, 7])
+    for _ in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        squared(module, indices).backward()
+        squared(reference, indices).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        assert norm > 0.1
+        optimizer.step()
+        plain.step()
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+def test_other_parameters_and_excluded_layers_are_trained_by_the_auxiliary_optimizer() -> None:
+    module = mixed()
+    optimizer = RLS(module, exclude=[module[3]], auxiliary=ADAM)
+    expected = {id(module[0].weight), id(module[2].weight), id(module[2].bias), id(module[3].weight)}
+    assert {id(p) for p in optimizer.param_groups[-1]["params"]} == expected
+    before = [p.detach().clone() for p in module.parameters()]
+    adam = torch.optim.Adam([p.clone().detach().requires_grad_() for p in module[3].parameters()], lr=1e-2)
+    squared(module, torch.tensor([1, 2])).backward()
+    adam.param_groups[0]["params"][0].grad = module[3].weight.grad
+    optimizer.step()
+    adam.step()
+    assert torch.equal(module[3].weight, adam.param_groups[0]["params"][0])
+    assert all(not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
+
+
+def test_excluded_by_name_is_all_below_it() -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    optimizer = RLS(module, exclude=["0"], auxiliary=ADAM)
+    assert optimizer.summary().count("weight") - 1 == 1  # the heading has the word too
+
+
+def test_parameters_without_an_optimizer_are_an_error_that_names_them() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight, 2\.weight, 2\.bias"):
+        RLS(mixed())
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    module = network()
+    module[0].weight.requires_grad_(False)
+    module[2].bias.requires_grad_(False)
+    before = copy.deepcopy(module)
+    optimizer = RLS(module, auxiliary=ADAM, momentum=0.5)
+    train(module, optimizer)
+    assert torch.equal(module[0].weight, before[0].weight) and torch.equal(module[2].bias, before[2].bias)
+    assert not torch.equal(module[0].bias, before[0].bias) and not torch.equal(module[2].weight, before[2].weight)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
+def test_parameters_frozen_later_are_left_alone(name: str) -> None:
+    module = network()
+    optimizer = RLS(module, l1=1e-3)
+    train(module, optimizer)
+    module.get_parameter(name).requires_grad_(False)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    train(module, optimizer)
+    assert [n for n, p in module.named_parameters() if torch.equal(p, before[n])] == [name]
+
+
+def test_layers_without_a_gradient_keep_weights_and_p() -> None:
+    module = nn.ModuleList([nn.Linear(20, 3), nn.Linear(20, 3)]).double()
+    optimizer = RLS(module)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = weights(module[1])
+    squared(module[0], batch(0)).backward()
+    optimizer.step()
+    assert torch.equal(weights(module[1]), before)
+    assert list(optimizer.state["rls"]) == ["0.weight"]  # type: ignore[index]
+
+
+def test_gradient_scale_by_module_name() -> None:
+    module, half = network(), network()
+    RLS_of = partial(RLS, gradient_scale={"0": 0.5, "": 1.0})
+    train(module, RLS(module), range(1))
+    train(half, RLS_of(half), range(1))
+    start = network()
+    torch.testing.assert_close(half[0].weight - start[0].weight, 0.5 * (module[0].weight - start[0].weight))
+    assert torch.equal(half[2].weight, module[2].weight)
+
+
+def test_schedulers_act_on_the_gradient_scale_and_on_the_auxiliary_optimizer() -> None:
+    module, reference = mixed(), mixed()
+    optimizer = RLS(module, gradient_scale=0.8, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    halved = RLS(reference, gradient_scale=0.8, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    for step in range(3):
+        for model, trained in ((module, optimizer), (reference, halved)):
+            trained.zero_grad()
+            squared(model, torch.tensor([step, 4])).backward()
+            trained.step()
+        scheduler.step()
+        halved.param_groups[0]["gradient_scale"] *= 0.5
+        halved.param_groups[1]["lr"] *= 0.5
+    assert torch.equal(weights(module), weights(reference))
+
+
+def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
+    optimizer = RLS(network(), momentum=0.5)
+    OneCycleLR(optimizer, max_lr=2.0, total_steps=10)
+    assert optimizer.param_groups[0]["momentum"] == 0.95
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.0}, "ratio must be > 0, got 0.0"),
+        ({"forgetting": 1.1}, r"forgetting must be in \(0, 1\], got 1.1"),
+        ({"gradient_scale": -1.0}, "gradient_scale must be > 0, got -1.0"),
+        ({"gradient_scale": {"7": 1.0}}, "gradient_scale names '7'"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"l1": math.nan}, "l1 must be >= 0, got nan"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
+        ({"form": "half"}, "form must be 'full' or 'rank1', got 'half'"),
+        ({"max_size": -1}, "max_size must be >= 0, or None, got -1"),
+        ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
+        ({"exclude": [nn.Tanh()]}, "exclude has this Tanh, which is no module of Sequential"),
+        ({"exclude": ["0", "2"], "auxiliary": ADAM}, "for RLS to train"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RLS(network(), **options)
+
+
+def test_weights_of_half_precision_are_refused() -> None:
+    with pytest.raises(ValueError, match="0.weight is torch.bfloat16.*bf16-mixed"):
+        RLS(network(torch.bfloat16))
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"0 \(LazyLinear\) has no shape yet"):
+        RLS(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("where", ["inputs", "gradient"])
+def test_nan_stops_the_step_before_anything_changes(where: str) -> None:
+    module = network()
+    optimizer = RLS(module, momentum=0.5)
+    train(module, optimizer, range(2))
+    before, inverse = weights(module), matrix(optimizer, "0.weight").clone()
+    optimizer.zero_grad()
+    inputs = batch(2)
+    if where == "inputs":
+        inputs[1, 1] = math.nan
+    (squared(module, inputs) * (math.inf if where == "gradient" else 1.0)).backward()
+    with pytest.raises(ValueError, match=r"RLS step 3: NaN or infinity in the gradient of 0.weight.*2.bias"):
+        optimizer.step()
+    assert torch.equal(weights(module), before) and torch.equal(matrix(optimizer, "0.weight"), inverse)
+    train(module, optimizer, range(2, 3))
+    assert weights(module).isfinite().all() and matrix(optimizer, "0.weight").isfinite().all()
+
+
+def test_a_weight_used_without_its_layer_is_an_error_that_names_it() -> None:
+    module = network()
+    optimizer = RLS(module)
+    (module(batch(0)) @ module[2].weight).sum().backward()  # beside its layer is all right
+    optimizer.step()
+    optimizer.zero_grad()
+    nn.functional.linear(module[0](batch(0)), module[2].weight).sum().backward()
+    with pytest.raises(ValueError, match="2.weight has a gradient, but its layer was not seen to read anything"):
+        optimizer.step()
+
+
+def test_another_parameter_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="RLS takes the parameters of its module when it is made"):
+        RLS(network()).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
+    module = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(1023, 2))
+    lines = [line.split() for line in RLS(module, max_size=1023).summary().splitlines()]
+    assert lines[1] == ["0.weight", "full", "2", "x", "19", "x", "19", "2.8", "KiB"]
+    assert lines[2] == ["2.weight", "rank1", "1024", "4.0", "KiB"]
+    assert lines[3] == ["total", "6.8", "KiB"]
+
+
+def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rls_memory, "available_memory", lambda device: 5000)
+    with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*max_size=15"):
+        RLS(network())
+    RLS(network(), max_size=15)
+
+
+def test_free_memory_of_this_machine_is_known() -> None:
+    free = rls_memory.available_memory(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**50
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+FORMS: list[dict[str, Any]] = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"max_size": 16}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_resumed_training_is_bitwise_that_without_a_break(options: dict[str, Any], dtype: torch.dtype) -> None:
+    def make() -> tuple[nn.Sequential, RLS]:
+        module = nn.Sequential(network(), nn.LayerNorm(12)).to(dtype)
+        return module, RLS(module, momentum=0.5, auxiliary=ADAM, **options)
+
+    (module, optimizer), (other, resumed) = make(), make()
+    train(module, optimizer)
+    file = io.BytesIO()
+    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other.load_state_dict(saved["module"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(module, optimizer, range(5, 9))
+    train(other, resumed, range(5, 9))
+    assert torch.equal(weights(module), weights(other))
+
+
+def test_state_has_p_in_the_precision_of_the_module_and_integer_counters() -> None:
+    module = network()
+    optimizer = RLS(module)
+    train(module, optimizer, range(3))
+    other = RLS(network())
+    other.load_state_dict(optimizer.state_dict())
+    state = other.state_dict()["state"]["rls"]["0.weight"]
+    assert type(state["steps"]) is int and state["steps"] == 3
+    assert state["P"].dtype == torch.float64
+    assert torch.equal(state["P"], optimizer.state_dict()["state"]["rls"]["0.weight"]["P"])
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    module, other = network(), network()
+    optimizer, loaded = RLS(module), RLS(other)
+    train(module, optimizer)
+    before = matrix(optimizer, "0.weight").clone()
+    loaded.load_state_dict(optimizer.state_dict())
+    train(other, loaded)
+    assert torch.equal(matrix(optimizer, "0.weight"), before)
+
+
+def test_groups_are_still_those_of_the_auxiliary_optimizer_after_loading() -> None:
+    module = mixed()
+    optimizer = RLS(module, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[-1]["lr"] = 0.0
+    before = module[0].weight.detach().clone()
+    squared(module, torch.tensor([1, 2])).backward()
+    optimizer.step()
+    assert torch.equal(module[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "rank1"}, "0.weight is of another form"),
+        ({"exclude": ["0"], "auxiliary": ADAM}, "trains 0.weight, which this one does not"),
+        ({"auxiliary": ADAM, "exclude": []}, None),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused(options: dict[str, Any], message: str | None) -> None:
+    module = network()
+    optimizer = RLS(module)
+    train(module, optimizer, range(1))
+    other = RLS(network(), **options)
+    if message is None:
+        other.load_state_dict(optimizer.state_dict())
+        return
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate: Callable[[Any], Any]) -> None:
+    module = nn.Sequential(network(), nn.LayerNorm(12).double())
+    optimizer = RLS(module, momentum=0.5, auxiliary=ADAM)
+    train(module, optimizer)
+    copied, copied_optimizer = duplicate((module, optimizer))
+    before = weights(copied)
+    train(module, optimizer, range(5, 8))
+    assert torch.equal(weights(copied), before)
+    train(copied, copied_optimizer, range(5, 8))
+    assert torch.equal(weights(copied), weights(module))
+
+
+def test_a_copy_of_the_module_alone_is_not_listened_to() -> None:
+    module, reference = network(), network()
+    optimizer, plain = RLS(module), RLS(reference)
+    average = AveragedModel(module)
+    squared(average, batch(99)).backward()
+    train(module, optimizer)
+    train(reference, plain)
+    assert torch.equal(weights(module), weights(reference))
+
+
+def test_a_module_with_hooks_can_be_pickled() -> None:
+    module = network()
+    optimizer = RLS(module)
+    restored = pickle.loads(pickle.dumps(module))
+    assert torch.equal(restored(batch(0)), module(batch(0)))
+    train(module, optimizer)
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def number_of_hooks(module: nn.Module) -> int:
+    return sum(len(layer._forward_hooks) for layer in module.modules())
+
+
+def test_hooks_are_removed_on_demand() -> None:
+    module = network()
+    optimizer = RLS(module)
+    assert number_of_hooks(module) == 2
+    optimizer.remove_hooks()
+    assert number_of_hooks(module) == 0
+
+
+def test_hooks_are_removed_with_the_optimizer() -> None:
+    module = network()
+    optimizer = RLS(module)
+    train(module, optimizer)
+    del optimizer
+    gc.collect()
+    assert number_of_hooks(module) == 0
+
+
+def without_backward(module: nn.Module, optimizer: RLS) -> None:
+    module(batch(50))
+
+
+def without_gradients(module: nn.Module, optimizer: RLS) -> None:
+    with torch.no_grad():
+        module(batch(50))
+
+
+def forgotten(module: nn.Module, optimizer: RLS) -> None:
+    squared(module, batch(50)).backward()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("disturbance", [without_backward, without_gradients, forgotten])
+def test_only_passes_that_make_up_the_gradient_count(disturbance: Callable[[nn.Module, RLS], None]) -> None:
+    module, reference = network(), network()
+    optimizer, plain = RLS(module), RLS(reference)
+    for step in range(3):
+        disturbance(module, optimizer)
+        train(module, optimizer, range(step, step + 1))
+        train(reference, plain, range(step, step + 1))
+    assert torch.equal(weights(module), weights(reference))
+
+
+def test_the_order_of_lightning_in_which_gradients_are_zeroed_after_the_forward_pass() -> None:
+    module, reference = network(), network()
+    optimizer, plain = RLS(module), RLS(reference)
+
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            loss = squared(module, batch(step))
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
+    train(reference, plain, range(3))
+    assert torch.equal(weights(module), weights(reference))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_are_counted_once(use_reentrant: bool) -> None:
+    module, reference = Checkpointed(network(), use_reentrant), network()
+    train(module, RLS(module, momentum=0.5))
+    train(reference, RLS(reference, momentum=0.5))
+    assert torch.equal(weights(module), weights(reference))
+
+
+# --- precision and compilation ---------------------------------------------------------------------------------------
+
+
+def test_under_autocast_p_stays_in_float32() -> None:
+    module, reference = network(torch.float32), network(torch.float32)
+    optimizer, plain = RLS(module), RLS(reference)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(module, optimizer, range(2))
+    train(reference, plain, range(2))
+    assert matrix(optimizer, "0.weight").dtype == torch.float32
+    torch.testing.assert_close(matrix(optimizer, "0.weight"), matrix(plain, "0.weight"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_modules_train_alike(backend: str) -> None:
+    module, reference = network(), network()
+    compiled: Any = torch.compile(module, backend=backend)
+    optimizer = RLS(compiled)
+    assert "_orig_mod" not in optimizer.summary()
+    train(compiled, optimizer)
+    train(reference, RLS(reference))
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_p_stays_symmetric_and_positive_definite_over_20000_steps_in_float32() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(48, 4)
+    optimizer = RLS(module)
+    patterns = torch.rand(16, 48) * (torch.rand(48) > 0.3)  # some inputs are always zero, as the border of digits
+    for _ in range(20_000):
+        inputs = torch.rand(8, 16) @ patterns / 4
+        optimizer.zero_grad()
+        module(inputs).square().mean().backward()
+        optimizer.step()
+    inverse = matrix(optimizer, "weight")
+    eigenvalues = torch.linalg.eigvalsh(inverse.double())
+    assert (inverse - inverse.t()).abs().max() <= 1e-7
+    assert 0 < eigenvalues.min() and eigenvalues.max() <= 1.001
+
+
+def test_the_outputs_of_a_step_do_not_outlive_it() -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = RLS(layer)
+    outputs = layer(torch.randn(4, 3))
+    watched = weakref.ref(outputs)
+    outputs.square().mean().backward()
+    optimizer.step()
+    del outputs
+    assert watched() is None

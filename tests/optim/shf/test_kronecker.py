@@ -1,0 +1,550 @@
+"""SHF with Kronecker factors: they change how fast the subproblem is solved, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_struct.optim import SHF, StepReport
+from lightning_struct.optim.shf import kronecker
+from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
+from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return mlp().to(dtype)
+
+
+def batch(n: int = 12, seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    inputs = gaussian(n, 4, seed=seed)
+    targets = (inputs @ gaussian(4, 2, seed=99)).tanh() + 0.1 * gaussian(n, 2, seed=seed + 1)
+    return inputs.to(dtype), targets.to(dtype)
+
+
+def make(module: nn.Module, loss: Any = "mse", **options: Any) -> SHF:
+    return SHF(module, loss, **{"damping": 0.5, "preconditioner": "kronecker", **options})
+
+
+def take(optimizer: SHF, data: tuple[Any, Tensor]) -> StepReport:
+    return optimizer.step(inputs=data[0], targets=data[1])
+
+
+def weights(module: nn.Module) -> Tensor:
+    return flat(trainable(module)).clone()
+
+
+def factors(optimizer: SHF) -> dict[str, dict[str, Tensor]]:
+    return optimizer.state["shf"]["factors"]
+
+
+# --- the subproblem is the true one ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+@pytest.mark.parametrize(("center", "l2"), [("start", 0.0), ("start", 0.1), ("origin", 0.1)])
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_the_directions_of_two_steps_are_those_of_the_dense_problem(
+    solver: str, center: str, l2: float, loss: str
+) -> None:
+    module, damping = network(), 0.7
+    options: dict[str, Any] = {"maxiter": 400, "progress_tolerance": 0.0, "atol": 1e-14, "armijo": 1e-12, "drop": None}
+    optimizer = make(
+        module, loss, solver=solver, damping=damping, damping_center=center, l2=l2, warm_start=0.5, **options
+    )
+    start = torch.zeros_like(weights(module))
+    for seed in (1, 2):
+        inputs, targets = batch(seed=seed)
+        targets = targets.argmax(1) if loss == "cross_entropy" else targets
+        model, before = dense_model(module, loss, inputs, targets), weights(module)
+        identity = torch.eye(len(before), dtype=before.dtype)
+        expected = dense_direction(model, before, start, damping=damping, center=center, weight=identity, l2=l2)
+        report = take(optimizer, (inputs, targets))
+        assert report.step_length == 1.0
+        if not (solver == "cg" and l2 == 0):  # CG goes back to an earlier iterate that is better on the true loss
+            torch.testing.assert_close(optimizer.state["shf"]["direction"], expected, rtol=0, atol=1e-8)
+        start = optimizer.param_groups[0]["warm_start"] * optimizer.state["shf"]["direction"]
+
+
+def test_curvature_of_a_share_of_the_batch_goes_with_the_gradient_of_all() -> None:
+    module, damping = network(), 0.7
+    optimizer = make(
+        module,
+        solver="cg",
+        damping=damping,
+        l2=0.1,
+        curvature_share=0.3,
+        progress_tolerance=0.0,
+        maxiter=400,
+        drop=None,
+    )
+    (inputs, targets), before = batch(), weights(module)
+    gradient = dense_model(module, "mse", inputs, targets).gradient + 0.1 * before
+    first = dense_model(module, "mse", inputs[:4], targets[:4]).gauss_newton  # 0.3 of 12, rounded up
+    matrix = first + (0.1 + damping**2) * torch.eye(len(before), dtype=before.dtype)
+    report = take(optimizer, (inputs, targets))
+    direction = optimizer.state["shf"]["direction"]
+    torch.testing.assert_close(direction, torch.linalg.solve(matrix, -gradient), rtol=0, atol=1e-8)
+    predicted = gradient @ direction + 0.5 * direction @ (first @ direction) + 0.05 * direction @ direction
+    change = (report.loss_after - report.loss_before) / predicted.item()
+    assert (report.batch_size, report.reduction_ratio) == (12, pytest.approx(change, rel=1e-6))
+
+
+SLOW = ("transformer", "lstm_stacked", "attention", "gru")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c.name in SLOW else c for c in CASES], ids=str
+)
+def test_every_layer_takes_the_step_that_it_takes_without_factors(case: Case) -> None:
+    module, inputs = case.make()
+    plain = copy.deepcopy(module)
+    targets = torch.randn_like(module(inputs)).detach()
+    plain.load_state_dict(module.state_dict())
+    options: dict[str, Any] = {"maxiter": 500, "atol": 1e-13, "l2": 0.01, "backend": "double_backward"}
+    take(make(module, **options), (inputs, targets))
+    take(make(plain, preconditioner=None, **options), (inputs, targets))
+    torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-8)
+
+
+# --- the factors are what they are said to be --------------------------------------------------------------------------
+
+
+def explicit_factors(
+    module: nn.Module, loss: RecordingLoss, name: str, data: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    """Of the Linear layers of an MLP: inputs with a one, and Jᵀ S u of their biases, sample by sample."""
+    model = dense_model(module, name, *data)
+    probes = torch.einsum("nkp,nkl,nl->np", model.jacobian, model.roots, loss.probe)
+    places = dict(zip(trainable(module), probes.split([t.numel() for t in trainable(module).values()], 1), strict=True))
+    expected, rows = {}, data[0]
+    for i, layer in enumerate(module):
+        if isinstance(layer, nn.Linear):
+            with_one = F.pad(rows, (0, 1), value=1.0)
+            expected[f"{i}.inputs"] = torch.stack([torch.outer(a, a) for a in with_one]).mean(0)
+            expected[f"{i}.outputs"] = torch.stack([torch.outer(f, f) for f in places[f"{i}.bias"]]).mean(0)
+        rows = layer(rows).detach()
+    return expected
+
+
+@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+def test_factors_are_means_of_outer_products_and_are_averaged_over_steps(name: str) -> None:
+    module, loss = network(), RecordingLoss(name)
+    optimizer = make(module, loss, factor_decay=0.8)
+    average: dict[str, Tensor] = {}
+    for seed in (1, 2, 3):
+        inputs, targets = batch(seed=seed)
+        targets = targets.argmax(1) if name == "cross_entropy" else targets
+        before = copy.deepcopy(module)
+        take(optimizer, (inputs, targets))
+        new = explicit_factors(before, loss, name, (inputs, targets))
+        average = {key: 0.8 * average.get(key, t) + 0.2 * t for key, t in new.items()}
+        for key, expected in average.items():
+            layer, side = key.split(".")
+            torch.testing.assert_close(factors(optimizer)[f"{layer}.weight"][side][0], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_factors_of_a_layer_that_is_used_twice_are_of_both_uses() -> None:
+    torch.manual_seed(0)
+    shared = shared_layer_mlp().double()
+    inputs = gaussian(12, 4, seed=1)
+    optimizer = make(shared)
+    take(optimizer, (inputs, gaussian(12, 4, seed=2)))
+    twice = factors(optimizer)["0.weight"]["inputs"][0]
+    torch.manual_seed(0)
+    module = shared_layer_mlp().double()
+    rows = torch.cat([inputs, module[:2](inputs).detach()])
+    rows = F.pad(rows, (0, 1), value=1.0)
+    torch.testing.assert_close(twice, rows.T @ rows / len(rows))
+
+
+def test_a_norm_has_the_diagonal_of_its_samples_squared_probes() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 2)).double()
+    before, loss, data = copy.deepcopy(module), RecordingLoss("mse"), batch()
+    optimizer = make(module, loss)
+    take(optimizer, data)
+    squares = dense_model(before, "mse", *data).squared_probes(loss.probe)
+    sizes = [t.numel() for t in trainable(before).values()]
+    expected = dict(zip(trainable(before), squares.split(sizes), strict=True))
+    for name in ("1.weight", "1.bias"):
+        torch.testing.assert_close(factors(optimizer)[name]["diagonal"], expected[name])
+
+
+class Offset(nn.Module):
+    """A parameter outside of any layer that torch knows, and a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(4))
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.offset)
+
+
+def test_a_parameter_outside_of_layers_has_the_mean_of_its_squared_probe() -> None:
+    torch.manual_seed(0)
+    module = Offset().double()
+    before, loss, data = copy.deepcopy(module), RecordingLoss("mse"), batch()
+    optimizer = make(module, loss)
+    take(optimizer, data)
+    (gradient,) = torch.autograd.grad(before(data[0]), before.offset, loss.probe)
+    expected = (gradient.square().mean() / 12).expand(4)
+    torch.testing.assert_close(factors(optimizer)["offset"]["diagonal"], expected)
+
+
+def test_factors_are_updated_every_so_many_steps() -> None:
+    optimizer = make(network(), factor_interval=3)
+    seen = []
+    for seed in range(5):
+        take(optimizer, batch(seed=seed))
+        seen.append(factors(optimizer)["0.weight"]["inputs"].clone())
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        mlp,
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.LayerNorm(2), nn.Flatten(), nn.Linear(4, 2)
+        ),
+        Offset,
+    ],
+    ids=["mlp", "convolution_and_norm", "parameter"],
+)
+def test_chunks_give_the_same_factors(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    whole = build().double()
+    chunked = copy.deepcopy(whole)
+    optimizers = [make(whole), make(chunked, chunk_size=5)]
+    for optimizer in optimizers:
+        take(optimizer, batch())
+    for name, block in factors(optimizers[0]).items():
+        for side, expected in block.items():
+            torch.testing.assert_close(factors(optimizers[1])[name][side], expected, rtol=1e-10, atol=1e-12)
+
+
+# --- which block a parameter is in -----------------------------------------------------------------------------------
+
+
+def forms(optimizer: SHF) -> dict[str, str]:
+    """Of the summary: the form by the parameters of each block."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in optimizer.summary().splitlines()[1:-1]]
+    return {parameters: form for parameters, form, _ in lines}
+
+
+def test_the_summary_names_every_parameter_its_form_and_the_memory() -> None:
+    module = nn.Sequential(
+        nn.Embedding(7, 4),
+        nn.Linear(4, 6),
+        nn.LayerNorm(6),
+        First(nn.LSTM(6, 3, batch_first=True)),
+        First(nn.MultiheadAttention(3, 1)),
+    )
+    optimizer = make(module)
+    assert forms(optimizer) == {
+        "0.weight": "diagonal",
+        "1.weight, 1.bias": "kronecker: 5 inputs x 6 outputs",
+        "2.weight": "diagonal",
+        "2.bias": "diagonal",
+        "3.inner.weight_ih_l0, 3.inner.bias_ih_l0": "kronecker: 7 inputs x 12 outputs",
+        "3.inner.weight_hh_l0, 3.inner.bias_hh_l0": "kronecker: 4 inputs x 12 outputs",
+        "4.inner.in_proj_weight, 4.inner.in_proj_bias": "kronecker: 3 groups of 4 inputs x 3 outputs",
+        "4.inner.out_proj.weight, 4.inner.out_proj.bias": "kronecker: 4 inputs x 3 outputs",
+    }
+    numbers = 28 + 25 + 36 + 12 + 49 + 144 + 16 + 144 + 3 * (16 + 9) + 16 + 9
+    assert optimizer.summary().splitlines()[-1].split() == ["total", f"{2 * 4 * numbers / 1024:.1f}", "KiB"]
+
+
+def test_a_side_above_the_largest_size_is_a_diagonal() -> None:
+    optimizer = make(network(), max_factor_size=5)
+    assert forms(optimizer) == {
+        "0.weight, 0.bias": "kronecker: 5 inputs x 5 outputs",
+        "2.weight, 2.bias": "kronecker: 6 inputs (diagonal) x 3 outputs",
+        "4.weight, 4.bias": "kronecker: 4 inputs x 2 outputs",
+    }
+    take(optimizer, batch())
+    assert factors(optimizer)["2.weight"]["inputs"].shape == (1, 6)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_excluded_layer_has_a_diagonal(by_name: bool) -> None:
+    module = network()
+    optimizer = make(module, exclude_factors=["2" if by_name else module[2]])
+    assert forms(optimizer) == {
+        "0.weight, 0.bias": "kronecker: 5 inputs x 5 outputs",
+        "2.weight": "diagonal",
+        "2.bias": "diagonal",
+        "4.weight, 4.bias": "kronecker: 4 inputs x 2 outputs",
+    }
+    report = take(optimizer, batch())
+    assert report.loss_after < report.loss_before
+
+
+def test_tied_weights_share_a_block_and_keep_their_own_biases() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    module[2].weight = module[0].weight
+    optimizer = make(module)
+    assert forms(optimizer) == {
+        "0.weight": "kronecker: 4 inputs x 4 outputs",
+        "0.bias": "kronecker: 1 inputs x 4 outputs",
+        "2.bias": "kronecker: 1 inputs x 4 outputs",
+        "3.weight, 3.bias": "kronecker: 5 inputs x 2 outputs",
+    }
+    take(optimizer, batch())
+    assert module[2].weight is module[0].weight
+
+
+def test_a_weight_that_is_also_an_embedding_has_a_diagonal() -> None:
+    class LanguageModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embedding(tokens).mean(1))
+
+    torch.manual_seed(0)
+    module = LanguageModel().double()
+    optimizer = make(module, "cross_entropy")
+    assert forms(optimizer) == {"embedding.weight": "diagonal", "head.bias": "kronecker: 1 inputs x 7 outputs"}
+    tokens = torch.randint(0, 7, (10, 3))
+    report = take(optimizer, (tokens, tokens[:, 0]))
+    assert report.loss_after < report.loss_before
+
+
+def test_a_frozen_weight_leaves_a_block_of_its_bias() -> None:
+    module = network()
+    module[0].weight.requires_grad_(False)
+    optimizer = make(module)
+    assert list(forms(optimizer)) == ["0.bias", "2.weight, 2.bias", "4.weight, 4.bias"]
+    before = module[0].weight.clone()
+    report = take(optimizer, batch())
+    assert torch.equal(module[0].weight, before) and report.loss_after < report.loss_before
+
+
+def test_a_layer_that_is_not_called_is_named_once() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.linear(x, self.hidden.weight, self.hidden.bias).tanh())
+
+    torch.manual_seed(0)
+    module = Functional().double()
+    optimizer = make(module)
+    with pytest.warns(UserWarning, match=r"layers of hidden\.weight, hidden\.bias in this batch"):
+        report = take(optimizer, batch())
+    assert report.loss_after < report.loss_before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take(optimizer, batch(seed=2))
+
+
+@pytest.mark.parametrize("preconditioner", ["kronecker", "diagonal"])
+def test_a_layer_that_is_registered_twice_keeps_its_parameters(preconditioner: str) -> None:
+    torch.manual_seed(0)
+    module = shared_layer_mlp().double()
+    parameters = list(module.parameters())
+    optimizer = make(module, preconditioner=preconditioner)
+    take(optimizer, (gaussian(12, 4, seed=1), gaussian(12, 4, seed=2)))
+    assert [id(p) for p in module.parameters()] == [id(p) for p in parameters]
+
+
+# --- what they are for -----------------------------------------------------------------------------------------------
+
+
+def iterations(module: nn.Module, data: tuple[Tensor, Tensor], **options: Any) -> int:
+    """LSMR iterations to a fixed residual."""
+    optimizer = make(copy.deepcopy(module), **{"damping_space": "x", "maxiter": 2000, "atol": 1e-4, **options})
+    return take(optimizer, data).solver_iterations
+
+
+def test_a_regression_of_one_output_takes_a_few_iterations() -> None:
+    """G is 1 then, and G ⊗ A the Gauss-Newton matrix itself."""
+    module = nn.Linear(20, 1).double()
+    scales = torch.logspace(0, 3, 20, dtype=torch.float64)
+    data = (gaussian(100, 20, seed=1) * scales, gaussian(100, 1, seed=2))
+    options = {"damping": 1e-4, "atol": 1e-8}
+    assert iterations(module, data, **options) <= 4
+    assert iterations(module, data, preconditioner=None, **options) > 25
+
+
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
+def test_a_regression_is_solved_in_float32(solver: str) -> None:
+    module = network(torch.float32)
+    inputs = gaussian(40, 4, seed=1).float()
+    targets = mlp()(inputs).detach()
+    optimizer = make(module, damping=1.0, drop=0.5, solver=solver, maxiter=30)
+    reports = [take(optimizer, (inputs, targets)) for _ in range(30)]
+    assert reports[-1].loss_after < 1e-4 * reports[0].loss_before
+
+
+def test_a_small_convolutional_classifier_is_trained() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6, 2)
+    )  # fmt: skip
+    images = torch.randn(60, 1, 7, 7)
+    labels = (images[:, 0, :, 3].mean(1) > images[:, 0, 3].mean(1)).long()
+    optimizer = make(module, "cross_entropy", damping=0.3, drop=0.8, maxiter=10, backend="double_backward")
+    reports = [take(optimizer, (images, labels)) for _ in range(12)]
+    assert reports[-1].loss_after < 0.5 * reports[0].loss_before
+
+
+def test_bfloat16_autocast_keeps_float32_factors() -> None:
+    module, (inputs, targets) = network(torch.float32), batch(dtype=torch.float32)
+    optimizer = make(module, maxiter=10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = take(optimizer, (inputs, targets))
+    assert report.loss_after < report.loss_before
+    assert {t.dtype for block in factors(optimizer).values() for t in block.values()} == {torch.float32}
+
+
+# --- saving, loading, copying ----------------------------------------------------------------------------------------
+
+
+def run(optimizer: SHF, seeds: range, dtype: torch.dtype = torch.float64) -> list[StepReport]:
+    return [replace(take(optimizer, batch(seed=seed, dtype=dtype)), seconds={}) for seed in seeds]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path, dtype: torch.dtype, interval: int) -> None:
+    options: dict[str, Any] = {"solver": "cg", "maxiter": 7, "factor_interval": interval, "drop": 0.9}
+    module = network(dtype)
+    optimizer = make(module, **options)
+    run(optimizer, range(5), dtype)
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    expected = run(optimizer, range(5, 9), dtype)
+
+    torch.manual_seed(1)
+    resumed = mlp().to(dtype)
+    resumed_optimizer = make(resumed, **options)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(checkpoint["model"])
+    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
+    assert run(resumed_optimizer, range(5, 9), dtype) == expected
+    assert torch.equal(weights(resumed), weights(module))
+
+
+def test_a_state_dict_is_a_snapshot() -> None:
+    optimizer = make(network())
+    take(optimizer, batch(seed=1))
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    take(optimizer, batch(seed=2))
+    for name, block in before["state"]["shf"]["factors"].items():
+        for side, expected in block.items():
+            assert torch.equal(saved["state"]["shf"]["factors"][name][side], expected)
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    module = network()
+    optimizer = make(module)
+    take(optimizer, batch(seed=1))
+    other_module, other = copy.deepcopy((module, optimizer))
+    assert run(other, range(2, 4)) == run(optimizer, range(2, 4))
+    assert torch.equal(weights(other_module), weights(module))
+
+
+def test_a_state_without_factors_goes_on_with_new_ones() -> None:
+    module = network()
+    diagonal = make(module, preconditioner="diagonal", damping_space="x")
+    take(diagonal, batch(seed=1))
+    optimizer = make(module)
+    optimizer.load_state_dict(diagonal.state_dict())
+    report = take(optimizer, batch(seed=2))
+    assert report.loss_after < report.loss_before
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_state_goes_on_in_a_module_of_another_dtype(interval: int) -> None:
+    single = network(torch.float32)
+    saved = make(single, factor_interval=interval)
+    take(saved, batch(dtype=torch.float32))
+    module = copy.deepcopy(single).double()
+    optimizer = make(module, factor_interval=interval)
+    optimizer.load_state_dict(saved.state_dict())
+    report = take(optimizer, batch(seed=2))
+    assert report.loss_after < report.loss_before
+    assert {t.dtype for block in factors(optimizer).values() for t in block.values()} == {torch.float64}
+
+
+def test_factors_of_other_options_are_refused() -> None:
+    module = network()
+    optimizer = make(module)
+    take(optimizer, batch(seed=1))
+    other = make(module, max_factor_size=5)
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(
+        ValueError, match="averages of the Kronecker factors are of another network, or of other options"
+    ):
+        take(other, batch(seed=2))
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_factor_that_overflows_is_an_error_that_names_its_parameters_and_changes_nothing() -> None:
+    module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    nn.init.zeros_(module[0].weight)
+    before = weights(module)
+    inputs = torch.full((6, 4), 1e25)
+    optimizer = make(module)
+    with pytest.raises(
+        FloatingPointError, match=r"block 0\.weight, 0\.bias: the curvature factor holds NaN or infinity"
+    ):
+        take(optimizer, (inputs, torch.ones(6, 2)))
+    assert torch.equal(weights(module), before)
+    assert take(optimizer, (inputs * 1e-25, torch.ones(6, 2))).step_length > 0
+
+
+def test_too_little_memory_is_an_error_that_names_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kronecker, "available_memory", lambda device: 500)
+    with pytest.raises(
+        MemoryError, match=r"take 1\.8 KiB, but 0\.5 KiB are free on cpu; the largest: 0\.weight 0\.8 KiB"
+    ):
+        make(network())
+
+
+def test_only_kronecker_factors_have_a_summary() -> None:
+    with pytest.raises(ValueError, match="only preconditioner='kronecker' has a summary, not 'diagonal'"):
+        make(network(), preconditioner="diagonal").summary()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor_decay": 1.0}, r"factor_decay must be in \[0, 1\), got 1.0"),
+        ({"factor_decay": math.nan}, r"factor_decay must be in \[0, 1\), got nan"),
+        ({"factor_interval": 0}, "factor_interval must be >= 1, got 0"),
+        ({"max_factor_size": 0}, "max_factor_size must be >= 1 or None, got 0"),
+        ({"exclude_factors": ["head"]}, "exclude_factors has 'head', which is no module of Sequential"),
+        ({"exclude_factors": [nn.Linear(1, 1)]}, "exclude_factors has this Linear, which is no module of Sequential"),
+        ({"damping_space": "y"}, "not with Kronecker factors"),
+        ({"curvature_share": 0.0, "solver": "cg"}, r"curvature_share must be in \(0, 1\], got 0.0"),
+        ({"curvature_share": 0.5}, "curvature_share=0.5 needs solver='cg': lsmr solves a least-squares problem"),
+    ],
+)
+def test_an_argument_without_meaning_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(network(), **options)

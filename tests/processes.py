@@ -1,11 +1,22 @@
-"""How tests start processes: forked from a server that has loaded the libraries once, which takes each process seconds."""
+"""How tests start processes, and how these end.
+
+They are forked from a server that has loaded the libraries once, which takes each process seconds.
+
+They end by ``os._exit``, when their results are written. To finalise the interpreter while gloo's threads live aborts it
+now and then: a thread that gives up the last reference to a tensor asks for a GIL that is no more
+(pytorch/pytorch#179291). To destroy the process group before is no way out in torch 2.6 and 2.7: that waits for these
+threads, and holds the GIL while it does (pytorch/pytorch#154976).
+"""
 
 import datetime
 import multiprocessing
+import os
+import sys
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
 # Lightning refuses to fork where tests may have begun to use a GPU.
 START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
@@ -24,14 +35,33 @@ def _save_results(rank, work, directory):
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=timeout)
     torch.save(work(rank), directory / f"{rank}.pt")
-    dist.barrier()  # and no more: to destroy the group blocks now and then in torch 2.6, and the process ends anyway
+    _end_process()
 
 
-class ForkedDDP(DDPStrategy):
-    """DDP whose processes have their weights for themselves: Lightning parts the memory of spawned ones only."""
+def _end_process():
+    """End this process of a group as a success, when all others are as far."""
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class _EndingLauncher(_MultiProcessingLauncher):
+    """Lightning's own, whose processes end when the first one has sent the results."""
+
+    def _wrapping_function(self, *args, **kwargs):
+        super()._wrapping_function(*args, **kwargs)
+        _end_process()
+
+
+class TwoProcesses(DDPStrategy):
+    """DDP in processes as above. They have their weights for themselves: Lightning parts the memory of spawned ones only."""
 
     def __init__(self):
         super().__init__(start_method=START_METHOD)
+
+    def _configure_launcher(self):
+        self._launcher = _EndingLauncher(self, start_method=self._start_method)
 
     def setup(self, trainer):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -41,4 +71,4 @@ class ForkedDDP(DDPStrategy):
 
 def two_processes():
     """Options of a Trainer."""
-    return {"strategy": ForkedDDP(), "devices": 2}
+    return {"strategy": TwoProcesses(), "devices": 2}

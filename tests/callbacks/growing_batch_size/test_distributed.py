@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct import GrowingBatchSize
+from tests.processes import two_processes
 
 SAMPLES, FIRST, EPOCHS = 48, 8, 3
 STOPPED = 4  # steps, in the middle of the first epoch
@@ -78,7 +79,7 @@ def fit(directory, processes, ckpt_path=None):
             directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
         ),
     ]
-    options = {"strategy": "ddp_spawn", "devices": 2} if processes == 2 else {}
+    options = two_processes() if processes == 2 else {}
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,

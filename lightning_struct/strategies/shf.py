@@ -8,8 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.optim.shf import SHF, StepReport
 from lightning_struct.strategies.requirements import PRECISIONS, only_optimizer, pair_of_tensors
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights

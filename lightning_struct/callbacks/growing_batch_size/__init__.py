@@ -1,5 +1,11 @@
-"""GrowingBatchSize: a mini-batch that grows while a Trainer runs."""
+"""GrowingBatchSize: a mini-batch that grows while a Trainer runs.
 
-from lightning_struct.callbacks.growing_batch_size.callback import GrowingBatchSize, next_batch_size
+``callback`` ties the parts to a Trainer; ``rules`` has the decisions, as functions; ``measurement`` the statistics of the
+gradients that an optimizer steps by; ``loader_growth`` and ``accumulation_growth`` the two ways to change the samples of a step.
+"""
 
-__all__ = ["GrowingBatchSize", "next_batch_size"]
+from lightning_struct.callbacks.growing_batch_size.callback import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size
+
+__all__ = ["GradientStatistics", "GrowingBatchSize", "next_batch_size"]

@@ -1,7 +1,6 @@
 """A batch that grows by a gradient-variance test and a validation test (section 4.3)."""
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -9,11 +8,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
-from lightning_struct.callbacks.growing_batch_size.growth import AccumulationGrowth, BatchGrowth, LoaderGrowth
+from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth
+from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import GradientMeasurement, samples_in
+from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
+from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
-from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.utilities.lightning_internals import logs_now
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -22,69 +24,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Record = dict[str, float]
-PANELS = {
-    "batch_size": "samples in a batch",
-    "variance_ratio": "‖Var‖₁ / (n ‖ḡ‖²)",
-    "validation_value": "validation value",
-}
 GROWTH: dict[str, type[LoaderGrowth] | type[AccumulationGrowth]] = {
     "batch": LoaderGrowth,
     "accumulate": AccumulationGrowth,
 }
 MOST_RECORDS = 4096
-
-
-def next_batch_size(
-    batch_size: int,
-    predictions: Sequence[int],
-    validation_values: Sequence[float],
-    *,
-    max_batch_size: float,
-    window: int = 5,
-    validation_threshold: float = 0.005,
-    growth: float = 1.005,
-    allow_shrinking: bool = False,
-) -> int:
-    """The size of the next batch (Algorithm 1).
-
-    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, rounded
-    up, where the validation value has fallen by less than ``validation_threshold`` of itself; else n.
-
-    Args:
-        batch_size: n >= 1.
-        predictions: n̂ of the checks so far, the last one last. No decision falls before there are more than ``window``.
-        validation_values: f_val likewise; the last one is compared with the one ``window`` before it, if there is one.
-        max_batch_size: n_max. A batch that is larger already stays as it is.
-        window, growth: of the rules.
-        validation_threshold: of the validation rule; infinite: it lets the batch grow whatever the values, or without any.
-        allow_shrinking: where neither rule lets the batch grow, make it the mean of the predictions, two at least.
-
-    Returns:
-        At most n_max or n, whichever is larger; at least n, unless it may shrink.
-    """
-    if len(predictions) <= window:
-        return batch_size
-    average = math.ceil(sum(predictions[-window:]) / window)
-    if average > batch_size:
-        decided = average
-    elif _stalls(validation_values, window, validation_threshold):
-        decided = math.ceil(growth * batch_size)
-    elif allow_shrinking:
-        return min(batch_size, max(average, 2))
-    else:
-        return batch_size
-    return max(batch_size, int(min(decided, max_batch_size)))
-
-
-def _stalls(values: Sequence[float], window: int, threshold: float) -> bool:
-    if threshold == math.inf:
-        return True
-    if len(values) <= window:
-        return False
-    # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last value,
-    # which may be zero or negative; hence the product, and the absolute value.
-    before, now = values[-1 - window], values[-1]
-    return before - now < threshold * abs(now)
 
 
 class GrowingBatchSize(L.Callback):
@@ -161,17 +105,9 @@ class GrowingBatchSize(L.Callback):
         allow_shrinking: bool = False,
         probes: int | None = 8,
     ) -> None:
-        if not (theta > 0 and growth >= 1 and window >= 1 and every_n_steps >= 1):
-            raise MisconfigurationException(
-                "GrowingBatchSize needs theta > 0, growth >= 1, window >= 1 and every_n_steps >= 1, but got "
-                f"{theta}, {growth}, {window} and {every_n_steps}"
-            )
-        if max_batch_size is not None and max_batch_size < 1:
-            raise MisconfigurationException(f"max_batch_size must be at least 1, but is {max_batch_size}")
+        check_settings(max_batch_size, theta, growth, window, every_n_steps, probes)
         if mode not in GROWTH:
             raise MisconfigurationException(f"mode must be one of {', '.join(map(repr, GROWTH))}, but is {mode!r}")
-        if probes is not None and probes < 1:
-            raise MisconfigurationException(f"probes must be at least 1, or None, but is {probes}")
         self.max_batch_size, self.theta = max_batch_size, theta
         self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
         self.growth, self.window, self.every_n_steps = growth, window, every_n_steps
@@ -185,7 +121,7 @@ class GrowingBatchSize(L.Callback):
         self._last_step = 0
         self._batch_size: int | None = None
         self._growth: BatchGrowth | None = None
-        self._left: dict[str, Any] | None = None
+        self._last_state: dict[str, Any] | None = None
         self._measurement: GradientMeasurement | None = None
         self._to_log: dict[str, Any] | None = None
         self._logged_here: tuple[str, ...] | None = None
@@ -222,7 +158,7 @@ class GrowingBatchSize(L.Callback):
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        growth = self._acting
+        growth = self._active_growth
         if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
                 f"Batches of {growth.batch_size} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
@@ -240,16 +176,16 @@ class GrowingBatchSize(L.Callback):
             self._validation.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._acting.on_train_epoch_start()
+        self._active_growth.on_train_epoch_start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._acting.on_train_batch_start()
+        self._active_growth.on_train_batch_start()
         if self._measurement is None:
             return
         if self._checks_next_step:
-            self._measurement.begin_batch(batch, self._acting.expected_sizes(), self._steps)
+            self._measurement.begin_batch(batch, self._active_growth.expected_sizes(), self._steps)
         else:
             self._measurement.pause()
 
@@ -267,7 +203,7 @@ class GrowingBatchSize(L.Callback):
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
         if self._measurement is not None:
-            read = samples_in(batch, self._acting.expected_sizes()) * trainer.world_size
+            read = samples_in(batch, self._active_growth.expected_sizes()) * trainer.world_size
             self._samples += read
             self._samples_of_step += read
             self._batches_of_step += 1
@@ -275,7 +211,7 @@ class GrowingBatchSize(L.Callback):
             self._last_step = trainer.global_step
             self._after_step(trainer, pl_module)
             self._log(trainer, pl_module)
-        self._acting.on_train_batch_end()
+        self._active_growth.on_train_batch_end()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
@@ -284,52 +220,29 @@ class GrowingBatchSize(L.Callback):
         self.validation_values = [*self.validation_values, value][-self.window - 1 :]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._acting.on_train_epoch_end()
+        self._active_growth.on_train_epoch_end()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # the other processes may not be here: then there is no state of all of them for a checkpoint that comes now
-        self._leave(keep_state=trainer.world_size == 1)
+        self._give_back(keep_state=trainer.world_size == 1)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._leave(keep_state=True)
+        self._give_back(keep_state=True)
 
     def plot(self) -> "tuple[Figure, list[Axes]]":
         """Draw batch size, variance ratio and validation value, whichever there is, over samples seen in training.
 
-        Needs matplotlib.
-
         Raises:
-            MisconfigurationException: nothing has been recorded.
+            MisconfigurationException: nothing has been recorded, or matplotlib is missing.
         """
-        from matplotlib.figure import Figure
-
         if not self.records:
             raise MisconfigurationException("GrowingBatchSize has nothing to plot: train first")
-        names = [name for name in PANELS if any(name in record for record in self.records)]
-        figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
-        axes = list(figure.subplots(1, len(names), squeeze=False)[0])
-        for panel, name in zip(axes, names, strict=True):
-            self._draw(panel, name, "steps-pre" if name == "batch_size" else "default", label="batch")
-            panel.set(xlabel="samples seen", ylabel=PANELS[name])
-            panel.grid(alpha=0.25)
-            if name == "batch_size":
-                self._draw(panel, "batch_size_predicted", alpha=0.4, linewidth=0.8, zorder=1, label="predicted")
-                panel.legend()
-            elif name == "variance_ratio":
-                panel.set_yscale("log")
-                if self.theta < math.inf:
-                    panel.axhline(self.theta**2, color="grey", linestyle="--", linewidth=0.8, label="θ²")
-                    panel.legend(handles=[panel.lines[-1]])
-        return figure, axes
-
-    def _draw(self, panel: "Axes", name: str, drawstyle: str = "default", **style: Any) -> None:
-        points = [(record["samples"], record[name]) for record in self.records if name in record]
-        panel.plot(*zip(*points, strict=True), drawstyle=drawstyle, **style)
+        return plot_growth(self.records, self.theta)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "batch_size": self._batch_size,
-            "growth": self._left if self._growth is None else self._growth.state_dict(),
+            "growth": self._last_state if self._growth is None else self._growth.state_dict(),
             "predictions": list(self.predictions),
             "validation_values": list(self.validation_values),
             "samples": self._samples,
@@ -351,13 +264,13 @@ class GrowingBatchSize(L.Callback):
             self._growth.set_batch_size(self._batch_size)
 
     @property
-    def _acting(self) -> BatchGrowth:
+    def _active_growth(self) -> BatchGrowth:
         assert self._growth is not None
         return self._growth
 
     @property
     def _limit(self) -> float:
-        sizes = (self.max_batch_size, self._acting.dataset_size)
+        sizes = (self.max_batch_size, self._active_growth.dataset_size)
         return min((size for size in sizes if size is not None), default=math.inf)
 
     @property
@@ -377,17 +290,17 @@ class GrowingBatchSize(L.Callback):
             self._samples += 0 if statistics is None else statistics.batch_size
         if statistics is None:
             return
-        self._acting.on_step(statistics.batch_size)
+        self._active_growth.on_step(statistics.batch_size)
         if not checks:
             return
         if statistics.batch_size < 2:
             self._grow_from_one()
             return
         self._check(statistics, type(pl_module).__name__)
-        decided = self.decide(self._acting.batch_size)
+        decided = self.decide(self._active_growth.batch_size)
         self._batch_size = trainer.strategy.broadcast(decided)
-        if self._batch_size != self._acting.batch_size:
-            self._acting.set_batch_size(self._batch_size)
+        if self._batch_size != self._active_growth.batch_size:
+            self._active_growth.set_batch_size(self._batch_size)
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
@@ -399,12 +312,12 @@ class GrowingBatchSize(L.Callback):
             self._to_log["gradient_variance"] = statistics.variance
 
     def _grow_from_one(self) -> None:
-        if self._acting.batch_size == 1 < self._limit:  # else it is what was left of an epoch
+        if self._active_growth.batch_size == 1 < self._limit:  # else it is what was left of an epoch
             rank_zero_warn(
                 "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
             )
             self._batch_size = 2
-            self._acting.set_batch_size(2)
+            self._active_growth.set_batch_size(2)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Take in the statistics of a step."""
@@ -414,13 +327,7 @@ class GrowingBatchSize(L.Callback):
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
                 "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
             )
-        samples = self._acting.dataset_size
-        if variance is None:
-            predicted = 1
-        elif squared_norm > 0 or samples is not None:
-            predicted = required_batch_size(variance, squared_norm, samples, self.theta)
-        else:  # of a stream no batch is large enough
-            predicted = self.max_batch_size or size
+        predicted = predicted_batch_size(statistics, self._active_growth.dataset_size, self.theta, self.max_batch_size)
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if variance is not None and squared_norm > 0:
@@ -443,11 +350,11 @@ class GrowingBatchSize(L.Callback):
             pl_module.log(name, self._to_log[name], batch_size=int(self._to_log["batch_size"]))
         self._to_log = None
 
-    def _leave(self, keep_state: bool) -> None:
+    def _give_back(self, keep_state: bool) -> None:
         """Undo what was done to the Trainer and its loaders; a checkpoint may still be written."""
         if self._measurement is not None:
             self._measurement.pause()
         if self._growth is not None:
-            self._left = self._growth.state_dict() if keep_state else None
+            self._last_state = self._growth.state_dict() if keep_state else None
             self._growth.restore()
         self._measurement = self._growth = None

@@ -1,0 +1,104 @@
+"""More batches accumulated for each optimizer step, where larger ones would not fit in memory."""
+
+import math
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils._pytree import tree_leaves
+
+from lightning_struct.callbacks.growing_batch_size.growth import State
+
+
+class AccumulationGrowth:
+    """Lets the effective batch grow by accumulating more batches for each step; the loaders stay as they are.
+
+    The number of accumulated batches changes only where a step has been taken and as many batches of the epoch are done as
+    the new number divides: elsewhere Lightning would scale the gradient of a window by the wrong number. Of the numbers up
+    to the one decided, the largest that divides is taken; at the start of an epoch any does.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+
+    Raises:
+        MisconfigurationException: manual optimization; or another callback that schedules the accumulation.
+    """
+
+    def __init__(self, trainer: L.Trainer, batch_size: int | None = None) -> None:
+        if not trainer.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                "GrowingBatchSize(mode='accumulate') accumulates gradients over batches, which under manual optimization "
+                f"{type(trainer.lightning_module).__name__}.training_step does itself: use mode='batch'"
+            )
+        others = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        if any(scheduler.going_to_accumulate_grad_batches() for scheduler in others):
+            raise MisconfigurationException(
+                "GrowingBatchSize(mode='accumulate') and GradientAccumulationScheduler both set accumulate_grad_batches: "
+                "leave one of them out"
+            )
+        self._trainer, self._first, self._decided = trainer, trainer.accumulate_grad_batches, batch_size
+        self._samples_of_batch: int | None = None
+
+    @property
+    def batch_size(self) -> int:
+        if self._decided is not None:
+            return self._decided
+        return self._trainer.accumulate_grad_batches * (self._samples_of_batch or 1)
+
+    @property
+    def dataset_size(self) -> int | None:
+        sizes = [sized_len(getattr(loader, "dataset", None)) for loader in self._loaders()]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def expected_sizes(self) -> list[int]:
+        sizes = []
+        for loader in self._loaders():
+            size, samples = getattr(loader, "batch_size", None), sized_len(getattr(loader, "sampler", None))
+            if isinstance(size, int):
+                left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
+                sizes.append(left if 0 < left < size else size)
+        return sizes
+
+    def on_step(self, samples: int) -> None:
+        # the last step of an epoch may have fewer batches, and its last batch fewer samples
+        self._samples_of_batch = max(self._samples_of_batch or 1, samples // self._trainer.accumulate_grad_batches)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        self._decided = batch_size
+
+    def on_train_epoch_start(self) -> None:
+        self._trainer.accumulate_grad_batches = self._wanted
+
+    def on_train_batch_start(self) -> None: ...
+
+    def on_train_batch_end(self) -> None:
+        done = self._trainer.fit_loop.batch_idx + 1
+        if done % self._trainer.accumulate_grad_batches == 0:
+            self._trainer.accumulate_grad_batches = next(k for k in range(self._wanted, 0, -1) if done % k == 0)
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def state_dict(self) -> State:
+        accumulated = self._trainer.accumulate_grad_batches
+        return {"decided": self._decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
+
+    def load_state_dict(self, state: State) -> None:
+        self._decided, self._samples_of_batch = state["decided"], state["samples_of_batch"]
+        self._trainer.accumulate_grad_batches = state["accumulated"]
+
+    def restore(self) -> None:
+        self._trainer.accumulate_grad_batches = self._first
+
+    @property
+    def _wanted(self) -> int:
+        if self._decided is None or self._samples_of_batch is None:
+            return self._trainer.accumulate_grad_batches
+        return max(1, math.ceil(self._decided / self._samples_of_batch))
+
+    def _loaders(self) -> list[Any]:
+        loaders = self._trainer.train_dataloader
+        return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)

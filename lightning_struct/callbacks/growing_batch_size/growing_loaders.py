@@ -1,0 +1,124 @@
+"""A training loader as LoaderGrowth sees it: its sizes over all processes, and its place in the epoch."""
+
+import math
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.data.resizable import Position, ResizableLoader
+from lightning_struct.data.sampling import IndependentDraws
+
+
+class GrowingLoader:
+    """A training loader that is resized, with its sizes over all processes."""
+
+    def __init__(self, loader: Any, processes: int, limit: float | None) -> None:
+        """``limit``, in batches of the first size or as a fraction of them, bounds the samples of an epoch."""
+        self._loader, self._processes = ResizableLoader(loader), processes
+        self._loader.nominal = True  # until Lightning has checked its own settings against the length
+        length = sized_len(loader)
+        if isinstance(limit, int):
+            self._loader.limit(limit)
+        elif limit is not None and length is not None:
+            self._loader.limit(int(limit * length))
+
+    @property
+    def batch_size(self) -> int:
+        return self._loader.batch_size * self._processes
+
+    @property
+    def first_batch_size(self) -> int:
+        return self._loader.first_batch_size * self._processes
+
+    @property
+    def dataset_size(self) -> int | None:
+        samples = self._loader.samples
+        return None if samples is None else samples * self._processes
+
+    @property
+    def length(self) -> int | None:
+        return sized_len(self._loader.loader)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the pass goes on where another was left."""
+        return self._loader.delivered > 0
+
+    def set_batch_size(self, batch_size: int) -> None:
+        self._loader.batch_size = math.ceil(batch_size / self._processes)
+
+    def sizes_read(self, ahead: int) -> list[int]:
+        """Samples of the last batch but ``ahead``; empty if there is none."""
+        sampler, number = self._loader.sampler, self._loader.delivered - ahead
+        if not 0 < number <= len(sampler.ends):
+            return []
+        start = sampler.ends[number - 2] if number > 1 else 0
+        return [(sampler.ends[number - 1] - start) * sampler.samples_of_unit]
+
+    def first_batch_beyond(self, fraction: float, length: int) -> int:
+        """The first batch at whose end that fraction of the epoch's samples is read; ``length`` is that of the epoch."""
+        units = self._loader.sampler.units
+        if units is None or length != self.length:
+            return math.ceil(fraction * length - 1e-9)
+        return self._loader.sampler.first_beyond(fraction * units - 1e-6)
+
+    def end_preparation(self) -> None:
+        self._loader.nominal = False
+
+    def begin_anew(self) -> None:
+        self._loader.begin_anew()
+
+    def position(self, unread: int, over: bool) -> Position | None:
+        return self._loader.position(unread, over)
+
+    def resume(self, position: Position | None) -> None:
+        if position is not None:
+            self._loader.resume(position)
+
+    def restore(self) -> None:
+        self._loader.restore()
+
+
+class GrowingDraws:
+    """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
+
+    length = None
+    resumes = False
+
+    def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
+        if loader.num_workers:
+            raise MisconfigurationException(
+                f"GrowingBatchSize needs num_workers=0 with IndependentDraws, but got {loader.num_workers}: draws that "
+                "workers fetch ahead would keep the old size, and be lost at a resume"
+            )
+        self._sampler = sampler
+        self.first_batch_size = self._sampler.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        return self._sampler.batch_size
+
+    @property
+    def dataset_size(self) -> int:
+        return len(self._sampler.dataset)  # type: ignore[arg-type]
+
+    def set_batch_size(self, batch_size: int) -> None:
+        self._sampler.batch_size = min(batch_size, self.dataset_size)
+
+    def sizes_read(self, ahead: int) -> list[int]:
+        return []
+
+    def first_batch_beyond(self, fraction: float, length: int) -> int:
+        return math.ceil(fraction * length - 1e-9)
+
+    def end_preparation(self) -> None: ...
+
+    def begin_anew(self) -> None: ...
+
+    def position(self, unread: int, over: bool) -> Position | None:
+        return None
+
+    def resume(self, position: Position | None) -> None: ...
+
+    def restore(self) -> None: ...

@@ -1,0 +1,199 @@
+"""Larger batches from the training loaders, within the running epoch."""
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
+from lightning_struct.callbacks.growing_batch_size.growth import State
+from lightning_struct.data.sampling import IndependentDraws
+from lightning_struct.utilities.lightning_internals import TrainingLoaders
+
+
+class LoaderGrowth:
+    """Lets the batches of the training loaders grow, within the running epoch.
+
+    Several loaders grow in proportion. What Lightning derives from their lengths is kept true: the batches of the epoch;
+    ``limit_train_batches``, of which a fraction, and ``overfit_batches``, keep meaning the same number of samples, and an
+    int a number of batches; and how often ``val_check_interval`` validates: for a fraction as often in an epoch as before,
+    after the same samples (but once per batch at most), for an int after so many batches, or at the end of an epoch that
+    has become shorter than that.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+
+    Raises:
+        MisconfigurationException: when Lightning prepares the loaders: one of them cannot be resized; or the run was
+            stopped in the middle of an epoch with another number of processes or loaders.
+    """
+
+    def __init__(self, trainer: L.Trainer, batch_size: int | None = None) -> None:
+        self._trainer, self._decided = trainer, batch_size
+        self._state: State | None = None
+        self._loaders: list[GrowingLoader | GrowingDraws] = []
+        self._epoch_done = 0
+        self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
+
+    @property
+    def batch_size(self) -> int:
+        return self._present if self._decided is None else self._decided
+
+    @property
+    def dataset_size(self) -> int | None:
+        sizes = [loader.dataset_size for loader in self._loaders]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def expected_sizes(self) -> list[int]:
+        return [size for loader in self._loaders for size in loader.sizes_read(self._trainer_loaders.ahead)]
+
+    def on_step(self, samples: int) -> None: ...
+
+    def set_batch_size(self, batch_size: int) -> None:
+        self._decided = batch_size
+        if self._loaders:
+            self._resize()
+            self._set_limits()
+
+    def on_train_epoch_start(self) -> None:
+        self._epoch_done = 0
+        self._set_limits()
+        self._plan_validation()
+
+    def on_train_batch_start(self) -> None:
+        if self._epoch_done:  # Lightning has compared it with the length by now
+            self._epoch_done = 0
+            self._set_limits()
+            self._plan_validation()
+
+    def on_train_batch_end(self) -> None:
+        self._plan_validation()
+
+    def on_train_epoch_end(self) -> None:
+        for loader in self._loaders:
+            loader.begin_anew()
+
+    def state_dict(self) -> State:
+        epoch = self._trainer_loaders
+        done = epoch.batches_done if epoch.epoch_done else 0
+        mine = [loader.position(epoch.unread, over=epoch.epoch_done) for loader in self._loaders]
+        of_processes: list[Any] = [mine]
+        if self._trainer.world_size > 1:
+            of_processes = [None] * self._trainer.world_size
+            torch.distributed.all_gather_object(of_processes, mine)
+        due = self._trainer.val_check_batch
+        return {"decided": self._decided, "positions": of_processes, "epoch_done": done, "val_check_batch": due}
+
+    def load_state_dict(self, state: State) -> None:
+        self._state, self._decided = state, state["decided"]
+
+    def restore(self) -> None:
+        self._trainer_loaders.restore()
+        for loader in self._loaders:
+            loader.restore()
+        self._loaders = []
+
+    @property
+    def _present(self) -> int:
+        return self._trainer.accumulate_grad_batches * sum(loader.batch_size for loader in self._loaders)
+
+    def _prepare(self, dataloader: Any, index: int) -> None:
+        if index == 0:
+            for loader in self._loaders:
+                loader.restore()
+            self._loaders = []
+        draws = [
+            s
+            for name in ("sampler", "batch_sampler")
+            if isinstance(s := getattr(dataloader, name, None), IndependentDraws)
+        ]
+        if draws:
+            self._loaders.append(GrowingDraws(dataloader, draws[0]))
+        else:
+            limit = self._trainer.limit_train_batches
+            limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
+            self._loaders.append(GrowingLoader(dataloader, self._trainer.world_size, limit if limits_samples else None))
+
+    def _prepared(self) -> None:
+        if self._trainer_loaders.steps_fetch:
+            raise MisconfigurationException(
+                f"The size of batches cannot be changed where {type(self._trainer.lightning_module).__name__}."
+                "training_step(dataloader_iter) fetches them itself: take the batch as argument"
+            )
+        self._nominal_limits, self._nominal_length = self._trainer_loaders.limits, self._trainer_loaders.length
+        self._nominal_interval = self._trainer.val_check_batch
+        self._main = self._loader_that_ends_the_epoch()
+        for loader in self._loaders:
+            loader.end_preparation()
+        if self._decided is not None:
+            self._resize()
+        state, self._state = self._state, None
+        if state is not None:
+            self._resume(state)
+            if any(isinstance(loader, GrowingLoader) for loader in self._loaders):
+                self._trainer_loaders.iterate_anew()  # workers may have been asked for batches already
+        self._set_limits()
+        if state is not None and (state["epoch_done"] or any(loader.resumes for loader in self._loaders)):
+            self._trainer.val_check_batch = state["val_check_batch"]
+        if state is not None and state["epoch_done"]:
+            self._epoch_done = self._trainer_loaders.length = state["epoch_done"]
+
+    def _resume(self, state: State) -> None:
+        positions, processes = state["positions"], self._trainer.world_size
+        begun = any(position is not None and position["delivered"] for mine in positions for position in mine)
+        if not begun and (len(positions) != processes or len(positions[0]) != len(self._loaders)):
+            return
+        if len(positions) != processes:
+            raise MisconfigurationException(
+                f"The checkpoint was written in the middle of an epoch by {len(positions)} processes, but now there are "
+                f"{processes}: which samples are left cannot be told. Resume with as many processes, or from a "
+                "checkpoint at the end of an epoch"
+            )
+        mine = positions[self._trainer.global_rank]
+        if len(mine) != len(self._loaders):
+            raise MisconfigurationException(
+                f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, but now there "
+                f"are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an epoch"
+            )
+        for loader, position in zip(self._loaders, mine, strict=True):
+            loader.resume(position)
+
+    def _loader_that_ends_the_epoch(self) -> int:
+        limits = self._nominal_limits
+        return limits.index(self._nominal_length) if self._nominal_length in limits else 0
+
+    def _resize(self) -> None:
+        first = sum(loader.first_batch_size for loader in self._loaders)
+        factor = self.batch_size / self._trainer.accumulate_grad_batches / first
+        for loader in self._loaders:
+            loader.set_batch_size(math.ceil(factor * loader.first_batch_size - 1e-9))
+
+    def _set_limits(self) -> None:
+        limit = self._trainer.limit_train_batches
+        most = limit if isinstance(limit, int) and not self._trainer_loaders.overfits else math.inf
+        self._trainer_loaders.limits = [
+            nominal if loader.length is None else min(loader.length, most)
+            for loader, nominal in zip(self._loaders, self._nominal_limits, strict=True)
+        ]
+
+    def _plan_validation(self) -> None:
+        """Make the next batch at which validation is due the one that Lightning finds due."""
+        trainer, length, interval = self._trainer, self._trainer_loaders.length, self._nominal_interval
+        if interval is None or interval == math.inf or length == math.inf:
+            return  # by time, or at the end of a stream
+        if isinstance(trainer.val_check_interval, int):
+            if trainer.check_val_every_n_epoch is not None:
+                trainer.val_check_batch = min(trainer.val_check_interval, int(length))
+            return
+        done = max(self._trainer_loaders.batches_done - 1, 0)  # that of the batch under way is not decided yet
+        loader = self._loaders[self._main]
+        planned = self._nominal_length
+        trainer.val_check_batch = int(length) + 1
+        for due in range(1, int(planned // interval) + 1):
+            batch = min(loader.first_batch_beyond(due * interval / planned, int(length)), int(length))
+            if batch > done:
+                trainer.val_check_batch = batch
+                return

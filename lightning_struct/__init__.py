@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers and editors, which do not look into __getattr__
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
     from lightning_struct.callbacks import OperatorMonitor as OperatorMonitor
+    from lightning_struct.callbacks import PredictionWriter as PredictionWriter
+    from lightning_struct.callbacks import ReconstructionPlot as ReconstructionPlot
+    from lightning_struct.callbacks import TrainingCurves as TrainingCurves
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
     from lightning_struct.nn import BlockStructured as BlockStructured
     from lightning_struct.nn import CauchyLike as CauchyLike
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_struct.strategies import RLSOptimization as RLSOptimization
     from lightning_struct.strategies import SHFOptimization as SHFOptimization
 
+# The same names once more, for the interpreter; a test compares the two lists.
 _HOME_OF = {
     "BlockStructured": "lightning_struct.nn",
     "CauchyLike": "lightning_struct.nn",
@@ -47,14 +51,17 @@ _HOME_OF = {
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
     "LowRank": "lightning_struct.nn",
     "OperatorMonitor": "lightning_struct.callbacks",
+    "PredictionWriter": "lightning_struct.callbacks",
     "PrunedLinear": "lightning_struct.nn",
     "RLS": "lightning_struct.optim",
     "RLSOptimization": "lightning_struct.strategies",
+    "ReconstructionPlot": "lightning_struct.callbacks",
     "SHF": "lightning_struct.optim",
     "SHFOptimization": "lightning_struct.strategies",
     "StructuredLSTM": "lightning_struct.nn",
     "StructuredLinear": "lightning_struct.nn",
     "ToeplitzLike": "lightning_struct.nn",
+    "TrainingCurves": "lightning_struct.callbacks",
     "ValidationMeritStopping": "lightning_struct.callbacks",
     "VandermondeLike": "lightning_struct.nn",
     "replace_linear": "lightning_struct.nn",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
+from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ _LARGEST_PICTURE = 4096 * 4096
 
 
 class OperatorMonitor(L.Callback):
-    """Logs the range of learned displacement operators, and draws structured layers as in the paper's figure 4. ::
+    """Logs the range of learned displacement operators, and draws structured layers (Thomas et al., figure 4). ::
 
         monitor = OperatorMonitor()
         Trainer(callbacks=[monitor]).fit(module)
@@ -39,7 +40,8 @@ class OperatorMonitor(L.Callback):
 
     When ``fit`` ends, or is interrupted from the keyboard, ``operators_hidden.png`` is written to the log directory for every
     structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``). Put it after a
-    callback that changes the weights at the end of ``fit``.
+    callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
+    ``pip install 'lightning-struct[recipes]'``.
 
     Args:
         every_n_steps: training steps between two records.
@@ -51,8 +53,8 @@ class OperatorMonitor(L.Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: if ``every_n_steps`` is not positive, and if the module has no structured layer when
-            ``fit`` starts.
+        MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if the module has no
+            structured layer, or matplotlib is missing.
     """
 
     def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:
@@ -71,8 +73,12 @@ class OperatorMonitor(L.Callback):
         Args:
             layer: a layer, or the name of one in the module that was trained.
 
+        Returns:
+            The figure, and its one or two axes.
+
         Raises:
-            MisconfigurationException: there is no layer of that name, or ``image_size`` does not fit its inputs.
+            MisconfigurationException: there is no layer of that name, ``image_size`` does not fit its inputs, or matplotlib
+                is missing.
         """
         return plot_layer(self._layer(layer), self.image_size)
 
@@ -82,14 +88,19 @@ class OperatorMonitor(L.Callback):
         Args:
             layer: a layer, or the name of one in the module that was trained.
 
+        Returns:
+            The figure, and its axes in a list.
+
         Raises:
-            MisconfigurationException: there is no layer of that name.
+            MisconfigurationException: there is no layer of that name, or matplotlib is missing.
         """
         figure, (axes,) = _new_figure(1)
         _draw_matrix(axes, self._layer(layer))
         return figure, [axes]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            require("matplotlib", "OperatorMonitor")
         self.layers = {
             name: module for name, module in pl_module.named_modules() if isinstance(module, StructuredLinear)
         }
@@ -142,7 +153,10 @@ class OperatorMonitor(L.Callback):
 
 
 def operator_records(layer: nn.Module) -> dict[str, Tensor]:
-    """What is logged of a layer, by the last part of its name; nothing of one without learned operators."""
+    """Extremes, log-ranges and method of a layer's learned operators, by the last part of the logged name.
+
+    Empty for a layer without learned operators.
+    """
     if not isinstance(layer, LearnedOperatorLinear):
         return {}
     records = {}
@@ -168,7 +182,12 @@ def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = Non
         The figure, and its one or two axes.
 
     Raises:
-        MisconfigurationException: the inputs do not make an image of ``image_size``.
+        MisconfigurationException: the inputs do not make an image of ``image_size``, or matplotlib is missing.
+
+    Example:
+        >>> figure, (matrix, subdiagonal) = plot_layer(LDRSubdiagonal(16, 12, rank=1))
+        >>> subdiagonal.images[0].get_array().shape
+        (4, 4)
     """
     learns = isinstance(layer, LearnedOperatorLinear)
     figure, axes = _new_figure(1 + learns)
@@ -179,7 +198,8 @@ def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = Non
 
 
 def _new_figure(count: int) -> "tuple[Figure, list[Axes]]":
-    from matplotlib.figure import Figure  # only here: training does not need it
+    require("matplotlib", "A plot of structured layers")
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * count, 4.5), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
@@ -188,25 +208,39 @@ def _new_figure(count: int) -> "tuple[Figure, list[Axes]]":
 def _draw_matrix(axes: "Axes", layer: StructuredLinear) -> None:
     with torch.no_grad():
         matrix = layer.to_dense().float().cpu().numpy()
-    largest = float(np.nanmax(np.abs(matrix))) or 1.0
-    picture = axes.imshow(matrix, cmap="RdBu_r", vmin=-largest, vmax=largest, interpolation="nearest")
-    axes.set(title=f"{type(layer).__name__}: M", xlabel="input", ylabel="output")
-    axes.figure.colorbar(picture, ax=axes)
+    _draw_heat_map(axes, matrix)
+    axes.set(title=f"matrix of {type(layer).__name__}", xlabel="input", ylabel="output")
 
 
 def _draw_subdiagonal(axes: "Axes", subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
     pixels = np.concatenate([[np.nan], subdiagonal])
     side = math.isqrt(pixels.size)
-    axes.set(title="subdiagonal of B")
+    axes.set_title("subdiagonal of B")
     if image_size is None and side * side != pixels.size:
         axes.plot(pixels, linewidth=0.8)
-        axes.set(xlabel="input")
+        axes.set(xlabel="input", ylabel="entry")
+        axes.grid(alpha=0.25)
         return
     height, width = image_size or (side, side)
     if height * width != pixels.size:
         raise MisconfigurationException(
             f"{pixels.size} inputs are no image of {height} x {width}: give image_size=(height, width)."
         )
-    picture = axes.imshow(pixels.reshape(height, width), cmap="viridis", interpolation="nearest")
-    axes.set(xticks=[], yticks=[])
-    axes.figure.colorbar(picture, ax=axes)
+    _draw_heat_map(axes, pixels.reshape(height, width))
+    axes.set(xlabel="column of the input image", ylabel="row of the input image")
+
+
+def _draw_heat_map(axes: "Axes", values: np.ndarray) -> None:
+    """Draw values with zero in white, red above and blue below, or from dark to light where all have one sign.
+
+    The most extreme thousandth of values of both signs shares the last colour, so that a few entries do not pale the others.
+    """
+    if np.nanmin(values) < 0 < np.nanmax(values):
+        largest = float(np.nanquantile(np.abs(values), 0.999, method="higher"))
+        scale: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+        extend = "both" if np.nanmax(np.abs(values)) > largest else "neither"
+    else:
+        scale, extend = {"cmap": "viridis"}, "neither"
+    # more entries than pixels are averaged, not picked: picking makes stripes that are not there
+    picture = axes.imshow(values, interpolation="auto", **scale)
+    axes.figure.colorbar(picture, ax=axes, extend=extend, label="entry")

@@ -1,4 +1,4 @@
-"""What ``predict`` returns, in a file."""
+"""Predictions of a Trainer, in a file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 class PredictionWriter(BasePredictionWriter):
     """Writes the tensors that ``predict`` returns to ``NAME.pt`` in the log directory.
 
-    The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the places of the samples in the data set. With
+    The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set. With
     several processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written. ::
 
         Trainer(callbacks=[PredictionWriter("reconstructions")]).predict(model, datamodule=datamodule)
+        torch.load("lightning_logs/version_0/reconstructions.pt")["reconstructions"]
 
     Args:
-        name: of the file and of what is in it.
+        name: name of the file, and key of the predictions in it.
     """
 
     def __init__(self, name: str = "predictions") -> None:

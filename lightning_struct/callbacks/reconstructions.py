@@ -1,4 +1,4 @@
-"""What an autoencoder makes of its inputs: a picture at the end of training, and a file of predictions."""
+"""Inputs of an autoencoder beside their reconstructions, drawn at the end of training."""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_struct.utilities.optional import require
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -22,16 +24,23 @@ def plot_reconstructions(
 
     Args:
         images: (n, pixels), values in [0, 1].
-        reconstructions: likewise.
+        reconstructions: (n, pixels), likewise.
         image_size: (height, width); None for square images.
 
     Returns:
         The figure, and its axes as an array (2, n).
 
     Raises:
-        MisconfigurationException: if the pixels do not make an image of ``image_size``.
+        MisconfigurationException: if the pixels do not make an image of ``image_size``, or matplotlib is missing.
+
+    Example:
+        >>> images = torch.rand(3, 16)
+        >>> figure, axes = plot_reconstructions(images, images / 2)
+        >>> axes.shape
+        (2, 3)
     """
-    from matplotlib.figure import Figure  # only here: training does not need it
+    require("matplotlib", "A plot of reconstructions")
+    from matplotlib.figure import Figure
 
     pixels = images.shape[1]
     height, width = image_size or (math.isqrt(pixels), math.isqrt(pixels))
@@ -51,15 +60,14 @@ def plot_reconstructions(
 
 
 class ReconstructionPlot(L.Callback):
-    """Draws validation images beside what the trained module makes of them, at the end of ``fit``.
+    """Draws validation images above the reconstructions that the trained module makes of them, at the end of ``fit``.
 
     ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put it
-    after a callback that changes the weights at the end of ``fit``. ::
-
-        Trainer(callbacks=[ReconstructionPlot(count=10)])
+    after a callback that changes the weights at the end of ``fit``.
 
     The module must return reconstructions (n, pixels) when it is called on images (n, pixels); a module with
     ``inputs_and_targets(batch)`` says itself where the images are in a batch, else they are its first element.
+    matplotlib is needed, from the start: ``pip install 'lightning-struct[recipes]'``.
 
     Args:
         count: how many images, the first ones that the validation loader gives.
@@ -69,8 +77,12 @@ class ReconstructionPlot(L.Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: if ``count`` is not positive, if there is no validation loader when training starts,
-            and if the pixels do not make an image of ``image_size``.
+        MisconfigurationException: if ``count`` is not positive; at the start of fit, if matplotlib or the validation
+            loader is missing; at its end, if the pixels do not make an image of ``image_size``.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(callbacks=[ReconstructionPlot(count=10)], logger=False, accelerator="cpu")
     """
 
     def __init__(self, count: int = 10, image_size: tuple[int, int] | None = None) -> None:
@@ -79,6 +91,10 @@ class ReconstructionPlot(L.Callback):
         self.count = count
         self.image_size = image_size
         self.paths: list[Path] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            require("matplotlib", "ReconstructionPlot")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.val_dataloaders is None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,20 +21,20 @@ RECORDED_IN_TRAINING = ("train_loss", "batch_size", "damping", "solver_iteration
 RECORDED_IN_VALIDATION = ("val_loss",)
 COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, *RECORDED_IN_VALIDATION)
 
-Record = dict[str, float]
+# A curve of at most so many points shows each of them.
+_FEW_POINTS = 20
 
 
 class TrainingCurves(L.Callback):
-    """Records what is logged under the names above against the seconds of training, and draws it at the end.
+    """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
     After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
     validation ``val_loss``: whichever of them the module logs. When ``fit`` ends, or is interrupted from the keyboard,
     ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process, and not
-    under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint. ::
+    under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint.
 
-        Trainer(callbacks=[TrainingCurves()])
-
-    The clock starts after the sanity check and runs through validations too.
+    The clock starts after the sanity check and runs through validations too. matplotlib is needed, from the start:
+    ``pip install 'lightning-struct[recipes]'``.
 
     Args:
         every_n_steps: training steps between two records; validations are always recorded.
@@ -43,14 +44,18 @@ class TrainingCurves(L.Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: if ``every_n_steps`` is not positive.
+        MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if matplotlib is missing.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(callbacks=[TrainingCurves(every_n_steps=20)], logger=False, accelerator="cpu")
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
         if every_n_steps < 1:
             raise MisconfigurationException(f"every_n_steps must be at least 1, but is {every_n_steps}")
         self.every_n_steps = every_n_steps
-        self.records: list[Record] = []
+        self.records: list[dict[str, float]] = []
         self.paths: list[Path] = []
         self._seconds_before = 0.0
         self._started_at: float | None = None
@@ -64,13 +69,18 @@ class TrainingCurves(L.Callback):
         return self._seconds_before + running
 
     def plot(self) -> "tuple[Figure, list[Axes]]":
-        """Draw errors over time (training dotted, validation solid, as in figure 2 of Emirahmetoglu & Stewart) and, if
-        it was logged, the batch size over time (figure 3).
+        """Draw the losses over the seconds of training (training dotted, validation solid, as in figure 2 of
+        Emirahmetoglu & Stewart) and, if it was logged, the batch size over them (figure 3).
+
+        Returns:
+            The figure, and its one or two axes.
 
         Raises:
-            MisconfigurationException: if nothing has been recorded.
+            MisconfigurationException: if nothing has been recorded, or matplotlib is missing.
         """
-        from matplotlib.figure import Figure  # only here: training does not need it
+        require("matplotlib", "TrainingCurves.plot")
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, StrMethodFormatter
 
         if not self.records:
             raise MisconfigurationException(
@@ -78,20 +88,29 @@ class TrainingCurves(L.Callback):
             )
         draw_batch_size = any("batch_size" in record for record in self.records)
         figure = Figure(figsize=(5.5 * (1 + draw_batch_size), 4), layout="constrained")
-        errors, *others = figure.subplots(1, 1 + draw_batch_size, squeeze=False)[0]
-        for name, label, style in (("train_loss", "training", ":"), ("val_loss", "validation", "-")):
-            seconds, values = self._curve(name)
-            if len(values):
-                errors.plot(seconds, values, style, color="C0" if name == "val_loss" else "C1", label=label)
-                errors.legend()
-        errors.set(xlabel="seconds", ylabel="error")
-        errors.set_yscale("log", nonpositive="mask")
-        errors.grid(which="both", alpha=0.25)
-        for axes in others:
-            axes.plot(*self._curve("batch_size"), drawstyle="steps-post")
-            axes.set(xlabel="seconds", ylabel="samples in a batch", ylim=(0, None))
-            axes.grid(alpha=0.25)
-        return figure, [errors, *others]
+        losses, *others = axes = list(figure.subplots(1, 1 + draw_batch_size, squeeze=False)[0])
+        self._draw(losses, "train_loss", linestyle=":", color="C1", label="training")
+        self._draw(losses, "val_loss", linestyle="-", color="C0", label="validation")
+        if losses.lines:
+            losses.legend()
+        losses.set_ylabel("loss")
+        losses.set_yscale("log", nonpositive="mask")
+        # 1, 2 and 5 of each decade, or round numbers where there are too few of these; never 8.1 x 10^1
+        losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        losses.yaxis.set_minor_formatter("")
+        for panel in others:
+            self._draw(panel, "batch_size", drawstyle="steps-post")
+            panel.set(ylabel="samples in a batch", ylim=(0, None))
+        for panel in axes:
+            panel.set(xlabel="seconds of training", xlim=(0, None))
+            panel.locator_params(axis="x", nbins=6)
+            panel.grid(alpha=0.25)
+        return figure, axes
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            require("matplotlib", "TrainingCurves")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
@@ -135,10 +154,10 @@ class TrainingCurves(L.Callback):
         if values:
             self.records.append({"seconds": self.seconds, "step": trainer.global_step, **values})
 
-    def _curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, panel: "Axes", name: str, **style: Any) -> None:
         points = [(record["seconds"], record[name]) for record in self.records if name in record]
-        seconds, values = np.array(points, dtype=float).reshape(-1, 2).T
-        return seconds, values
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="." if len(points) <= _FEW_POINTS else "", **style)
 
     def _write(self, trainer: L.Trainer) -> None:
         if self._directory is None or not self.records or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]

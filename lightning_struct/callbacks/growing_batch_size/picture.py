@@ -29,22 +29,25 @@ def plot_growth(records: Sequence[Mapping[str, float]], theta: float) -> "tuple[
     """
     require("matplotlib", "GrowingBatchSize.plot")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     names = [name for name in PANELS if any(name in record for record in records)]
-    figure = Figure(figsize=(4 * len(names), 3.2), layout="constrained")
+    figure = Figure(figsize=(3.3 * len(names), 3), layout="constrained")
     axes = list(figure.subplots(1, len(names), squeeze=False)[0])
     for panel, name in zip(axes, names, strict=True):
-        _draw(panel, records, name, drawstyle="steps-pre" if name == "batch_size" else "default", label="batch")
+        style: dict[str, Any] = {"drawstyle": "steps-pre", "label": "batch"} if name == "batch_size" else {"linewidth": 1}
+        _draw(panel, records, name, **style)
         panel.set(xlabel="samples seen", ylabel=PANELS[name])
         panel.grid(alpha=0.25)
-        panel.locator_params(axis="x", nbins=5)
+        panel.locator_params(axis="x", nbins=4)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
         if name == "batch_size":
             _draw(panel, records, "batch_size_predicted", alpha=0.4, linewidth=0.8, zorder=1, label="predicted")
             panel.legend()
         elif name == "variance_ratio":
             panel.set_yscale("log")
             if theta < math.inf:
-                panel.axhline(theta**2, color="grey", linestyle="--", linewidth=0.8, label="θ²")
+                panel.axhline(theta**2, color="black", linestyle="--", linewidth=1, label="θ²")
                 panel.legend(handles=[panel.lines[-1]])
     return figure, axes
 

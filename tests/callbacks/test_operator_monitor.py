@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_struct.callbacks import OperatorMonitor
 from lightning_struct.callbacks.operator_monitor import plot_layer
 from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal, LowRank
+from tests.strategies.helpers import make_trainer
 
 
 class Network(L.LightningModule):
@@ -35,16 +36,7 @@ class Network(L.LightningModule):
 def fit(tmp_path, layer, monitor, steps=6, **options):
     loader = DataLoader(TensorDataset(torch.randn(4 * steps, layer.in_features)), batch_size=4)
     options = {"logger": CSVLogger(tmp_path, name="", version=""), "log_every_n_steps": 1} | options
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        callbacks=[monitor],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = make_trainer(tmp_path, max_epochs=1, callbacks=[monitor], **options)
     trainer.fit(Network(layer), loader)
     return trainer
 
@@ -109,6 +101,28 @@ def test_plot_shows_the_matrix_and_the_subdiagonal_as_an_image(tmp_path):
         )
         assert figure.axes[0] is matrix
     assert len(monitor.plot_dense("hidden")[1]) == 1
+
+
+def test_zero_is_the_middle_of_the_colours_of_a_matrix():
+    low, high = plot_layer(LowRank(16, 12, 2))[1][0].images[0].get_clim()
+    assert low == -high < 0
+
+
+def test_entries_of_one_sign_use_all_colours():
+    layer = LDRSubdiagonal(16, 16)
+    with torch.no_grad():
+        layer.subdiagonal_b.uniform_(0.9, 1.1)
+    (_, axes) = plot_layer(layer)[1]
+    assert axes.images[0].get_clim() == pytest.approx(
+        (layer.subdiagonal_b.min().item(), layer.subdiagonal_b.max().item())
+    )
+
+
+def test_an_extreme_entry_does_not_pale_the_others(monkeypatch):
+    layer, matrix = LowRank(64, 64, 2), torch.randn(64, 64)
+    matrix[0, 0] = 1000
+    monkeypatch.setattr(layer, "to_dense", lambda: matrix)
+    assert plot_layer(layer)[1][0].images[0].get_clim()[1] < 10
 
 
 @pytest.mark.parametrize(("size", "image_size", "images"), [(12, None, 0), (12, (3, 4), 1), (16, (2, 8), 1)])

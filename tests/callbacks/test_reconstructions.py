@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct.callbacks import PredictionWriter, ReconstructionPlot
 from lightning_struct.callbacks.reconstructions import plot_reconstructions
+from tests.strategies.helpers import make_trainer
 
 IMAGES = torch.rand(12, 16, generator=torch.Generator().manual_seed(0))
 
@@ -52,9 +53,7 @@ class LabelsFirst(Darken):
 
 
 def trainer(directory, callback, **arguments):
-    defaults = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    defaults |= {"enable_model_summary": False, "enable_checkpointing": False}
-    return L.Trainer(**(defaults | {"default_root_dir": directory, "callbacks": [callback]} | arguments))
+    return make_trainer(directory, callbacks=[callback], **({"max_epochs": 1} | arguments))
 
 
 def shown(axes):

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_struct.callbacks import TrainingCurves
+from tests.strategies.helpers import make_trainer
 
 
 class Descent(L.LightningModule):
@@ -42,9 +43,8 @@ class Descent(L.LightningModule):
 
 
 def fit(directory, callback, module=None, *, ckpt_path=None, callbacks=(), **arguments):
-    defaults = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    defaults |= {"enable_model_summary": False, "default_root_dir": directory, "callbacks": [callback, *callbacks]}
-    trainer = L.Trainer(**(defaults | {"enable_checkpointing": bool(callbacks)} | arguments))
+    defaults = {"callbacks": [callback, *callbacks], "enable_checkpointing": bool(callbacks)}
+    trainer = make_trainer(directory, **(defaults | arguments))
     trainer.fit(module or Descent(), ckpt_path=ckpt_path)
     return trainer
 
@@ -154,6 +154,28 @@ def test_plot_leaves_out_batch_sizes_that_were_not_logged(tmp_path):
     curves = TrainingCurves()
     fit(tmp_path, curves, Descent(("train_loss",)))
     assert len(curves.plot()[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "ticks"),
+    [([84.1, 81.2, 79.9], ["80", "81", "82", "83", "84"]), ([300.0, 4.0], ["5", "10", "20", "50", "100", "200"])],
+)
+def test_ticks_of_losses_are_round_numbers(losses, ticks):
+    curves = TrainingCurves()
+    curves.records = [{"seconds": 0.1 * step, "step": step, "train_loss": loss} for step, loss in enumerate(losses)]
+    figure, (axes,) = curves.plot()
+    figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    labels = axes.yaxis.get_majorticklabels()
+    assert [label.get_text() for label in labels if low <= label.get_position()[1] <= high] == ticks
+
+
+def test_plot_names_its_units():
+    curves = TrainingCurves()
+    curves.records = [{"seconds": 0.1, "step": 1, "train_loss": 1.0, "batch_size": 4}]
+    _, axes = curves.plot()
+    assert [panel.get_xlabel() for panel in axes] == ["seconds of training"] * 2
+    assert [panel.get_ylabel() for panel in axes] == ["loss", "samples in a batch"]
 
 
 def test_plot_without_records_is_refused():

@@ -35,7 +35,9 @@ def plot_growth(records: Sequence[Mapping[str, float]], theta: float) -> "tuple[
     figure = Figure(figsize=(3.3 * len(names), 3), layout="constrained")
     axes = list(figure.subplots(1, len(names), squeeze=False)[0])
     for panel, name in zip(axes, names, strict=True):
-        style: dict[str, Any] = {"drawstyle": "steps-pre", "label": "batch"} if name == "batch_size" else {"linewidth": 1}
+        style: dict[str, Any] = (
+            {"drawstyle": "steps-pre", "label": "batch"} if name == "batch_size" else {"linewidth": 1}
+        )
         _draw(panel, records, name, **style)
         panel.set(xlabel="samples seen", ylabel=PANELS[name])
         panel.grid(alpha=0.25)

@@ -11,9 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_struct import GrowingBatchSize
+from tests.callbacks.growing_batch_size.projects import SizedStream, Stream, regression
+from tests.strategies.helpers import make_trainer, weights
 
 EPOCHS = 3
 
@@ -27,12 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*dataloader_iter"),
 ]
-
-
-def regression(samples=40, seed=0, kind=TensorDataset):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(samples, 3, generator=generator)
-    return kind(inputs, inputs[:, :2] + torch.randn(samples, 2, generator=generator))
 
 
 class Regressor(L.LightningModule):
@@ -92,18 +88,13 @@ class TwoTasks(Regressor):
 
 
 def trainer_for(tmp_path, *callbacks, **options):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 0}
     checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    options = quiet | {"enable_checkpointing": checkpointing, "max_epochs": EPOCHS} | options
-    return L.Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=list(callbacks), **options)
+    defaults = {"num_sanity_val_steps": 0, "enable_checkpointing": checkpointing, "max_epochs": EPOCHS}
+    return make_trainer(tmp_path, callbacks=list(callbacks), **(defaults | options))
 
 
 def growing(**options):
     return GrowingBatchSize(**{"max_batch_size": 12, "window": 2} | options)
-
-
-def weights(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 # --- gradients that are not numbers ------------------------------------------------------------------------------------
@@ -296,19 +287,6 @@ def test_gradients_clipped_after_a_plain_backward_are_named(tmp_path):
 # --- interrupted and resumed -------------------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        worker = get_worker_info()
-        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        data = regression()
-        return (data[i] for i in range(start, len(data), step))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return 40
-
-
 def generator():
     return torch.Generator().manual_seed(7)
 
@@ -327,9 +305,9 @@ LOADERS = {
         regression(), batch_sampler=BatchSampler(RandomSampler(regression(), generator=generator()), 4, False)
     ),
     "workers": lambda: DataLoader(regression(), batch_size=4, shuffle=True, generator=generator(), num_workers=2),
-    "stream": lambda: DataLoader(Stream(), batch_size=4),
-    "stream with length": lambda: DataLoader(SizedStream(), batch_size=4),
-    "stream with workers": lambda: DataLoader(Stream(), batch_size=4, num_workers=2),
+    "stream": lambda: DataLoader(Stream(regression()), batch_size=4),
+    "stream with length": lambda: DataLoader(SizedStream(regression()), batch_size=4),
+    "stream with workers": lambda: DataLoader(Stream(regression()), batch_size=4, num_workers=2),
     "two loaders, the shorter ends": lambda: two_loaders("min_size"),
     "two loaders, the longer ends": lambda: two_loaders("max_size"),
     "two loaders in cycles": lambda: two_loaders("max_size_cycle"),

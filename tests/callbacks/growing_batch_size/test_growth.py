@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize
 from lightning_struct.strategies import GradientStatistics
+from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
+from tests.strategies.helpers import make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
@@ -81,18 +83,8 @@ def fit(
     tmp_path, loader, sizes=(), module=None, callbacks=(), validation=None, ckpt_path=None, growing=None, **options
 ):
     module = module or Reader()
-    defaults = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-        "num_sanity_val_steps": 0,
-        "default_root_dir": tmp_path,
-    }
-    callback = growing or Growing(sizes)
-    trainer = L.Trainer(callbacks=[callback, *callbacks], **(defaults | options))
+    callbacks = [growing or Growing(sizes), *callbacks]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, **({"max_epochs": 1, "num_sanity_val_steps": 0} | options))
     trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
     return module
 
@@ -270,21 +262,10 @@ def test_workers_read_every_sample_once(tmp_path, options):
     assert module.sizes[0] == 4 and 8 in module.sizes and module.lengths[-1] == len(module.epochs[-1])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        worker = get_worker_info()
-        return iter(range(40) if worker is None else range(worker.id, 40, worker.num_workers))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return 40
-
-
 @pytest.mark.parametrize("stream", [Stream, SizedStream])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_are_read_once(tmp_path, stream, workers):
-    module = fit(tmp_path, DataLoader(stream(), 2, num_workers=workers), [4, 4, 8], max_epochs=2)
+    module = fit(tmp_path, DataLoader(stream(range(40)), 2, num_workers=workers), [4, 4, 8], max_epochs=2)
     assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(40))] and max(module.sizes) == 8
 
 
@@ -295,17 +276,17 @@ def test_the_sizes_expected_of_a_stream_are_those_that_were_read(tmp_path, strea
             expected.append((growing._active_growth.expected_sizes(), [len(batch)]))
 
     growing, expected = Growing([4, 4, 8]), []
-    fit(tmp_path, DataLoader(stream(), 2), growing=growing, callbacks=[Looking()])
+    fit(tmp_path, DataLoader(stream(range(40)), 2), growing=growing, callbacks=[Looking()])
     assert all(told == read for told, read in expected[:-1]) and len(expected) > 4
 
 
 def test_a_sized_stream_validates_as_often(tmp_path):
-    module = fit(tmp_path, DataLoader(SizedStream(), 4), [8, 8], validation=loader(4), val_check_interval=0.5)
+    module = fit(tmp_path, DataLoader(SizedStream(range(40)), 4), [8, 8], validation=loader(4), val_check_interval=0.5)
     assert module.validated_after == [20, 40]
 
 
 def test_a_stream_is_validated_at_its_end(tmp_path):
-    module = fit(tmp_path, DataLoader(Stream(), 4), [8, 8, 8], validation=loader(4))
+    module = fit(tmp_path, DataLoader(Stream(range(40)), 4), [8, 8, 8], validation=loader(4))
     assert module.validated_after == [40]
 
 
@@ -348,9 +329,9 @@ MAKERS = {
     "in order": lambda: loader(),
     "seeded": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0)),
     "workers": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=2),
-    "stream": lambda: DataLoader(Stream(), 4),
-    "sized stream": lambda: DataLoader(SizedStream(), 4),
-    "stream of workers": lambda: DataLoader(SizedStream(), 4, num_workers=2),
+    "stream": lambda: DataLoader(Stream(range(40)), 4),
+    "sized stream": lambda: DataLoader(SizedStream(range(40)), 4),
+    "stream of workers": lambda: DataLoader(SizedStream(range(40)), 4, num_workers=2),
     "merged": lambda: DataLoader(range(40), batch_sampler=[[i, i + 1] for i in range(0, 40, 2)]),
     "dict": lambda: {"a": loader(40, 4), "b": loader(14, 2)},
 }

@@ -25,7 +25,7 @@ multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed"
 
 
 def in_two_processes(work, directory):
-    """What ``work(rank)`` returns in each of two processes that are a group; tensors in lists and dicts."""
+    """Results of ``work(rank)`` in two processes that are a group: tensors in lists and dicts."""
     torch.multiprocessing.start_processes(_save_results, (work, directory), nprocs=2, start_method=START_METHOD)
     return [torch.load(directory / f"{rank}.pt") for rank in range(2)]
 
@@ -39,7 +39,7 @@ def _save_results(rank, work, directory):
 
 
 def _end_process():
-    """End this process of a group as a success, when all others are as far."""
+    """End this process successfully, as soon as all others of its group are here."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,7 +47,7 @@ def _end_process():
 
 
 class _EndingLauncher(_MultiProcessingLauncher):
-    """Lightning's own, whose processes end when the first one has sent the results."""
+    """Lightning's own launcher; its processes end by :func:`_end_process` after the first one has sent the results."""
 
     def _wrapping_function(self, *args, **kwargs):
         super()._wrapping_function(*args, **kwargs)

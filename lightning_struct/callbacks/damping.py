@@ -53,7 +53,7 @@ class LevenbergMarquardtDamping(L.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def decide(self, damping: float, reduction_ratio: float) -> float:
-        """The damping of the next step; override it for another rule."""
+        """Damping of the next step; override it for another rule."""
         return levenberg_marquardt(
             damping,
             reduction_ratio,
@@ -84,7 +84,7 @@ class LevenbergMarquardtDamping(L.Callback):
         self._leave()
 
     def _follow(self, optimizer: Any, trainer: L.Trainer) -> None:
-        """Hooks of the optimizer itself: ``global_step`` does not tell which of several has made a step."""
+        """Hook the optimizer's own step: ``global_step`` does not tell which of several optimizers has stepped."""
         before, depth = optimizer.damping, 0
 
         def before_step(*_: Any) -> None:
@@ -119,7 +119,7 @@ def _damped(trainer: L.Trainer) -> list[Any]:
 
 
 def _unwrapped(optimizer: Any) -> Any | None:
-    """The optimizer with a damping, itself or inside of others; None if there is none."""
+    """The optimizer with a damping: this one, or one that it wraps; None if there is none."""
     if hasattr(optimizer, "damping") and (hasattr(optimizer, "report") or hasattr(optimizer, "reduction_ratio")):
         return optimizer
     inner = (getattr(optimizer, name, None) for name in _WRAPPED)

@@ -1,4 +1,4 @@
-"""Watching what structured layers learn: their displacement operators, logged and drawn."""
+"""The displacement operators that structured layers learn, logged and drawn."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ class OperatorMonitor(L.Callback):
 
     Args:
         every_n_steps: training steps between two records.
-        image_size: (height, width) of the inputs, to draw the subdiagonal of B as an image; None: square images if the
+        image_size: (height, width) of the input images, to draw the subdiagonal of B as an image; None: square images if the
             number of inputs is a square, else a line.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Errors, batch sizes and solver statistics over computation time: recorded, written and drawn."""
+"""Losses, batch sizes and solver statistics over the seconds of training: recorded, written and drawn."""
 
 import csv
 import time
@@ -64,7 +64,7 @@ class TrainingCurves(L.Callback):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, those before a resume included."""
+        """Seconds of training so far, including those before a resume."""
         running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
         return self._seconds_before + running
 

@@ -1,4 +1,4 @@
-"""Validation as callbacks need it: the monitored value, the validations of a fit counted once, and each process's data."""
+"""Validation for callbacks: the monitored value, the validations that count, and each process's share of the data."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,14 @@ from lightning_struct.utilities.lightning_internals import (
 
 
 def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
-    """The last logged value of a metric, the same in all processes: the mean over those that logged it.
+    """Last logged value of a metric, the mean over the processes that logged it; the same in all of them.
 
-    Where the module logs with ``sync_dist=True`` that is what each of them has. All processes must ask.
+    With ``sync_dist=True`` that is the value that each process logged. It is a collective call.
 
     Args:
-        trainer: in training.
+        trainer: a Trainer in fit.
         monitor: name of the metric.
-        who: asks, for the error.
+        who: name of the callback, for the error.
 
     Raises:
         MisconfigurationException: the metric was never logged, or is NaN or infinite; in all processes alike.
@@ -56,11 +56,11 @@ def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
 
 
 class DueValidation:
-    """What a callback that counts validations remembers of them.
+    """The validations of a fit, each counted once, for a callback that counts them.
 
     A checkpoint can be written between a training batch and the validation that is due after it (by
-    ``ModelCheckpoint(every_n_train_steps=...)``). Lightning passes over that validation when the run is resumed; here it
-    is made up for, so that the resumed run is the uninterrupted one. Call the methods from the hooks they are named after.
+    ``ModelCheckpoint(every_n_train_steps=...)``). Lightning skips that validation when the run is resumed. Here it is run
+    then, so that the resumed run equals the uninterrupted one. Call the methods from the hooks of the same names.
     """
 
     def __init__(self) -> None:
@@ -77,16 +77,16 @@ class DueValidation:
         self._due = validation_follows(trainer)
 
     def on_validation_end(self, trainer: L.Trainer) -> bool:
-        """Whether this validation counts: see :meth:`counts`. From here on it has been counted."""
+        """Count this validation, and tell whether it counts: see :meth:`counts`."""
         if not self.counts(trainer):
             return False
         self._due, self._last_batch = False, trainer.fit_loop.total_batch_idx
         return True
 
     def counts(self, trainer: L.Trainer) -> bool:
-        """Whether the validation that is running is one of a fit: not a sanity check, nor a second one after the same batch.
+        """Whether the running validation is one of a fit: not a sanity check, nor a second one after the same batch.
 
-        Batches tell them apart, not steps: those of an optimizer that Lightning does not wrap are not counted.
+        Validations are told apart by batches: Lightning does not count the steps of an optimizer that it does not wrap.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         return fitting and trainer.fit_loop.total_batch_idx != self._last_batch
@@ -99,15 +99,15 @@ class DueValidation:
 
 
 def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int = 0) -> list[Any]:
-    """This process's contiguous share of the validation data, as the validation step gets it: transferred to the device.
+    """Contiguous share of the validation data for this process, transferred to the device as for a validation step.
 
-    Lightning's own distributed sampler repeats samples to even out the processes; here none is repeated. Of
-    ``limit_val_batches`` the samples are those that one process would take. The random state is left as it was.
+    Lightning's own distributed sampler repeats samples to even out the processes; here none is repeated.
+    ``limit_val_batches`` selects the samples that it selects for one process. The random state is left as it was.
 
     Args:
-        trainer: in fit, at the start of training or later.
-        samples: take only so many of each loader, over all processes: a random choice, the same for the same seed.
-        seed: of that choice.
+        trainer: a Trainer in fit, at the start of training or later.
+        samples: size of a random choice from each loader, over all processes; None takes all.
+        seed: seed of the choice.
 
     Returns:
         Batches of all validation loaders, one loader after another; empty where there is no validation.
@@ -157,7 +157,7 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
 
 
 def _items(loader: DataLoader) -> Sequence[Any]:
-    """What the loader's sampler yields over all processes, in the order of the data set where it shuffles."""
+    """Items of the loader's sampler over all processes; in the order of the data set if the sampler shuffles."""
     sampler = unwrapped_sampler(loader)
     if isinstance(sampler, RandomSampler | DistributedSampler):
         return range(len(loader.dataset))  # type: ignore[arg-type]

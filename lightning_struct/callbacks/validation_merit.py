@@ -78,7 +78,7 @@ class ValidationMeritStopping(L.Callback):
 
     @property
     def state_key(self) -> str:
-        """One state for each monitor and mode."""
+        """Key of the state in a checkpoint: one for each monitor and mode."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def improves(self, value: float) -> bool:
@@ -185,7 +185,7 @@ class ValidationMeritStopping(L.Callback):
 
 
 def _copy_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a module's state; what is not a tensor is an extra state."""
+    """Copy of a module's ``state_dict``, tensors on the CPU; values that are no tensors are extra states."""
     return {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in state.items()

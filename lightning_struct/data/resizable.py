@@ -1,4 +1,4 @@
-"""Any ``DataLoader`` as one whose batches change size while it is being read, and which resumes within a pass."""
+"""A ``DataLoader`` whose batches change size while it is being read, and which resumes within a pass."""
 
 import math
 import random
@@ -19,7 +19,7 @@ Position: TypeAlias = dict[str, Any]
 
 
 class ResizableBatchSampler(Sampler[list[Any]]):
-    """Batches from what another batch sampler draws from, of a size that can be set at any time.
+    """Batches of the units of another batch sampler, of a size that can be set at any time.
 
     Every unit is handed out exactly once in a pass, whatever the sizes: the single indices that a
     ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
@@ -61,7 +61,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
 
     @property
     def units(self) -> int | None:
-        """Units of a pass, as far as ``limit`` lets them through."""
+        """Units of a pass, at most ``limit``; None if that is not known."""
         return min((bound for bound in (self._units, self.limit) if bound is not None), default=None)
 
     @property
@@ -74,12 +74,12 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         return [end - start for start, end in pairwise([0, *self.ends])]
 
     def begin(self, sizes: Iterable[int] = (), handed: int = 0, states: RandomStates | None = None) -> None:
-        """Make the next iteration a new pass, or one that goes on where another one was left.
+        """Make the next iteration a new pass, or one that continues an interrupted pass.
 
         Args:
-            sizes: of the batches that the other pass had handed out.
-            handed: so many of them are passed over; the rest come first.
-            states: of the random generators when the other pass began.
+            sizes: sizes, in units, of the batches that the interrupted pass had handed out.
+            handed: number of these batches that are skipped; the rest come first.
+            states: states of the random generators when the interrupted pass began.
         """
         self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
 
@@ -101,26 +101,26 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             yield batch
 
     def __len__(self) -> int:
-        """Batches of the whole pass: those that were handed out, and as many as the size now takes for the rest."""
+        """Batches of the whole pass: those handed out, and those that the rest makes at the present size."""
         if self.units is None:
             raise TypeError(f"{type(self.source).__name__} has no length")
         return len(self.ends) + self.batches(self.units - self._end(len(self.ends)))
 
     def batches(self, units: int) -> int:
-        """How many batches of the present size so many units make."""
+        """Number of batches of the present size that so many units make."""
         full, rest = divmod(max(units, 0), self.size)
         smallest = min(self.first_size, self.size) if self.drop_last else 1
         return full + (rest >= smallest)
 
     def first_beyond(self, units: float) -> int:
-        """The number of the first batch, counted from 1, that ends at so many units or more."""
+        """Number, counted from 1, of the first batch that ends at so many units or more."""
         known = bisect_left(self.ends, units)
         if known < len(self.ends):
             return known + 1
         return len(self.ends) + max(math.ceil((units - self._end(len(self.ends))) / self.size), 1)
 
     def _next_size(self, done: int) -> int:
-        """``size``, or half of what is left where after it there would be less left than batches had at first."""
+        """Units of the next batch: ``size``, or half of the rest if otherwise less than a first batch would be left."""
         left = 0 if self.units is None or self.drop_last else self.units - done
         return math.ceil(left / 2) if self.first_size < self.size < left < self.size + self.first_size else self.size
 
@@ -142,7 +142,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         return islice(chain(first, units), bound)
 
     def generators(self) -> list[torch.Generator]:
-        """Those that what is drawn from has of its own."""
+        """The random generators owned by the samplers."""
         found = [getattr(holder, "generator", None) for holder in (self.source, self.sampler)]
         return list(dict.fromkeys(g for g in found if isinstance(g, torch.Generator)))
 
@@ -209,7 +209,7 @@ class ResizableLoader:
         return None if units is None else units * self.sampler.samples_of_unit
 
     def limit(self, batches: int) -> None:
-        """End each pass after as many samples as so many batches of the first size have."""
+        """End each pass after the samples of so many batches of the first size."""
         self.sampler.limit = batches * self.sampler.first_size
 
     def begin_anew(self) -> None:
@@ -218,7 +218,7 @@ class ResizableLoader:
         self.sampler.begin()
 
     def position(self, unread: int = 0, over: bool = False) -> Position:
-        """Where the pass is, for :meth:`resume`.
+        """Position in the pass, for :meth:`resume`.
 
         Args:
             unread: batches that were delivered but not used.
@@ -236,7 +236,7 @@ class ResizableLoader:
         }
 
     def resume(self, position: Position) -> None:
-        """Make the next pass go on where the one of ``position`` was left.
+        """Make the next pass continue from ``position``.
 
         Raises:
             MisconfigurationException: the data set is iterable and the number of workers another one, so that the
@@ -272,7 +272,7 @@ class ResizableLoader:
         )
 
     def restore(self) -> None:
-        """Give the loader back as it was."""
+        """Undo all changes to the loader."""
         self._swap(self._class, self._batch_sampler)
         del self.loader._resizable  # type: ignore[attr-defined]
 
@@ -296,7 +296,7 @@ class ResizableLoader:
         return batches + self.sampler.batches(share)
 
     def _begin(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin a pass, by the loader's own ``__iter__``."""
+        """Begin a pass by calling ``begin``, the loader's own ``__iter__``."""
         position = self._resume
         if position is None or not position["delivered"]:
             if position is not None:
@@ -339,7 +339,7 @@ class ResizableLoader:
 
 
 class _Resizable(DataLoader):
-    """Put before the class of a loader by :class:`ResizableLoader`."""
+    """First base of the class that :class:`ResizableLoader` gives a loader."""
 
     _resizable: ResizableLoader
 
@@ -354,7 +354,7 @@ class _Resizable(DataLoader):
 
 
 def random_states(generators: Sequence[torch.Generator]) -> RandomStates:
-    """The states of the global generators of torch (on the CPU), Python and NumPy, and of others."""
+    """States of the global generators of torch (on the CPU), Python and NumPy, and of ``generators``."""
     numpy: Any = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
@@ -365,7 +365,7 @@ def random_states(generators: Sequence[torch.Generator]) -> RandomStates:
 
 
 def set_random_states(states: RandomStates, generators: Sequence[torch.Generator]) -> None:
-    """Put the states back, into the global generators and, in order, into ``generators``."""
+    """Restore the states of the global generators and, in order, of ``generators``."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))

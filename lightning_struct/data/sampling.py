@@ -97,7 +97,7 @@ class IndependentDraws(DistributedSampler):
 
     @property
     def rank(self) -> int:
-        """The block of a draw that is yielded."""
+        """Number of the block of a draw that is yielded."""
         return current_rank() if self._rank is None else self._rank
 
     @rank.setter
@@ -137,7 +137,7 @@ class IndependentDraws(DistributedSampler):
             self._begin_next_epoch()
 
     def state_dict(self) -> dict[str, int]:
-        """What is needed to go on with the very next draw."""
+        """State from which the very next draw follows."""
         return {
             "epoch": self.epoch,
             "first_draw": self._first_draw,
@@ -213,7 +213,7 @@ class DrawLoader(DataLoader):
             self.generator = given
 
     def state_dict(self) -> dict[str, int]:
-        """Of the draws."""
+        """State of the draws."""
         return self.sampler.state_dict()  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -221,7 +221,7 @@ class DrawLoader(DataLoader):
 
 
 class _IndexedByLists(Dataset):
-    """Whole batches of a data set of single samples."""
+    """A data set whose items are batches of another data set's samples."""
 
     def __init__(self, dataset: Dataset, collate_fn: Callable[[Any], Any]) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn

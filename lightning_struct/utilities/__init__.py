@@ -1,1 +1,1 @@
-"""What several of the Lightning plug-ins share."""
+"""Helpers that strategies, callbacks, data and recipes share: Lightning's internals, sharded weights, optional packages."""

@@ -30,7 +30,7 @@ def validation_loaders(trainer: L.Trainer) -> list[Any]:
 
 
 def prepare_batch(trainer: L.Trainer, batch: Any) -> Any:
-    """A batch of a loader as the steps get it: through the transfer hooks, on the device, in the precision of inputs."""
+    """Batch of a loader as the steps get it: through the transfer hooks, on the device, in the precision of inputs."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -107,7 +107,7 @@ class TrainingLoaders:
 
     @property
     def ahead(self) -> int:
-        """Batches that Lightning has fetched beyond the one under way, as it does of loaders without a length."""
+        """Batches that Lightning has fetched beyond the one under way; it does so for loaders without a length."""
         fetcher = self._loop._data_fetcher
         return len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
 
@@ -134,14 +134,14 @@ class TrainingLoaders:
 
     @property
     def limits(self) -> list[int | float]:
-        """The most batches that each loader gives in an epoch."""
+        """Largest number of batches that each loader gives in an epoch."""
         combined = self._loop._combined_loader
         assert combined is not None and combined.limits is not None
         return combined.limits
 
     @limits.setter
     def limits(self, limits: list[int | float]) -> None:
-        """Set them, and take the length of the epoch from the loaders anew."""
+        """Set the limits, and the length of the epoch to what the loaders now have."""
         combined = self._loop._combined_loader
         assert combined is not None
         combined.limits = limits
@@ -168,7 +168,7 @@ class TrainingLoaders:
             bar.progress.update(bar.train_progress_bar_id, total=total)
 
     def iterate_anew(self) -> None:
-        """Begin to iterate once more, as ``setup_data`` did."""
+        """Start iterating again, as ``setup_data`` did."""
         fetcher = self._loop._data_fetcher
         assert fetcher is not None
         iter(fetcher)
@@ -185,6 +185,6 @@ def accumulates(trainer: L.Trainer) -> bool:
 
 
 def loss_scale(trainer: L.Trainer) -> float | None:
-    """What a GradScaler has multiplied the loss by; None without one."""
+    """Factor by which a GradScaler multiplies the loss; None without one."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return None if scaler is None else scaler.get_scale()

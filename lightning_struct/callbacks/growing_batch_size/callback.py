@@ -1,4 +1,4 @@
-"""A batch that grows by a gradient-variance test and a validation test (section 4.3)."""
+"""The callback: a batch that grows by a gradient-variance test and a validation test (section 4.3)."""
 
 import math
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Record = dict[str, float]
 GROWTH: dict[str, type[LoaderGrowth] | type[AccumulationGrowth]] = {
     "batch": LoaderGrowth,
     "accumulate": AccumulationGrowth,
@@ -32,11 +31,9 @@ MOST_RECORDS = 4096
 
 
 class GrowingBatchSize(L.Callback):
-    """Lets the batch grow as the gradient gets small against its noise, or as validation stalls. ::
+    """Lets the batch grow as the gradient gets small against its noise, or as validation stalls.
 
-        Trainer(callbacks=[GrowingBatchSize()])
-
-    It works in any project: automatic and manual optimization, any optimizer, one device or DDP, loaders with and without
+    It implements the batch sizes of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2). It works in any project: automatic and manual optimization, any optimizer, one device or DDP, loaders with and without
     workers, map-style and iterable data sets, several loaders, custom batch samplers. After each optimizer step it
     predicts, from the variance of the per-sample gradients, the batch size at which the norm test would hold, and decides
     the next size by :meth:`decide`, in the first process for all. The size changes within the running epoch, and every
@@ -68,17 +65,17 @@ class GrowingBatchSize(L.Callback):
         validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``. Infinite:
             it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule set by hand.
         growth: factor of the validation rule, at least 1.
-        window: predictions that are averaged, and checks that are looked back; there is no decision before so many.
+        window: number of predictions that are averaged, and of checks that are looked back; there is no decision before.
         every_n_steps: optimizer steps between two checks.
         mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates gradients
             over more of them, where memory is short (automatic optimization only; any loader).
         allow_shrinking: let the batch become smaller where the mean of the predictions is.
-        probes: random projections by which the gradient norms of layers are estimated for which they are dear (without
-            bias; convolutions and sequences with many positions). None measures them exactly.
+        probes: number of random projections that estimate, without bias, the gradient norms of layers where the exact ones
+            would be expensive: convolutions and sequences with many positions. None measures all exactly.
 
     Attributes:
         predictions: n̂ of the last checks.
-        validation_values: of the last checks.
+        validation_values: f_val of the last checks.
         records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step, ``batch_size_predicted``,
             ``variance_ratio`` = ‖Var‖₁/(n‖ḡ‖²), which times (N - n)/(N - 1) the norm test bounds by θ², and
             ``validation_value``. When there are too many, every other one of the older checks is dropped.
@@ -89,6 +86,11 @@ class GrowingBatchSize(L.Callback):
             ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; steps of
             all optimizers of which nothing could be measured; a monitor that is not logged, or not finite.
         ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> callback = GrowingBatchSize(max_batch_size=4096, theta=1.0)
+        >>> trainer = Trainer(callbacks=[callback], logger=False, accelerator="cpu")
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class GrowingBatchSize(L.Callback):
         self.mode, self.allow_shrinking, self.probes = mode, allow_shrinking, probes
         self.predictions: list[int] = []
         self.validation_values: list[float] = []
-        self.records: list[Record] = []
+        self.records: list[dict[str, float]] = []
         self._samples = 0
         self._samples_of_step = self._batches_of_step = 0
         self._steps = 0
@@ -128,7 +130,7 @@ class GrowingBatchSize(L.Callback):
         self._validation = DueValidation()
 
     def decide(self, batch_size: int) -> int:
-        """The size of the next batch, from the predictions and validation values so far."""
+        """Size of the next batch, from the predictions and validation values so far."""
         return next_batch_size(
             batch_size,
             self.predictions,
@@ -230,7 +232,10 @@ class GrowingBatchSize(L.Callback):
         self._give_back(keep_state=True)
 
     def plot(self) -> "tuple[Figure, list[Axes]]":
-        """Draw batch size, variance ratio and validation value, whichever there is, over samples seen in training.
+        """Draw batch size, variance ratio and validation value, as far as they were recorded, over the samples seen.
+
+        Returns:
+            The figure, and one axes for each quantity.
 
         Raises:
             MisconfigurationException: nothing has been recorded, or matplotlib is missing.
@@ -320,7 +325,7 @@ class GrowingBatchSize(L.Callback):
             self._active_growth.set_batch_size(2)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
-        """Take in the statistics of a step."""
+        """Predict the batch size from the statistics of a step, and record both."""
         size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
         if variance is None and self.theta < math.inf:
             raise MisconfigurationException(
@@ -329,7 +334,7 @@ class GrowingBatchSize(L.Callback):
             )
         predicted = predicted_batch_size(statistics, self._active_growth.dataset_size, self.theta, self.max_batch_size)
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
-        record: Record = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
+        record: dict[str, float] = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if variance is not None and squared_norm > 0:
             record["variance_ratio"] = variance / (size * squared_norm)
         if self.validation_monitor is None and statistics.validation_value is not None:
@@ -341,7 +346,7 @@ class GrowingBatchSize(L.Callback):
             del self.records[: MOST_RECORDS // 2 : 2]
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the last check, once: in the first step, and where loggers look, since logging takes longer than checking."""
+        """Log the last check once: in the first step, and when loggers write, since logging takes longer than checking."""
         if self._to_log is None or trainer.barebones or not (self._logged_here is None or logs_now(trainer)):
             return
         if self._logged_here is None:
@@ -351,7 +356,7 @@ class GrowingBatchSize(L.Callback):
         self._to_log = None
 
     def _give_back(self, keep_state: bool) -> None:
-        """Undo what was done to the Trainer and its loaders; a checkpoint may still be written."""
+        """Give Trainer and loaders back as they were; a checkpoint may still be written."""
         if self._measurement is not None:
             self._measurement.pause()
         if self._growth is not None:

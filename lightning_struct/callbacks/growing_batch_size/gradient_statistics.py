@@ -1,4 +1,4 @@
-"""What a training step knows about its batch."""
+"""Gradient statistics of a training step, as a module reports them or as they are measured."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A training loader as LoaderGrowth sees it: its sizes over all processes, and its place in the epoch."""
+"""One training loader as LoaderGrowth handles it: its sizes over all processes, and its position in the epoch."""
 
 import math
 from typing import Any
@@ -49,7 +49,7 @@ class GrowingLoader:
         self._loader.batch_size = math.ceil(batch_size / self._processes)
 
     def sizes_read(self, ahead: int) -> list[int]:
-        """Samples of the last batch but ``ahead``; empty if there is none."""
+        """Samples of the last batch read but ``ahead``; empty if there is none."""
         sampler, number = self._loader.sampler, self._loader.delivered - ahead
         if not 0 < number <= len(sampler.ends):
             return []
@@ -57,7 +57,12 @@ class GrowingLoader:
         return [(sampler.ends[number - 1] - start) * sampler.samples_of_unit]
 
     def first_batch_beyond(self, fraction: float, length: int) -> int:
-        """The first batch at whose end that fraction of the epoch's samples is read; ``length`` is that of the epoch."""
+        """Number of the first batch at whose end this fraction of the epoch's samples is read.
+
+        Args:
+            fraction: in (0, 1].
+            length: batches of the epoch.
+        """
         units = self._loader.sampler.units
         if units is None or length != self.length:
             return math.ceil(fraction * length - 1e-9)

@@ -1,4 +1,4 @@
-"""What GrowingBatchSize asks of a way to change the samples of an optimizer step."""
+"""The interface of the ways to change the samples of an optimizer step."""
 
 from typing import Any, Protocol
 
@@ -6,27 +6,27 @@ State = dict[str, Any]
 
 
 class BatchGrowth(Protocol):
-    """What sets the samples of an optimizer step, over all processes, loaders and accumulated batches together.
+    """A way to set the samples of an optimizer step, over all processes, loaders and accumulated batches together.
 
-    The methods whose names begin with ``on_`` are called from the hooks of a callback that they are named after.
+    Methods whose names begin with ``on_train_`` are called from the callback hooks of the same names.
     """
 
     @property
     def batch_size(self) -> int:
-        """Samples of the next step, as decided; those it has may be a few more, to be shared out evenly."""
+        """Samples of the next step, as decided; it may get a few more, so that all processes get as many."""
 
     @property
     def dataset_size(self) -> int | None:
         """Samples of an epoch; None for a stream."""
 
     def expected_sizes(self) -> list[int]:
-        """Samples that this process was to read of each loader for the batch under way; empty if that is not known."""
+        """Samples that this process reads of each loader for the batch under way; empty if that is not known."""
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Decide the samples of the next steps; what cannot be had at once comes as soon as it can."""
+        """Set the samples of the next steps; they change as soon as they can, which may be some batches later."""
 
     def on_step(self, samples: int) -> None:
-        """An optimizer step was taken on so many samples."""
+        """Take note of an optimizer step on so many samples."""
 
     def on_train_epoch_start(self) -> None: ...
 
@@ -37,10 +37,10 @@ class BatchGrowth(Protocol):
     def on_train_epoch_end(self) -> None: ...
 
     def state_dict(self) -> State:
-        """What a resumed run needs; to be asked for in all processes."""
+        """State that a resumed run needs; a collective call of all processes."""
 
     def load_state_dict(self, state: State) -> None:
-        """Go on as in the run that left the state; before Lightning prepares the loaders."""
+        """Continue the run that saved the state; call it before Lightning prepares the loaders."""
 
     def restore(self) -> None:
         """Undo what was changed in the Trainer."""

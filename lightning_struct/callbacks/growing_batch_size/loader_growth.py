@@ -180,7 +180,7 @@ class LoaderGrowth:
         ]
 
     def _plan_validation(self) -> None:
-        """Make the next batch at which validation is due the one that Lightning finds due."""
+        """Set ``Trainer.val_check_batch`` to the next batch after which validation is due."""
         trainer, length, interval = self._trainer, self._trainer_loaders.length, self._nominal_interval
         if interval is None or interval == math.inf or length == math.inf:
             return  # by time, or at the end of a stream

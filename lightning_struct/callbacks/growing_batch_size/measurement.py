@@ -1,4 +1,4 @@
-"""Per-sample gradient statistics of the optimizer steps of any LightningModule, by hooks on its layers."""
+"""Gradient statistics of the optimizer steps of any LightningModule, measured by hooks on its layers."""
 
 import math
 from typing import Any
@@ -62,9 +62,9 @@ class GradientMeasurement:
         """Measure the batch that is about to be trained on.
 
         Args:
-            batch: as ``training_step`` gets it.
+            batch: what ``training_step`` gets.
             expected_sizes: samples that were to be read of each loader.
-            number: of the step, which makes its random projections its own.
+            number: number of the step, the seed of its random projections.
         """
         if not self._measuring:
             self._recorder.attach()
@@ -78,7 +78,7 @@ class GradientMeasurement:
         self._of_batch = []
 
     def pause(self) -> None:
-        """Measure nothing until the next :meth:`begin_batch`."""
+        """Stop measuring until the next :meth:`begin_batch`."""
         if self._measuring:
             self._recorder.remove()
             self._recorder.reset()
@@ -87,7 +87,7 @@ class GradientMeasurement:
             self._measuring = False
 
     def after_backward(self) -> None:
-        """Look at the gradients, before anybody clips or unscales them, if they are those that an optimizer may step by."""
+        """Read the gradients before they are clipped or unscaled, if an optimizer may step by them now."""
         if not self._measuring or (self._module.automatic_optimization and accumulates(self._trainer)):
             return
         if self._recorder.check:
@@ -144,12 +144,11 @@ class GradientMeasurement:
             )
 
     def statistics(self, samples: int) -> GradientStatistics | None:
-        """Of the batch under way; None if no optimizer stepped, or only by gradients that a GradScaler skips.
+        """Statistics of the batch under way; None if no optimizer stepped, or only by gradients that a GradScaler skips.
 
         Args:
-            samples: that were read for it, over all processes. The layers may have seen more: a discriminator, in
-                two backward passes, those of the data and those of the generator; or fewer: pairs. The relative variance
-                stays as it was measured.
+            samples: number of samples read for the batch, over all processes. The layers may have seen more (a discriminator
+                sees the data, and as many fakes) or fewer (pairs). The relative variance stays as it was measured.
         """
         measured = max(self._of_batch, key=_relative_variance, default=None)
         if measured is None or measured.variance is None:
@@ -160,7 +159,7 @@ class GradientMeasurement:
     def _reduced(
         self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]
     ) -> tuple[int, float, float]:
-        """n, ‖Var‖₁ and ‖G‖² of what was measured in all processes."""
+        """n, ‖Var‖₁ and ‖G‖² of the measured parameters, over all processes."""
         device = self._module.device
         measured = [i for i, parameter in enumerate(parameters) if parameter in results]
         of_passes = [results[parameters[i]].squared_norms for i in measured]
@@ -198,10 +197,10 @@ class GradientMeasurement:
         return n, n * max(variance, 0.0), g.sum().item()
 
     def _verify(self, parameters: list[nn.Parameter]) -> None:
-        """Leave out those whose gradients are not the sum of what was measured, over all processes.
+        """Leave out parameters whose gradients are not the sum of the measured shares, over all processes.
 
-        Of an optimizer's own parameters alone, and when it steps: others may have got gradients that are never used, as
-        those of a discriminator from the loss of a generator.
+        Only the parameters of the optimizer that steps are compared: others may have gradients that are never used, as a
+        discriminator has from the loss of its generator.
         """
         nothing = torch.zeros(5, dtype=torch.float64, device=self._module.device)
         names, rows = [self._names[parameter] for parameter in parameters], []
@@ -223,9 +222,9 @@ class GradientMeasurement:
 
 
 def samples_in(batch: Any, expected_sizes: list[int]) -> int:
-    """Samples of a batch of this process.
+    """Number of samples in a batch of this process.
 
-    Those that were to be read of the loaders that take part in it: in ``"max_size"`` mode some are at their end.
+    It is the sum over the loaders that take part in the batch: in ``"max_size"`` mode some are at their end.
     """
     first, second = _leading_sizes(batch)
     for sizes in (first, second):
@@ -236,13 +235,13 @@ def samples_in(batch: Any, expected_sizes: list[int]) -> int:
 
 
 def _leading_sizes(batch: Any) -> tuple[set[int], set[int]]:
-    """Of the first and of the second dimensions of the tensors in it."""
+    """Sizes of the first and of the second dimensions of the tensors in a batch."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     return {t.shape[0] for t in tensors if t.ndim}, {t.shape[1] for t in tensors if t.ndim > 1}
 
 
 def _by_reason(reasons: dict[str, str]) -> list[tuple[str, str]]:
-    """The names that have a reason in common, and the reason."""
+    """Pairs of the names that share a reason, and the reason."""
     return [
         (", ".join(name for name, why in reasons.items() if why == reason), reason)
         for reason in dict.fromkeys(reasons.values())

@@ -37,6 +37,15 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.optim import SHF as SHF
     from lightning_struct.strategies import RLSOptimization as RLSOptimization
     from lightning_struct.strategies import SHFOptimization as SHFOptimization
+else:  # hidden from type checkers: to them an unknown name would be an object instead of an error
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+
 
 # The same names once more, for the interpreter; a test compares the two lists.
 _HOME_OF = {
@@ -68,14 +77,6 @@ _HOME_OF = {
 }
 
 __all__ = list(_HOME_OF)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -14,9 +14,7 @@ _WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
 
 
 class LevenbergMarquardtDamping(L.Callback):
-    """Adapts the damping of an optimizer to how well its model predicted the reduction of the loss (section 4.2). ::
-
-        Trainer(callbacks=[LevenbergMarquardtDamping(drop=0.98)])
+    """Adapts the damping of an optimizer to how well its model predicted the reduction of the loss (section 4.2).
 
     After each step of an optimizer it sets its ``damping`` by :meth:`decide`, in the first process for all. It does so for
     every optimizer that has ``damping``, and either ``reduction_ratio`` or a ``report`` with ``reduction_ratio``, as
@@ -34,6 +32,13 @@ class LevenbergMarquardtDamping(L.Callback):
 
     Raises:
         MisconfigurationException: an argument out of range; at the start of training no optimizer with a damping.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> callback = LevenbergMarquardtDamping(drop=0.98)
+        >>> trainer = Trainer(callbacks=[callback], logger=False, accelerator="cpu")
+        >>> callback.decide(damping=10.0, reduction_ratio=0.9)  # the model predicted well
+        9.8
     """
 
     def __init__(

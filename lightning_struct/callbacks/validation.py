@@ -125,6 +125,7 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
 
 
 def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | None, seed: int) -> Iterable[Any]:
+    """Batches of a loader for the process ``rank`` of so many; ``limit`` is in batches of one process."""
     plain = (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)

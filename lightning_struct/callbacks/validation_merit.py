@@ -15,9 +15,7 @@ from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 
 class ValidationMeritStopping(L.Callback):
-    """Ends training when a monitored value has not improved for a while, and puts the best weights back. ::
-
-        Trainer(callbacks=[ValidationMeritStopping(monitor="val_loss", patience=20)])
+    """Ends training when a monitored value has not improved for a while, and puts the best weights back.
 
     At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and keeps
     a copy of the best weights and buffers on the CPU: those that were validated, also where another callback had put
@@ -48,6 +46,11 @@ class ValidationMeritStopping(L.Callback):
         MisconfigurationException: an argument out of range; at the start of fit no validation, a Trainer that does not
             keep what is logged, or a strategy that shards the weights; with SHF an empty validation set, or a module
             without ``inputs_and_targets``; after a validation a monitor that is not logged, or is not finite.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> callback = ValidationMeritStopping(monitor="val_loss", patience=20)
+        >>> trainer = Trainer(callbacks=[callback], logger=False, accelerator="cpu")
     """
 
     def __init__(

@@ -14,10 +14,8 @@ from lightning_struct.collective import world_size
 
 
 class IndependentDraws(DistributedSampler):
-    """Yields lists of indices: each is ``batch_size`` samples without replacement, drawn independently of all other
-    draws (Emirahmetoglu & Stewart, Algorithm 1). ::
-
-        loader = DrawLoader(dataset, IndependentDraws(dataset, batch_size=250, draws_per_epoch=10))
+    """Lists of indices: each is ``batch_size`` samples without replacement, drawn independently of all other draws
+    (Emirahmetoglu & Stewart, Algorithm 1).
 
     Every process draws the same indices and takes its block of them, so that the blocks in the order of ranks are the
     draw of one process. A draw depends on the seed and on its number alone, and numbers go on from epoch to epoch. An
@@ -39,6 +37,12 @@ class IndependentDraws(DistributedSampler):
         MisconfigurationException: for a batch size that is not in [1, len(dataset)] or smaller than the number of
             processes, for ``draws_per_epoch`` < 1, a negative seed, or one of ``num_replicas`` and ``rank`` without
             the other.
+
+    Example:
+        >>> dataset = TensorDataset(torch.arange(100))
+        >>> draws = IndependentDraws(dataset, batch_size=25, draws_per_epoch=4)
+        >>> [len(batch) for (batch,) in DrawLoader(dataset, draws)]
+        [25, 25, 25, 25]
     """
 
     resizable = True

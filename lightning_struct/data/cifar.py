@@ -10,7 +10,16 @@ from torch import Tensor
 
 from lightning_struct.data.files import read_or_explain
 from lightning_struct.data.flat_images import mean_and_std
-from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, Splits, split_at_random
+from lightning_struct.data.in_memory import (
+    BatchedTensorDataset,
+    InMemoryDataModule,
+    LabelledImages,
+    SamplingOptions,
+    Splits,
+    Unpack,
+    split_at_random,
+    split_in_order,
+)
 from lightning_struct.data.synthetic import synthetic_digits
 
 IMAGE_SIZE = 32
@@ -19,8 +28,6 @@ OFFICIAL_DIRECTORY = "cifar-10-batches-py"
 OFFICIAL_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 CHANNEL_MEAN = (0.4914, 0.4822, 0.4465)
 CHANNEL_STD = (0.2470, 0.2435, 0.2616)
-
-Labelled = tuple[Tensor, Tensor]
 
 
 class CIFAR10DataModule(InMemoryDataModule):
@@ -44,7 +51,6 @@ class CIFAR10DataModule(InMemoryDataModule):
             ``test``.
         batch_size: training samples in a step, over all processes together.
         draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        draws_per_epoch: independent draws between two validations.
         eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images.
         val_size: validation images.
@@ -52,8 +58,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         download: whether missing files may be downloaded; they are not where there are directories of images.
         grey: grey images instead of coloured ones.
         synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
-        seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
-        drop_last: leave out of each shuffled pass what does not fill a batch.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and if
@@ -65,7 +70,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         data_dir: str = "data",
         batch_size: int = 128,
         draws: Literal["independent", "epoch"] = "epoch",
-        draws_per_epoch: int = 10,
+        *,
         eval_batch_size: int = 500,
         train_size: int = 45_000,
         val_size: int = 5_000,
@@ -73,10 +78,9 @@ class CIFAR10DataModule(InMemoryDataModule):
         download: bool = True,
         grey: bool = False,
         synthetic: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
+        **loader: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed, drop_last)
+        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         empty = [name for name, size in self.sizes.items() if size < 1]
         if empty:
@@ -97,8 +101,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         if self.synthetic:
             rank_zero_info("CIFAR-10: procedurally made figures of the same shapes stand in for the real images.")
             sizes = tuple(self.sizes.values())
-            images, labels = synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed)
-            parts = list(zip(images.split(sizes), labels.split(sizes), strict=True))
+            parts = split_in_order(synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed), sizes)
         else:
             (images, labels), (test_images, test_labels) = self._read_both(download=False)
             train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
@@ -120,8 +123,8 @@ class CIFAR10DataModule(InMemoryDataModule):
         directory = Path(self.data_dir)
         return (directory / "train").is_dir() and not (directory / OFFICIAL_DIRECTORY).is_dir()
 
-    def _read_both(self, download: bool) -> tuple[Labelled, Labelled]:
-        def read(part: str) -> Labelled:
+    def _read_both(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
+        def read(part: str) -> LabelledImages:
             if self._has_directories:
                 return read_directory(Path(self.data_dir) / part)
             return read_official(self.data_dir, train=part == "train", download=download)
@@ -146,7 +149,7 @@ def as_grey(images: Tensor) -> Tensor:
     return images.float().mean(dim=1).div_(255).flatten(1)
 
 
-def read_official(data_dir: str, train: bool, download: bool) -> Labelled:
+def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
     """The files as torchvision keeps them: images (n, 3, 32, 32), uint8, and labels (n,), int64."""
     from torchvision.datasets import CIFAR10  # only here, so that the rest runs without torchvision
 
@@ -154,7 +157,7 @@ def read_official(data_dir: str, train: bool, download: bool) -> Labelled:
     return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets)
 
 
-def read_directory(directory: Path) -> Labelled:
+def read_directory(directory: Path) -> LabelledImages:
     """The same from one directory of images for each class.
 
     Raises:

@@ -1,12 +1,10 @@
 """CURVES as a LightningDataModule."""
 
-from typing import Literal
-
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_struct.data.curves import generate_curves
-from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_dataset
+from lightning_struct.data.in_memory import InMemoryDataModule, LoaderOptions, Splits, Unpack, image_dataset
 
 
 class CurvesDataModule(InMemoryDataModule):
@@ -14,38 +12,38 @@ class CurvesDataModule(InMemoryDataModule):
 
     Samples are (pixels,): (784,) float32 in [0, 1]. The images are always procedural
     (:func:`~lightning_struct.data.curves.generate_curves`): they follow the description of the original file, and are
-    not that file. ::
-
-        Trainer().fit(model, datamodule=CurvesDataModule(batch_size=250))
+    not that file. They are the same for every ``seed``.
 
     Args:
         batch_size: training samples in a step, over all processes together.
-        draws: ``"independent"`` draws or shuffled passes by ``"epoch"``.
-        draws_per_epoch: independent draws between two validations.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images.
         val_size: validation images.
         test_size: test images.
         synthetic: always true: there is nothing but the procedural images.
-        seed: of draws and shuffles; the images do not depend on it.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if one of the sets would be empty, and for ``synthetic=False``.
+
+    Example:
+        >>> data = CurvesDataModule(batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> (images,) = next(iter(data.train_dataloader()))
+        >>> images.shape
+        torch.Size([10, 784])
     """
 
     def __init__(
         self,
         batch_size: int = 250,
-        draws: Literal["independent", "epoch"] = "independent",
-        draws_per_epoch: int = 10,
-        eval_batch_size: int = 1000,
+        *,
         train_size: int = 20_000,
         val_size: int = 2_000,
         test_size: int = 8_000,
         synthetic: bool = True,
-        seed: int = 0,
+        **loader: Unpack[LoaderOptions],
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        super().__init__(batch_size, **loader)
         if not synthetic:
             raise MisconfigurationException("CURVES are always made procedurally: leave out data.synthetic=false.")
         self.sizes = (train_size, val_size, test_size)

@@ -2,21 +2,45 @@
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.in_memory import InMemoryDataModule, Splits, image_dataset, split_at_random
+from lightning_struct.data.in_memory import (
+    InMemoryDataModule,
+    LabelledImages,
+    LoaderOptions,
+    Splits,
+    Unpack,
+    image_dataset,
+    split_at_random,
+    split_in_order,
+)
 from lightning_struct.data.synthetic import synthetic_digits
 
-Labelled = tuple[Tensor, Tensor]
+
+class DigitsOptions(LoaderOptions, total=False):
+    """Keyword arguments of :class:`DigitsDataModule` that MNIST and USPS pass on."""
+
+    download: bool
+    synthetic: bool
 
 
 class DigitsDataModule(InMemoryDataModule):
-    """What MNIST and USPS have in common: files or their procedural stand-in, cut into three sets."""
+    """Base of MNIST and USPS: files or their procedural stand-in, cut into three sets.
+
+    Args:
+        data_dir: directory with the files.
+        batch_size: training samples in a step, over all processes together.
+        train_size: training images.
+        val_size: validation images.
+        test_size: test images.
+        download: whether missing files may be downloaded.
+        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+    """
 
     title: ClassVar[str]
     image_size: ClassVar[int]
@@ -26,29 +50,26 @@ class DigitsDataModule(InMemoryDataModule):
         self,
         data_dir: str,
         batch_size: int,
-        draws: Literal["independent", "epoch"],
-        draws_per_epoch: int,
-        eval_batch_size: int,
+        *,
         train_size: int,
         val_size: int,
         test_size: int,
-        download: bool,
-        synthetic: bool,
-        seed: int,
-        drop_last: bool = False,
+        download: bool = True,
+        synthetic: bool = False,
+        **loader: Any,
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed, drop_last)
+        super().__init__(batch_size, **loader)
         self.data_dir = data_dir
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         self.download = download
         self.synthetic = synthetic
 
     @abstractmethod
-    def read(self, train: bool, download: bool) -> Labelled:
+    def read(self, train: bool, download: bool) -> LabelledImages:
         """The official training or test part: images (n, pixels), uint8, and labels (n,), int64."""
 
     @abstractmethod
-    def choose(self, official_train: Labelled, official_test: Labelled) -> dict[str, Labelled]:
+    def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         """The three sets, by name, from the two official parts."""
 
     def prepare_data(self) -> None:
@@ -59,15 +80,15 @@ class DigitsDataModule(InMemoryDataModule):
     def load_splits(self) -> Splits:
         if self.synthetic:
             rank_zero_info(f"{self.title}: procedurally made figures of the same shapes stand in for the real images.")
-            images, labels = synthetic_digits(sum(self.sizes.values()), self.image_size, seed=self.seed)
-            sizes = tuple(self.sizes.values())
-            parts = dict(zip(self.sizes, zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
+            sizes = self.sizes.values()
+            figures = synthetic_digits(sum(sizes), self.image_size, seed=self.seed)
+            parts = dict(zip(self.sizes, split_in_order(figures, list(sizes)), strict=True))
         else:
             chosen = self.choose(*self.read_both(download=False))
             parts = {key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()}
         return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
 
-    def read_both(self, download: bool) -> tuple[Labelled, Labelled]:
+    def read_both(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
         """Both official parts, or the error that names the remedies."""
         return read_or_explain(
             self.title,
@@ -89,16 +110,10 @@ class MNISTDataModule(DigitsDataModule):
     Args:
         data_dir: directory with ``MNIST/raw`` as torchvision keeps it.
         batch_size: training samples in a step, over all processes together.
-        draws: ``"independent"`` draws or shuffled passes by ``"epoch"``.
-        draws_per_epoch: independent draws between two validations.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images.
         val_size: validation images.
         test_size: test images.
-        download: whether missing files may be downloaded.
-        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
-        seed: of draws, shuffles and synthetic images; the cut into training and validation images does not depend on it.
-        drop_last: leave out of each shuffled pass what does not fill a batch.
+        **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
@@ -114,39 +129,21 @@ class MNISTDataModule(DigitsDataModule):
         self,
         data_dir: str = "data",
         batch_size: int = 300,
-        draws: Literal["independent", "epoch"] = "independent",
-        draws_per_epoch: int = 10,
-        eval_batch_size: int = 1000,
+        *,
         train_size: int = 50_000,
         val_size: int = 10_000,
         test_size: int = 10_000,
-        download: bool = True,
-        synthetic: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
+        **options: Unpack[DigitsOptions],
     ) -> None:
-        super().__init__(
-            data_dir=data_dir,
-            batch_size=batch_size,
-            draws=draws,
-            draws_per_epoch=draws_per_epoch,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            download=download,
-            synthetic=synthetic,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
-    def read(self, train: bool, download: bool) -> Labelled:
+    def read(self, train: bool, download: bool) -> LabelledImages:
         from torchvision.datasets import MNIST  # only here, so that the rest runs without torchvision
 
         part = MNIST(self.data_dir, train=train, download=download)
         return part.data.flatten(1), part.targets
 
-    def choose(self, official_train: Labelled, official_test: Labelled) -> dict[str, Labelled]:
+    def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = official_train
         train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
         (test,) = split_at_random(len(official_test[0]), (self.sizes["test"],))
@@ -169,15 +166,10 @@ class USPSDataModule(DigitsDataModule):
     Args:
         data_dir: directory with ``usps.bz2`` and ``usps.t.bz2``.
         batch_size: training samples in a step, over all processes together.
-        draws: ``"independent"`` draws or shuffled passes by ``"epoch"``.
-        draws_per_epoch: independent draws between two validations.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images.
         val_size: validation images.
         test_size: test images.
-        download: whether missing files may be downloaded.
-        synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
-        seed: of draws, shuffles and synthetic images; the cut into the three sets does not depend on it.
+        **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
@@ -191,37 +183,21 @@ class USPSDataModule(DigitsDataModule):
         self,
         data_dir: str = "data",
         batch_size: int = 200,
-        draws: Literal["independent", "epoch"] = "independent",
-        draws_per_epoch: int = 10,
-        eval_batch_size: int = 1000,
+        *,
         train_size: int = 6_800,
         val_size: int = 1_000,
         test_size: int = 1_498,
-        download: bool = True,
-        synthetic: bool = False,
-        seed: int = 0,
+        **options: Unpack[DigitsOptions],
     ) -> None:
-        super().__init__(
-            data_dir=data_dir,
-            batch_size=batch_size,
-            draws=draws,
-            draws_per_epoch=draws_per_epoch,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            download=download,
-            synthetic=synthetic,
-            seed=seed,
-        )
+        super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
-    def read(self, train: bool, download: bool) -> Labelled:
+    def read(self, train: bool, download: bool) -> LabelledImages:
         from torchvision.datasets import USPS
 
         part = USPS(self.data_dir, train=train, download=download)
         return torch.from_numpy(part.data).flatten(1), torch.tensor(part.targets)
 
-    def choose(self, official_train: Labelled, official_test: Labelled) -> dict[str, Labelled]:
+    def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))
         train, test, val = split_at_random(len(images), tuple(self.sizes[key] for key in ("train", "test", "val")))
         return {key: (images[part], labels[part]) for key, part in (("train", train), ("val", val), ("test", test))}

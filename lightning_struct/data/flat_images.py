@@ -1,7 +1,7 @@
 """Image sets of the experiments on structured layers: flat grey images, standardised, cut as the paper cuts them."""
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -10,37 +10,56 @@ from torch import Tensor
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
+    LabelledImages,
+    LoaderOptions,
     Splits,
     check_pixels,
     split_at_random,
 )
 
-Labelled = tuple[Tensor, Tensor]
+
+class FlatImagesOptions(LoaderOptions, total=False):
+    """Keyword arguments of :class:`FlatImagesDataModule` that its subclasses pass on."""
+
+    batch_size: int
+    val_fraction: float
+    train_fraction: float
 
 
 class FlatImagesDataModule(InMemoryDataModule):
-    """What the image sets of Thomas et al., "Learning compressed transforms with low displacement rank", have in common.
+    """Base of the image sets of Thomas et al., "Learning compressed transforms with low displacement rank".
 
     A share of the training images is kept for validation (Appendix F.1), always the same one. The rest, or less of it
     (Appendix E.2), is trained on. Each pixel is standardised by its mean and standard deviation over the images that are
     trained on; a pixel that is the same in all of them is only centred. The paper does not say so, its authors' code does.
+
+    Args:
+        train_size: training images, those kept for validation included.
+        test_size: test images.
+        batch_size: training samples in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        val_fraction: share of the training images that is kept for validation.
+        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+
+    Raises:
+        MisconfigurationException: for a fraction out of its range.
     """
 
     title: ClassVar[str]
 
     def __init__(
         self,
-        batch_size: int,
-        draws: Literal["independent", "epoch"],
-        draws_per_epoch: int,
-        eval_batch_size: int,
         train_size: int,
         test_size: int,
-        val_fraction: float,
-        train_fraction: float,
-        seed: int,
+        *,
+        batch_size: int = 50,
+        draws: Literal["independent", "epoch"] = "epoch",
+        val_fraction: float = 0.15,
+        train_fraction: float = 1.0,
+        **loader: Any,
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed)
+        super().__init__(batch_size, draws, **loader)
         if not 0 < val_fraction < 1:
             raise MisconfigurationException(f"val_fraction must be between 0 and 1, but is {val_fraction}")
         if not 0 < train_fraction <= 1:
@@ -51,7 +70,7 @@ class FlatImagesDataModule(InMemoryDataModule):
         self.train_fraction = train_fraction
 
     @abstractmethod
-    def load_parts(self) -> tuple[Labelled, Labelled]:
+    def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
         """Training and test part: images (n, pixels), uint8 or float32 in [0, 1], and labels (n,), int64."""
 
     def load_splits(self) -> Splits:

@@ -14,7 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, Splits, split_at_random
+from lightning_struct.data.in_memory import (
+    BatchedTensorDataset,
+    InMemoryDataModule,
+    SamplingOptions,
+    Splits,
+    Unpack,
+    split_at_random,
+)
 
 DIRECTORY = "aclImdb"
 ARCHIVE = "aclImdb_v1.tar.gz"
@@ -55,7 +62,6 @@ class IMDBDataModule(InMemoryDataModule):
             ``aclImdb*.tar.gz``.
         batch_size: training samples in a step, over all processes together.
         draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        draws_per_epoch: independent draws between two validations.
         eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training reviews.
         val_size: validation reviews.
@@ -65,8 +71,7 @@ class IMDBDataModule(InMemoryDataModule):
         download: whether a missing archive may be downloaded (84 MB).
         synthetic: procedurally made reviews of the same shapes instead of the files; nothing is read or downloaded, and
             torchtext is not needed.
-        seed: of draws, shuffles and synthetic reviews; the cut into training and validation reviews does not depend on it.
-        drop_last: leave out of each shuffled pass what does not fill a batch.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Attributes:
         vocabulary: the words by their numbers, after ``setup``.
@@ -82,7 +87,7 @@ class IMDBDataModule(InMemoryDataModule):
         data_dir: str = "data",
         batch_size: int = 128,
         draws: Literal["independent", "epoch"] = "epoch",
-        draws_per_epoch: int = 10,
+        *,
         eval_batch_size: int = 500,
         train_size: int = 20_000,
         val_size: int = 5_000,
@@ -91,10 +96,9 @@ class IMDBDataModule(InMemoryDataModule):
         max_length: int = 200,
         download: bool = True,
         synthetic: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
+        **loader: Unpack[SamplingOptions],
     ) -> None:
-        super().__init__(batch_size, draws, draws_per_epoch, eval_batch_size, seed, drop_last)
+        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         least = {f"{part}_size": (size, 1) for part, size in self.sizes.items()}
         least |= {"max_length": (max_length, 1), "vocabulary_size": (vocabulary_size, FEWEST_WORDS)}

@@ -1,7 +1,8 @@
 """Data sets that fit into memory: whole batches by one indexing, and the loaders of a LightningDataModule over them."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import lightning as L
 import torch
@@ -11,7 +12,34 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+else:  # the command line would take the names from the TypedDict; defaults and help are with the base class
+
+    class Unpack:
+        """Stand-in for ``typing_extensions.Unpack``: at run time a keyword argument may be anything."""
+
+        def __class_getitem__(cls, options: type) -> Any:
+            return Any
+
+
 Batch = tuple[Tensor, ...]
+LabelledImages = tuple[Tensor, Tensor]  # images (n, ...), uint8 or floating dtype, and their labels (n,), int64
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of :class:`InMemoryDataModule` that have the same default in every data module."""
+
+    draws_per_epoch: int
+    seed: int
+    drop_last: bool
+
+
+class LoaderOptions(SamplingOptions, total=False):
+    """All keyword arguments of :class:`InMemoryDataModule` but ``batch_size``."""
+
+    draws: Literal["independent", "epoch"]
+    eval_batch_size: int
 
 
 class BatchedTensorDataset(TensorDataset):
@@ -31,7 +59,7 @@ def keep_batch(batch: Any) -> Any:
 
 
 class Splits(NamedTuple):
-    """The three parts of a data set."""
+    """The training, validation and test set of a data set."""
 
     train: BatchedTensorDataset
     val: BatchedTensorDataset
@@ -42,7 +70,7 @@ def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> Ba
     """Checked samples of grey images.
 
     Args:
-        name: of the data set, for the error.
+        name: name of the data set, for the error.
         images: (n, pixels), floating dtype, values in [0, 1].
         labels: (n,), int64, or None.
 
@@ -54,7 +82,11 @@ def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> Ba
 
 
 def check_pixels(name: str, images: Tensor) -> None:
-    """What :func:`image_dataset` raises, of images of any shape."""
+    """Check pixels of images of any shape.
+
+    Raises:
+        MisconfigurationException: for an empty set, and for pixels that are NaN or outside [0, 1].
+    """
     if len(images) == 0:
         raise MisconfigurationException(
             f"{name} has no images: ask for at least one training, validation and test image."
@@ -68,15 +100,18 @@ def check_pixels(name: str, images: Tensor) -> None:
 
 
 class InMemoryDataModule(L.LightningDataModule, ABC):
-    """Loaders over three in-memory sets; a subclass says how to get the sets.
+    """Loaders of three in-memory sets; a subclass implements :meth:`load_splits`, which gets the sets.
+
+    Every data set of this package takes the options below, all but ``batch_size`` as keywords. Some have other defaults.
 
     Args:
         batch_size: training samples in a step, over all processes together.
         draws: ``"independent"``: every batch is a new draw without replacement, independent of the last
             (Emirahmetoglu & Stewart, Algorithm 1); ``"epoch"``: shuffled passes through the training set.
-        draws_per_epoch: independent draws that Lightning calls an epoch: so many steps are between two validations.
+        draws_per_epoch: independent draws that Lightning counts as one epoch: the steps between two validations.
         eval_batch_size: validation, test and prediction samples at a time, per process.
-        seed: of draws and shuffles.
+        seed: seed of draws, shuffles and training fractions, and of data that ``synthetic`` makes instead of files; the cut
+            of files into training, validation and test set does not depend on it.
         drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Raises:
@@ -161,11 +196,21 @@ class InMemoryDataModule(L.LightningDataModule, ABC):
         return self.splits
 
 
+def split_in_order(samples: LabelledImages, sizes: Sequence[int]) -> list[LabelledImages]:
+    """Consecutive parts of images and labels, of sizes that sum to the number of samples."""
+    images, labels = (tensor.split(list(sizes)) for tensor in samples)
+    return list(zip(images, labels, strict=True))
+
+
 def split_at_random(count: int, sizes: tuple[int, ...], *, seed: int = 0) -> list[Tensor]:
     """Disjoint random parts of ``range(count)``, int64, of the given sizes, in the order of one seeded permutation.
 
     Raises:
         MisconfigurationException: if the sizes ask for more than there is, or one is negative.
+
+    Example:
+        >>> [part.tolist() for part in split_at_random(5, (3, 2))]
+        [[4, 0, 1], [3, 2]]
     """
     if sum(sizes) > count or min(sizes) < 0:
         raise MisconfigurationException(

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from lightning_struct.data.amat import SITE, read_amat
 from lightning_struct.data.digits import MNISTDataModule
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.flat_images import FlatImagesDataModule, Labelled
-from lightning_struct.data.in_memory import split_at_random
+from lightning_struct.data.flat_images import FlatImagesDataModule, FlatImagesOptions
+from lightning_struct.data.in_memory import LabelledImages, Unpack, split_at_random, split_in_order
 from lightning_struct.data.synthetic import synthetic_digits
 
 SIZE = 28
@@ -54,21 +54,15 @@ class MNISTVariantDataModule(FlatImagesDataModule):
     Args:
         variant: ``"rotation"``, ``"background"`` (pictures), ``"background_rotation"`` (both) or ``"noise"``.
         data_dir: directory with the official ``.amat`` files, or with ``MNIST/raw`` for ``generate``.
-        batch_size: training samples in a step, over all processes together.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        draws_per_epoch: independent draws between two validations.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images, those kept for validation included.
         test_size: test images; None takes those of Table 15: 2,000 for noise, else 50,000.
-        val_fraction: share of the training images that is kept for validation.
-        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
         noise_file: 1 to 6, which of the six files of noise is read. The paper does not name the one that it has.
         noise_correlation: of the noise that is made, υ in [0, 1]; see :func:`uniform_noise`. After 12 epochs an
             unstructured layer has 82 % with 0 and 73 % with 1 (one run each); the paper's 65 % are nearer to 1.
         download: whether missing files of MNIST may be downloaded for ``generate``; the official ones cannot.
         generate: make the images from MNIST instead of reading the official files.
         synthetic: procedurally made figures, varied in the same way; nothing is read or downloaded.
-        seed: of draws, shuffles, training fractions and synthetic images.
+        **options: further options, see :class:`FlatImagesDataModule` and :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: for an unknown variant or a number out of its range; if the files cannot be had or are
@@ -79,20 +73,15 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         self,
         variant: Variant = "background_rotation",
         data_dir: str = "data",
-        batch_size: int = 50,
-        draws: Literal["independent", "epoch"] = "epoch",
-        draws_per_epoch: int = 10,
-        eval_batch_size: int = 1000,
+        *,
         train_size: int = TRAIN_SIZE,
         test_size: int | None = None,
-        val_fraction: float = 0.15,
-        train_fraction: float = 1.0,
         noise_file: int = 1,
         noise_correlation: float = 1.0,
         download: bool = True,
         generate: bool = False,
         synthetic: bool = False,
-        seed: int = 0,
+        **options: Unpack[FlatImagesOptions],
     ) -> None:
         if variant not in FILES:
             raise MisconfigurationException(f"variant must be one of {', '.join(FILES)}, but is {variant!r}")
@@ -100,15 +89,9 @@ class MNISTVariantDataModule(FlatImagesDataModule):
             raise MisconfigurationException(f"noise_file must be from 1 to 6, but is {noise_file}")
         check_correlation(noise_correlation)
         super().__init__(
-            batch_size=batch_size,
-            draws=draws,
-            draws_per_epoch=draws_per_epoch,
-            eval_batch_size=eval_batch_size,
             train_size=train_size,
             test_size=TEST_SIZES[variant] if test_size is None else test_size,
-            val_fraction=val_fraction,
-            train_fraction=train_fraction,
-            seed=seed,
+            **options,
         )
         self.title = f"MNIST-{variant.replace('_', '-')}"  # type: ignore[misc]
         self.variant = variant
@@ -123,7 +106,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         if self.generate and not self.synthetic:
             self.digits.prepare_data()
 
-    def load_parts(self) -> tuple[Labelled, Labelled]:
+    def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
         if self.synthetic:
             rank_zero_info(f"{self.title}: procedurally made figures, varied in the same way, stand in for the digits.")
             images, labels = synthetic_digits(self.train_size + self.test_size, SIZE, seed=self.seed)
@@ -142,13 +125,12 @@ class MNISTVariantDataModule(FlatImagesDataModule):
             generate=True,
         )
 
-    def _varied(self, images: Tensor, labels: Tensor, seed: int) -> tuple[Labelled, Labelled]:
+    def _varied(self, images: Tensor, labels: Tensor, seed: int) -> tuple[LabelledImages, LabelledImages]:
         varied = vary_digits(images, self.variant, noise_correlation=self.noise_correlation, seed=seed)
-        sizes = [self.train_size, self.test_size]
-        train, test = zip(varied.split(sizes), labels.split(sizes), strict=True)
+        train, test = split_in_order((varied, labels), (self.train_size, self.test_size))
         return train, test
 
-    def _read_official(self) -> tuple[Labelled, Labelled]:
+    def _read_official(self) -> tuple[LabelledImages, LabelledImages]:
         parts = [read_amat(Path(self.data_dir) / file, SIZE * SIZE, CLASSES) for file in self.files]
         if self.variant != "noise":
             return parts[0], parts[1]

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.flat_images import FlatImagesDataModule, Labelled
+from lightning_struct.data.flat_images import FlatImagesDataModule, FlatImagesOptions
+from lightning_struct.data.in_memory import LabelledImages, Unpack, split_in_order
 from lightning_struct.data.synthetic import synthetic_digits
 
 SIZE = 32
@@ -58,16 +59,10 @@ class NORBDataModule(FlatImagesDataModule):
             grounds.
         data_dir: directory with the official files, ``norb-5x46789x9x18x6x2x108x108-training-01-dat.mat`` and so on,
             packed (``.mat.gz``) or not.
-        batch_size: training samples in a step, over all processes together.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        draws_per_epoch: independent draws between two validations.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images, those kept for validation included; None takes all of the edition.
         test_size: test images; None takes all of the edition.
-        val_fraction: share of the training images that is kept for validation.
-        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
         synthetic: procedurally made figures of the same shapes instead of the files; nothing is read.
-        seed: of draws, shuffles, training fractions and synthetic images.
+        **options: further options, see :class:`FlatImagesDataModule` and :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for; for a
@@ -80,40 +75,29 @@ class NORBDataModule(FlatImagesDataModule):
         self,
         edition: Literal["jittered_cluttered", "small"] = "jittered_cluttered",
         data_dir: str = "data",
-        batch_size: int = 50,
-        draws: Literal["independent", "epoch"] = "epoch",
-        draws_per_epoch: int = 10,
-        eval_batch_size: int = 1000,
+        *,
         train_size: int | None = None,
         test_size: int | None = None,
-        val_fraction: float = 0.15,
-        train_fraction: float = 1.0,
         synthetic: bool = False,
-        seed: int = 0,
+        **options: Unpack[FlatImagesOptions],
     ) -> None:
         if edition not in STEMS:
             raise MisconfigurationException(f"edition must be 'jittered_cluttered' or 'small', but is {edition!r}")
         super().__init__(
-            batch_size=batch_size,
-            draws=draws,
-            draws_per_epoch=draws_per_epoch,
-            eval_batch_size=eval_batch_size,
             train_size=TRAIN_SIZES[edition] if train_size is None else train_size,
             test_size=TEST_SIZES[edition] if test_size is None else test_size,
-            val_fraction=val_fraction,
-            train_fraction=train_fraction,
-            seed=seed,
+            **options,
         )
         self.edition = edition
         self.data_dir = data_dir
         self.synthetic = synthetic
 
-    def load_parts(self) -> tuple[Labelled, Labelled]:
+    def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
         if self.synthetic:
             rank_zero_info("NORB: procedurally made figures of the same shapes stand in for the real images.")
-            sizes = [self.train_size, self.test_size]
-            images, labels = synthetic_digits(sum(sizes), SIZE, classes=CLASSES[self.edition], seed=self.seed)
-            train, test = zip(images.split(sizes), labels.split(sizes), strict=True)
+            sizes = (self.train_size, self.test_size)
+            figures = synthetic_digits(sum(sizes), SIZE, classes=CLASSES[self.edition], seed=self.seed)
+            train, test = split_in_order(figures, sizes)
             return train, test
         stems = STEMS[self.edition]
         return read_or_explain(
@@ -124,7 +108,7 @@ class NORBDataModule(FlatImagesDataModule):
             f"of {SITES[self.edition]}",
         )
 
-    def _read(self, stems: tuple[str, ...]) -> Labelled:
+    def _read(self, stems: tuple[str, ...]) -> LabelledImages:
         parts = [read_left_images(Path(self.data_dir), stem) for stem in stems]
         images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         if labels.min() < 0 or labels.max() >= CLASSES[self.edition]:
@@ -134,7 +118,7 @@ class NORBDataModule(FlatImagesDataModule):
         return images, labels
 
 
-def read_left_images(directory: Path, stem: str) -> Labelled:
+def read_left_images(directory: Path, stem: str) -> LabelledImages:
     """One pair of files of NORB.
 
     Returns:

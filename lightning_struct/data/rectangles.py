@@ -1,7 +1,6 @@
 """Rectangles: outlines that are wider than they are tall, or taller than wide."""
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -9,7 +8,8 @@ from torch import Tensor
 
 from lightning_struct.data.amat import SITE, read_amat
 from lightning_struct.data.files import read_or_explain
-from lightning_struct.data.flat_images import FlatImagesDataModule, Labelled
+from lightning_struct.data.flat_images import FlatImagesDataModule, FlatImagesOptions
+from lightning_struct.data.in_memory import LabelledImages, Unpack, split_in_order
 
 SIZE = 28
 CLASSES = 2
@@ -21,9 +21,7 @@ class RectanglesDataModule(FlatImagesDataModule):
     """Rectangles: 1,020 / 180 / 50,000 images of 28 x 28 for training, validation and test.
 
     Samples are (pixels, label): (784,) float32, standardised (:class:`FlatImagesDataModule`), and int64: 1 for an outline
-    that is wider than tall in the images of the generator. ::
-
-        Trainer().fit(model, datamodule=RectanglesDataModule(generate=True))
+    that is wider than tall in the images of the generator.
 
     The official files are those of Larochelle et al. (2007). With ``generate`` the images are made by
     :func:`generate_rectangles`, which follows the authors' description, always the same ones; ``synthetic`` makes others
@@ -31,21 +29,21 @@ class RectanglesDataModule(FlatImagesDataModule):
 
     Args:
         data_dir: directory with ``rectangles_train.amat`` and ``rectangles_test.amat``.
-        batch_size: training samples in a step, over all processes together.
-        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
-        draws_per_epoch: independent draws between two validations.
-        eval_batch_size: validation, test and prediction samples at a time, per process.
         train_size: training images, those kept for validation included.
         test_size: test images.
-        val_fraction: share of the training images that is kept for validation.
-        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
         generate: make the images instead of reading the official files.
         synthetic: the same, from ``seed``.
-        seed: of draws, shuffles, training fractions and synthetic images.
+        **options: further options, see :class:`FlatImagesDataModule` and :class:`InMemoryDataModule`.
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for; for a
             number out of its range.
+
+    Example:
+        >>> data = RectanglesDataModule(generate=True, train_size=100, test_size=10)
+        >>> data.setup("fit")
+        >>> [len(part) for part in data.splits]
+        [85, 15, 10]
     """
 
     title = "Rectangles"
@@ -53,39 +51,25 @@ class RectanglesDataModule(FlatImagesDataModule):
     def __init__(
         self,
         data_dir: str = "data",
-        batch_size: int = 50,
-        draws: Literal["independent", "epoch"] = "epoch",
-        draws_per_epoch: int = 10,
-        eval_batch_size: int = 1000,
+        *,
         train_size: int = 1_200,
         test_size: int = 50_000,
-        val_fraction: float = 0.15,
-        train_fraction: float = 1.0,
         generate: bool = False,
         synthetic: bool = False,
-        seed: int = 0,
+        **options: Unpack[FlatImagesOptions],
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            draws=draws,
-            draws_per_epoch=draws_per_epoch,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            test_size=test_size,
-            val_fraction=val_fraction,
-            train_fraction=train_fraction,
-            seed=seed,
-        )
+        super().__init__(train_size, test_size, **options)
         self.data_dir = data_dir
         self.generate = generate
         self.synthetic = synthetic
 
-    def load_parts(self) -> tuple[Labelled, Labelled]:
+    def load_parts(self) -> tuple[LabelledImages, LabelledImages]:
         if self.generate or self.synthetic:
             rank_zero_info("Rectangles: made by our own generator; these are not the official images.")
-            sizes = [self.train_size, self.test_size]
-            images, labels = generate_rectangles(sum(sizes), seed=self.seed if self.synthetic else 0)
-            train, test = zip(images.split(sizes), labels.split(sizes), strict=True)
+            sizes = (self.train_size, self.test_size)
+            train, test = split_in_order(
+                generate_rectangles(sum(sizes), seed=self.seed if self.synthetic else 0), sizes
+            )
             return train, test
         train, test = read_or_explain(
             self.title,
@@ -109,6 +93,11 @@ def generate_rectangles(count: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
     Returns:
         Images (count, 784), float32, values 0 and 1; labels (count,), int64, 1 where the width is greater.
+
+    Example:
+        >>> images, labels = generate_rectangles(3)
+        >>> images.shape, labels.tolist()
+        (torch.Size([3, 784]), [0, 1, 0])
     """
     generator = torch.Generator().manual_seed(seed)
     sides = torch.empty(0, 2, dtype=torch.int64)

@@ -1,4 +1,8 @@
-"""The text files of Larochelle et al. (2007): a line for each image, its pixels and then its label."""
+"""Reader of ``.amat`` files, the text format of the image sets of Larochelle et al. (2007).
+
+A line stands for an image: its pixels, row by row, and then its label, as decimal numbers between spaces. Lines that begin
+with ``#`` may stand at the head.
+"""
 
 import warnings
 from pathlib import Path
@@ -7,15 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_struct.data.files import DamagedFileError, check_labels
+
 SITE = "https://sites.google.com/a/lisa.iro.umontreal.ca/public_static_twiki"
 
 
 def read_amat(path: Path, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Read one file.
+    """Read the images and labels of one ``.amat`` file.
 
     Args:
-        path: of the file; lines that begin with ``#`` at its head are passed over.
-        pixels: numbers before the label of each line.
+        path: path of the file.
+        pixels: count of the numbers before the label of each line.
         classes: labels are 0 to ``classes - 1``.
 
     Returns:
@@ -23,7 +29,7 @@ def read_amat(path: Path, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it has anything but numbers, a line is too short or too long, or a label is no class.
+        DamagedFileError: if it has anything but numbers, a line is too short or too long, or a label is out of range.
     """
     with path.open("rb") as file:
         begin = file.tell()
@@ -31,15 +37,14 @@ def read_amat(path: Path, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
             begin = file.tell()
         file.seek(begin)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", DeprecationWarning)  # numpy's word for text that is no number
+            warnings.simplefilter("error", DeprecationWarning)  # what numpy raises for text that is not a number
             try:
                 numbers = np.fromfile(file, dtype=np.float64, sep=" ")
             except DeprecationWarning as error:
-                raise ValueError(f"{path.name} has more than numbers: {error}") from error
+                raise DamagedFileError(path, f"has more than numbers: {error}") from error
     if numbers.size == 0 or numbers.size % (pixels + 1):
-        raise ValueError(f"{path.name} has {numbers.size} numbers, not lines of {pixels} pixels and a label")
+        raise DamagedFileError(path, f"has {numbers.size} numbers, not lines of {pixels} pixels and a label")
     table = numbers.reshape(-1, pixels + 1)
-    labels = table[:, -1]
-    if not np.isin(labels, np.arange(classes)).all():
-        raise ValueError(f"{path.name} has labels that are none of the {classes} classes: a line is cut")
-    return torch.from_numpy(table[:, :-1].astype(np.float32)), torch.from_numpy(labels.astype(np.int64))
+    labels = torch.from_numpy(table[:, -1].copy())
+    check_labels(path, labels, classes)
+    return torch.from_numpy(table[:, :-1].astype(np.float32)), labels.long()

@@ -5,10 +5,16 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.files import (
+    DamagedFileError,
+    check_labels,
+    naming_file,
+    read_or_explain,
+    require_torchvision,
+)
 from lightning_struct.data.flat_images import mean_and_std
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
@@ -93,8 +99,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         self.synthetic = synthetic
 
     def prepare_data(self) -> None:
-        present = all((Path(self.data_dir) / OFFICIAL_DIRECTORY / file).is_file() for file in OFFICIAL_FILES)
-        if self.download and not self.synthetic and not present and not self._has_directories:
+        if self.download and not self.synthetic and not self._has_directories and not self._is_official_and_whole:
             self._read_both(download=True)
 
     def load_splits(self) -> Splits:
@@ -123,6 +128,18 @@ class CIFAR10DataModule(InMemoryDataModule):
         directory = Path(self.data_dir)
         return (directory / "train").is_dir() and not (directory / OFFICIAL_DIRECTORY).is_dir()
 
+    @property
+    def _is_official_and_whole(self) -> bool:
+        directory = Path(self.data_dir) / OFFICIAL_DIRECTORY
+        if not all((directory / file).is_file() for file in OFFICIAL_FILES):
+            return False
+        try:
+            check_official(directory)
+        except DamagedFileError as error:
+            rank_zero_warn(f"CIFAR-10 is downloaded again: {error}.")
+            return False
+        return True
+
     def _read_both(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
         def read(part: str) -> LabelledImages:
             if self._has_directories:
@@ -150,32 +167,86 @@ def as_grey(images: Tensor) -> Tensor:
 
 
 def read_official(data_dir: str, train: bool, download: bool) -> LabelledImages:
-    """The files as torchvision keeps them: images (n, 3, 32, 32), uint8, and labels (n,), int64."""
-    from torchvision.datasets import CIFAR10  # only here, so that the rest runs without torchvision
+    """Read the files as torchvision keeps them, which compares their checksums before it unpickles them.
 
-    part = CIFAR10(data_dir, train=train, download=download)
-    return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets)
+    Returns:
+        Images (n, 3, 32, 32), uint8; labels (n,), int64.
+
+    Raises:
+        DamagedFileError: if a file is not the official one.
+        RuntimeError: if a file is missing.
+    """
+    require_torchvision("CIFAR-10")
+    from torchvision.datasets import CIFAR10
+
+    directory = Path(data_dir) / OFFICIAL_DIRECTORY
+    try:
+        part = CIFAR10(data_dir, train=train, download=download)
+    except RuntimeError:
+        if not download:
+            check_official(directory)  # names the file
+        raise
+    labels = torch.tensor(part.targets)
+    check_labels(directory, labels, len(CLASSES))
+    return torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), labels
+
+
+def check_official(directory: Path) -> None:
+    """Check the official files that are there by their checksums.
+
+    Raises:
+        DamagedFileError: names the first file that is not the official one.
+    """
+    require_torchvision("CIFAR-10")
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
+    checksums = [*CIFAR10.train_list, *CIFAR10.test_list, [CIFAR10.meta["filename"], CIFAR10.meta["md5"]]]
+    for name, md5 in checksums:
+        path = directory / name
+        if path.is_file() and not check_integrity(str(path), md5):
+            raise DamagedFileError(path, f"is not the official file, whose MD5 checksum is {md5}")
 
 
 def read_directory(directory: Path) -> LabelledImages:
-    """The same from one directory of images for each class.
+    """Read one directory of images for each class.
+
+    Returns:
+        Images (n, 3, 32, 32), uint8; labels (n,), int64.
 
     Raises:
-        ValueError: if the classes are not those of CIFAR-10, or an image is not 32 x 32.
+        ValueError: if the classes are not those of CIFAR-10.
+        DamagedFileError: if an image cannot be read, or is not 32 x 32.
     """
+    require_torchvision("CIFAR-10")
     from torchvision.datasets import ImageFolder
-    from torchvision.transforms.functional import pil_to_tensor
 
-    part = ImageFolder(str(directory), transform=pil_to_tensor)
+    part = ImageFolder(str(directory), loader=read_image)
     if tuple(part.classes) != CLASSES:
         raise ValueError(f"{directory} has the directories {', '.join(part.classes)}, not those of the ten classes")
     images = torch.empty(len(part), 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
     for number, (image, _) in enumerate(part):
-        if image.shape != images.shape[1:]:
-            path, shape = part.imgs[number][0], tuple(image.shape)
-            raise ValueError(f"{path} is {shape[2]} x {shape[1]} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}")
         images[number] = image
     return images, torch.tensor(part.targets)
+
+
+def read_image(path: str) -> Tensor:
+    """Read an image of 32 x 32 pixels: (3, 32, 32), uint8. The size is checked before the pixels are decoded.
+
+    Raises:
+        DamagedFileError: if it cannot be read, or has another size.
+    """
+    from PIL import Image
+    from torchvision.transforms.functional import pil_to_tensor
+
+    try:
+        with naming_file(Path(path)), Image.open(path) as image:
+            if image.size != (IMAGE_SIZE, IMAGE_SIZE):
+                width, height = image.size
+                raise DamagedFileError(Path(path), f"is {width} x {height} pixels, not {IMAGE_SIZE} x {IMAGE_SIZE}")
+            return pil_to_tensor(image.convert("RGB"))
+    except Image.DecompressionBombError as error:
+        raise DamagedFileError(Path(path), f"is not {IMAGE_SIZE} x {IMAGE_SIZE} pixels: {error}") from error
 
 
 def synthetic_color_images(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

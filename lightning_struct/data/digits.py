@@ -1,13 +1,23 @@
 """MNIST and USPS: hand-written digits as flat grey pixels, with their labels."""
 
+import bz2
+import math
+import struct
 from abc import abstractmethod
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.files import (
+    DamagedFileError,
+    check_labels,
+    naming_file,
+    read_or_explain,
+    require_torchvision,
+)
 from lightning_struct.data.in_memory import (
     InMemoryDataModule,
     LabelledImages,
@@ -20,6 +30,9 @@ from lightning_struct.data.in_memory import (
 )
 from lightning_struct.data.synthetic import synthetic_digits
 
+CLASSES = 10
+CHUNK = 1 << 20  # bytes
+
 
 class DigitsOptions(LoaderOptions, total=False):
     """Keyword arguments of :class:`DigitsDataModule` that MNIST and USPS pass on."""
@@ -30,6 +43,8 @@ class DigitsOptions(LoaderOptions, total=False):
 
 class DigitsDataModule(InMemoryDataModule):
     """Base of MNIST and USPS: files or their procedural stand-in, cut into three sets.
+
+    Where downloading is allowed, a damaged file is put aside, as ``NAME.damaged``, and downloaded again.
 
     Args:
         data_dir: directory with the files.
@@ -69,13 +84,28 @@ class DigitsDataModule(InMemoryDataModule):
         """The official training or test part: images (n, pixels), uint8, and labels (n,), int64."""
 
     @abstractmethod
+    def check_file(self, path: Path) -> None:
+        """Raise ``DamagedFileError`` if this one of :attr:`files` is not whole."""
+
+    @abstractmethod
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         """The three sets, by name, from the two official parts."""
 
     def prepare_data(self) -> None:
-        missing = [file for file in self.files if not (Path(self.data_dir) / file).is_file()]
-        if self.download and not self.synthetic and missing:
+        if self.synthetic or not self.download:
+            return
+        put_aside = []
+        for path in self._paths:
+            try:
+                if path.is_file():
+                    self.check_file(path)
+            except DamagedFileError as error:
+                rank_zero_warn(f"{self.title} is downloaded again: {error}.")
+                put_aside.append(path.replace(path.with_name(f"{path.name}.damaged")))
+        if not all(path.is_file() for path in self._paths):
             self.read_both(download=True)
+        for path in put_aside:
+            path.unlink()
 
     def load_splits(self) -> Splits:
         if self.synthetic:
@@ -87,6 +117,10 @@ class DigitsDataModule(InMemoryDataModule):
             chosen = self.choose(*self.read_both(download=False))
             parts = {key: (images.float() / 255, labels) for key, (images, labels) in chosen.items()}
         return Splits(**{key: image_dataset(f"{self.title} ({key})", *part) for key, part in parts.items()})
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [Path(self.data_dir) / file for file in self.files]
 
     def read_both(self, download: bool) -> tuple[LabelledImages, LabelledImages]:
         """Both official parts, or the error that names the remedies."""
@@ -138,10 +172,21 @@ class MNISTDataModule(DigitsDataModule):
         super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
     def read(self, train: bool, download: bool) -> LabelledImages:
-        from torchvision.datasets import MNIST  # only here, so that the rest runs without torchvision
+        require_torchvision(self.title)
+        from torchvision.datasets import MNIST
 
+        image_file, label_file = self._paths[:2] if train else self._paths[2:]
+        for path in (image_file, label_file):
+            if path.is_file():
+                self.check_file(path)
         part = MNIST(self.data_dir, train=train, download=download)
+        if len(part.data) != len(part.targets):
+            raise DamagedFileError(label_file, f"has {len(part.targets)} labels for {len(part.data)} images")
+        check_labels(label_file, part.targets, CLASSES)
         return part.data.flatten(1), part.targets
+
+    def check_file(self, path: Path) -> None:
+        check_idx_file(path, () if "labels" in path.name else (self.image_size, self.image_size))
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = official_train
@@ -192,12 +237,55 @@ class USPSDataModule(DigitsDataModule):
         super().__init__(data_dir, batch_size, train_size=train_size, val_size=val_size, test_size=test_size, **options)
 
     def read(self, train: bool, download: bool) -> LabelledImages:
+        require_torchvision(self.title)
         from torchvision.datasets import USPS
 
-        part = USPS(self.data_dir, train=train, download=download)
-        return torch.from_numpy(part.data).flatten(1), torch.tensor(part.targets)
+        path = self._paths[0 if train else 1]
+        with naming_file(path) if path.is_file() else nullcontext():
+            part = USPS(self.data_dir, train=train, download=download)
+        labels = torch.tensor(part.targets)
+        check_labels(path, labels, CLASSES)
+        return torch.from_numpy(part.data).flatten(1), labels
+
+    def check_file(self, path: Path) -> None:
+        require_torchvision(self.title)
+        from torchvision.datasets import USPS
+        from torchvision.datasets.utils import check_integrity
+
+        if any(check_integrity(str(path), md5) for _, name, md5 in USPS.split_list.values() if name == path.name):
+            return
+        with naming_file(path), bz2.open(path) as file:
+            while file.read(CHUNK):
+                pass
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))
         train, test, val = split_at_random(len(images), tuple(self.sizes[key] for key in ("train", "test", "val")))
         return {key: (images[part], labels[part]) for key, part in (("train", train), ("val", val), ("test", test))}
+
+
+def check_idx_file(path: Path, sample_shape: tuple[int, ...]) -> None:
+    """Check that an idx file of bytes is as long as its header says. Nothing but the header is read.
+
+    The header has four bytes, 0, 0, 8 (for uint8) and the number of dimensions, and each size as a big-endian int32.
+
+    Args:
+        path: path of the file.
+        sample_shape: all sizes but the first, the number of samples.
+
+    Raises:
+        DamagedFileError: if the header is another, or the file is too short or too long.
+    """
+    dimensions = 1 + len(sample_shape)
+    header = struct.Struct(f">{1 + dimensions}i")
+    with path.open("rb") as file:
+        content = file.read(header.size)
+    length = path.stat().st_size
+    if len(content) < header.size:
+        raise DamagedFileError(path, f"has {length} bytes, less than the header of an idx file")
+    kind, count, *sizes = header.unpack(content)
+    if kind != 0x0800 + dimensions or count < 0 or tuple(sizes) != sample_shape:
+        raise DamagedFileError(path, f"does not begin as an idx file of bytes, samples of shape {sample_shape}, does")
+    expected = header.size + count * math.prod(sample_shape)
+    if length != expected:
+        raise DamagedFileError(path, f"has {length:,} bytes, but its header announces {expected:,}")

@@ -1,12 +1,79 @@
-"""Reading data sets from files, with one clear error when they cannot be had."""
+"""Reading data sets from files: checks of what a file holds, and one clear error when a data set cannot be had."""
 
-from collections.abc import Callable
+import lzma
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_struct.utilities.optional import require
+
+SYNTHETIC_REMEDY = "train on procedurally made data of the same shapes (--data.synthetic=true)"
+
+# what the readers of text, archives and images raise about content
+READING_ERRORS = (
+    OSError,
+    EOFError,
+    ValueError,
+    IndexError,
+    SyntaxError,
+    struct.error,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+)
 
 T = TypeVar("T")
+
+
+class DamagedFileError(ValueError):
+    """A file that is there, but does not hold what it should.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it; continues a sentence that begins with the path.
+    """
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path} {problem}")
+        self.path = path
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Turn what reading an existing file raises about its content into a :class:`DamagedFileError` that names it."""
+    try:
+        yield
+    except (DamagedFileError, FileNotFoundError, PermissionError):
+        raise
+    except READING_ERRORS as error:
+        raise DamagedFileError(path, f"cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_labels(path: Path, labels: Tensor, classes: int) -> None:
+    """Check that labels (n,), of any dtype, are 0 to ``classes`` - 1.
+
+    Raises:
+        DamagedFileError: names the file, and the position and value of the first label that is out of range.
+    """
+    wrong = torch.isin(labels, torch.arange(classes, dtype=labels.dtype), invert=True).nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise DamagedFileError(
+            path, f"gives sample {first} (counted from 0) the label {labels[first]:g}, not one of 0 to {classes - 1}"
+        )
+
+
+def require_torchvision(needed_by: str) -> None:
+    """Import torchvision, or raise the error that names the extra; called just before each import from it."""
+    require("torchvision", needed_by, [SYNTHETIC_REMEDY])
 
 
 def read_or_explain(
@@ -21,12 +88,12 @@ def read_or_explain(
     """``read()``, with any failure of files or network turned into one error that names the remedies.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         read: reads, and downloads if it may.
         data_dir: directory that ``read`` looks at.
         files: what is expected there.
         download: whether ``read`` may download; None if it never does.
-        generate: whether a generator of ours can make the data set anew.
+        generate: whether a generator of this package can make the data set anew.
 
     Raises:
         MisconfigurationException: if the files are missing, damaged, or cannot be downloaded.
@@ -34,15 +101,20 @@ def read_or_explain(
     try:
         return read()
     except (OSError, RuntimeError, EOFError, ValueError, IndexError, AssertionError) as error:
-        tried = "could not be downloaded to" if download else "is not in"
-        remedies = [f"put {files} there, or name the directory that has them (--data.data_dir)"]
-        if download is False:
-            remedies.append("allow the download (--data.download=true)")
+        directory = Path(data_dir).absolute()
+        if isinstance(error, DamagedFileError):
+            problem = f"{name} is damaged: {error}"
+            again = "so that it is downloaded again (--data.download=true), or " if download is not None else "and "
+            remedies = [f"delete {error.path.absolute()}, {again}put a whole copy there"]
+        else:
+            tried = "could not be downloaded to" if download else "is not in"
+            problem = f"{name} {tried} {directory}, or is damaged there ({type(error).__name__}: {error})"
+            remedies = [f"put {files} there, or name the directory that has them (--data.data_dir)"]
+            if download is False:
+                remedies.append("allow the download (--data.download=true)")
         if generate:
             remedies.append("make the data set anew by our own generator (--data.generate=true)")
-        remedies.append("train on procedurally made data of the same shapes (--data.synthetic=true)")
+        remedies.append(SYNTHETIC_REMEDY)
         raise MisconfigurationException(
-            f"{name} {tried} {Path(data_dir).absolute()}, or is damaged there ({type(error).__name__}: {error}).\n"
-            + "Remedies:\n"
-            + "\n".join(f"  - {remedy}" for remedy in remedies)
+            f"{problem}.\nRemedies:\n" + "\n".join(f"  - {remedy}" for remedy in remedies)
         ) from error

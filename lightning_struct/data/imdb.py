@@ -2,10 +2,9 @@
 
 import re
 import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,7 +12,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.files import (
+    SYNTHETIC_REMEDY,
+    DamagedFileError,
+    naming_file,
+    read_or_explain,
+    require_torchvision,
+)
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
@@ -22,6 +27,7 @@ from lightning_struct.data.in_memory import (
     Unpack,
     split_at_random,
 )
+from lightning_struct.utilities.optional import require
 
 DIRECTORY = "aclImdb"
 ARCHIVE = "aclImdb_v1.tar.gz"
@@ -31,6 +37,7 @@ CLASSES = ("neg", "pos")
 SPECIAL_WORDS = ("<pad>", "<unk>")
 PADDING, UNKNOWN = 0, 1
 FEWEST_WORDS = 10
+MOST_BYTES = 1_000_000  # of one review; the longest official one has 14 kB
 OPINIONS = 20  # words of praise in synthetic reviews, and as many of blame
 
 Split = Callable[[str], list[str]]
@@ -155,25 +162,21 @@ class IMDBDataModule(InMemoryDataModule):
 
 
 def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]:
-    """How torchtext splits an English text into words, and numbers at most so many by their frequency.
+    """Import torchtext 0.6: its split of an English text into words, and its numbering of the most frequent words.
 
     Raises:
         MisconfigurationException: if there is no torchtext 0.6.
     """
-    try:
-        import torchtext
-        from torchtext.data import get_tokenizer
-        from torchtext.vocab import Vocab
-    except (ImportError, OSError) as error:  # OSError: later ones have a library for one torch
-        found = f"{type(error).__name__}: {error}"
-    else:
-        found = f"found is {torchtext.__version__}" if not torchtext.__version__.startswith("0.6.") else ""
-    if found:
+    require("torchtext", "IMDB", [SYNTHETIC_REMEDY])
+    import torchtext
+
+    if not torchtext.__version__.startswith("0.6."):
         raise MisconfigurationException(
-            f"IMDB needs torchtext 0.6 for words and their numbers ({found}).\nRemedies:\n"
-            "  - pip install 'lightning-struct[text]'\n"
-            "  - train on procedurally made data of the same shapes (--data.synthetic=true)"
+            f"IMDB needs torchtext 0.6 for words and their numbers (found is {torchtext.__version__}).\nRemedies:\n"
+            f"  - pip install 'lightning-struct[text]'\n  - {SYNTHETIC_REMEDY}"
         )
+    from torchtext.data import get_tokenizer
+    from torchtext.vocab import Vocab
 
     def make_vocabulary(counts: Counter[str], size: int) -> list[str]:
         return Vocab(counts, max_size=size - len(SPECIAL_WORDS), specials=list(SPECIAL_WORDS)).itos
@@ -182,7 +185,7 @@ def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]
 
 
 def encode(texts: Sequence[Sequence[str]], number_of: Mapping[str, int], length: int) -> Tensor:
-    """The last words of each text as numbers, (n, length), int64, filled up with 0 at the end.
+    """Encode the last words of each text as numbers, (n, length), int64, filled up with 0 at the end.
 
     A text without words is one unknown word, so that there is something to read.
     """
@@ -202,8 +205,9 @@ def find_files(data_dir: str) -> Path | None:
 
 
 def download_archive(data_dir: str) -> None:
-    """The official archive, checked; it gets its name when it is complete."""
-    from torchvision.datasets.utils import download_url  # only here, so that the rest runs without torchvision
+    """Download the official archive and check it; it gets its name when it is complete."""
+    require_torchvision("The download of IMDB")
+    from torchvision.datasets.utils import download_url
 
     unfinished = f"{ARCHIVE}.part"
     download_url(URL, data_dir, filename=unfinished, md5=MD5)
@@ -211,11 +215,12 @@ def download_archive(data_dir: str) -> None:
 
 
 def read_reviews(data_dir: str) -> dict[str, Reviews]:
-    """The official sets ``"train"`` and ``"test"``, in the order of classes and names of files.
+    """Read the official sets ``"train"`` and ``"test"``, in the order of classes and names of files.
 
     Raises:
-        OSError: if there are no files, one is damaged, or a class has no reviews.
-        ValueError: if a review is not UTF-8.
+        OSError: if there are no files, or a class has no reviews.
+        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a review is no ordinary file,
+            has more than 1,000,000 bytes, or is not UTF-8.
     """
     path = find_files(data_dir)
     if path is None:
@@ -238,21 +243,44 @@ def _files(directory: Path, kinds: Sequence[tuple[str, str]]) -> Iterator[tuple[
     """Set, class, name and text of each review in a directory."""
     for part, name in kinds:
         for path in (directory / part / name).glob("*.txt"):
-            yield part, name, path.name, path.read_text(encoding="utf-8")
+            if not path.is_file():
+                raise DamagedFileError(path, "is no ordinary file, but a directory or a link to nothing")
+            check_review_size(path, path.stat().st_size)
+            with naming_file(path):
+                text = path.read_text(encoding="utf-8")
+            yield part, name, path.name, text
 
 
 def _members(archive: Path) -> Iterator[tuple[str, str, str, str]]:
-    """The same of those in an archive, which is read once from its beginning to its end."""
+    """Set, class, name and text of each review in an archive, read once from its beginning to its end."""
     review = re.compile(rf"(?:\./)?{DIRECTORY}/(train|test)/({'|'.join(CLASSES)})/([^/]+\.txt)")
+    with naming_file(archive), tarfile.open(archive) as members:
+        for member in members:
+            place = PurePosixPath(member.name)
+            if place.is_absolute() or ".." in place.parts:
+                raise DamagedFileError(archive, f"has the path {member.name}, which leads out of it")
+            match = review.fullmatch(member.name)
+            if not match:
+                continue
+            content = members.extractfile(member) if member.isfile() else None
+            if content is None:
+                raise DamagedFileError(archive, f"has {member.name} as a link or directory, not as an ordinary file")
+            check_review_size(archive, member.size, f" in {member.name}")
+            yield match[1], match[2], match[3], decode(archive, member.name, content.read())
+
+
+def check_review_size(path: Path, size: int, place: str = "") -> None:
+    """Raise ``DamagedFileError`` for a review of more bytes than any has, before they are read into memory."""
+    if size > MOST_BYTES:
+        raise DamagedFileError(path, f"has {size:,} bytes{place}; a review has at most {MOST_BYTES:,}")
+
+
+def decode(archive: Path, name: str, content: bytes) -> str:
+    """Decode a review of an archive from UTF-8, or raise ``DamagedFileError``."""
     try:
-        with tarfile.open(archive) as members:
-            for member in members:
-                match = review.fullmatch(member.name)
-                content = members.extractfile(member) if match else None
-                if match and content:
-                    yield match[1], match[2], match[3], content.read().decode("utf-8")
-    except (tarfile.TarError, zlib.error) as error:
-        raise OSError(f"{archive} is no whole archive: {error}") from error
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(archive, f"has {name}, which is not UTF-8: {error}") from error
 
 
 def synthetic_reviews(count: int, length: int, vocabulary_size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 import gzip
 import math
-import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.files import DamagedFileError, check_labels, naming_file, read_or_explain
 from lightning_struct.data.flat_images import FlatImagesDataModule, FlatImagesOptions
 from lightning_struct.data.in_memory import LabelledImages, Unpack, split_in_order
 from lightning_struct.data.synthetic import synthetic_digits
@@ -39,7 +39,9 @@ STEMS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # the types of the files that NORB consists of; the format has others
 ELEMENT_TYPES: dict[int, np.dtype] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
-BLOCK = 512
+BLOCK = 512  # pairs of images
+MOST_DIMENSIONS = 8
+DEFLATE_RATIO = 1032  # the most bytes that a byte of a .gz file can stand for
 
 
 class NORBDataModule(FlatImagesDataModule):
@@ -109,64 +111,82 @@ class NORBDataModule(FlatImagesDataModule):
         )
 
     def _read(self, stems: tuple[str, ...]) -> LabelledImages:
-        parts = [read_left_images(Path(self.data_dir), stem) for stem in stems]
+        directory = Path(self.data_dir)
+        parts = [read_left_images(directory, stem) for stem in stems]
+        for stem, (_, labels) in zip(stems, parts, strict=True):
+            check_labels(packed_or_not(directory, f"{stem}-cat.mat"), labels, CLASSES[self.edition])
         images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        if labels.min() < 0 or labels.max() >= CLASSES[self.edition]:
-            raise ValueError(
-                f"labels go from {labels.min()} to {labels.max()}, beyond the {CLASSES[self.edition]} classes"
-            )
         return images, labels
 
 
 def read_left_images(directory: Path, stem: str) -> LabelledImages:
-    """One pair of files of NORB.
+    """Read one pair of files of NORB.
 
     Returns:
         Images of the left camera, made smaller, (n, 1024), uint8; labels (n,), int64.
 
     Raises:
-        OSError: if a file is missing, ends early, or is no whole archive.
-        ValueError: if a file is not a binary matrix, or the two do not belong together.
+        OSError: if a file is missing.
+        DamagedFileError: if a file is not a binary matrix, ends early, or is not the labels or the images of its pair.
     """
-    with open_packed_or_not(directory, f"{stem}-cat.mat") as file:
-        shape, dtype = read_header(file)
+    with open_matrix(packed_or_not(directory, f"{stem}-cat.mat")) as (file, shape, dtype):
         labels = torch.from_numpy(read_elements(file, math.prod(shape), dtype).astype(np.int64))
-    with open_packed_or_not(directory, f"{stem}-dat.mat") as file:
-        shape, dtype = read_header(file)
+    path = packed_or_not(directory, f"{stem}-dat.mat")
+    with open_matrix(path) as (file, shape, dtype):
         if len(shape) != 4 or shape[1] != 2 or dtype != np.uint8 or shape[0] != len(labels):
-            raise ValueError(f"{stem}-dat.mat is {dtype} {shape}, not {len(labels)} pairs of images, uint8")
+            raise DamagedFileError(path, f"is {dtype} {shape}, not {len(labels)} pairs of images, uint8")
         images = torch.cat([make_small(pairs[:, 0]) for pairs in read_blocks(file, shape)])
     return images, labels
 
 
-def open_packed_or_not(directory: Path, name: str) -> BinaryIO:
-    """The file of this name, or else its archive with ``.gz`` behind it."""
+def packed_or_not(directory: Path, name: str) -> Path:
+    """Path of the file of this name, or else of its packed form with ``.gz`` behind it."""
     plain = directory / name
-    return plain.open("rb") if plain.exists() else gzip.open(f"{plain}.gz")  # type: ignore[return-value]
+    return plain if plain.exists() else directory / f"{name}.gz"
 
 
-def read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of a binary matrix: its kind, its number of dimensions, and at least three sizes, int32 each."""
-    kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))
-    if kind not in ELEMENT_TYPES or not 1 <= dimensions <= 8:
-        raise ValueError(f"{file.name} begins with {kind:#x} and {dimensions} dimensions: it is no matrix of NORB")
-    sizes = read_elements(file, max(dimensions, 3), np.dtype("<i4"))[:dimensions]  # of fewer, the rest is filled up
-    return tuple(int(size) for size in sizes), ELEMENT_TYPES[kind]
+def open_packed_or_not(path: Path) -> BinaryIO:
+    """Open a file to read its content, unpacked if it ends in ``.gz``."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+@contextmanager
+def open_matrix(path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]:
+    """A binary matrix, opened behind its header, with its shape and type.
+
+    The header has the kind of element, the number of dimensions, and at least three sizes, int32 each.
+
+    Raises:
+        DamagedFileError: if the header is another, or announces more than the file can hold; and for what is raised about
+            the content within the ``with`` block.
+    """
+    with naming_file(path), open_packed_or_not(path) as file:
+        kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))
+        if kind not in ELEMENT_TYPES or not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise DamagedFileError(path, f"begins with {kind:#x} and {dimensions} dimensions: it is no matrix of NORB")
+        # of fewer than three dimensions, the other sizes are filled up
+        shape = tuple(read_elements(file, max(dimensions, 3), np.dtype("<i4"))[:dimensions].tolist())
+        size = path.stat().st_size
+        most = (DEFLATE_RATIO * size if path.suffix == ".gz" else size) - file.tell()
+        if min(shape) < 0 or math.prod(shape) * ELEMENT_TYPES[kind].itemsize > most:
+            raise DamagedFileError(path, f"has {size:,} bytes, which cannot hold the {shape} elements of its header")
+        yield file, shape, ELEMENT_TYPES[kind]
 
 
 def read_elements(file: BinaryIO, count: int, dtype: np.dtype) -> np.ndarray:
-    """The next so many elements."""
-    try:
-        content = file.read(count * dtype.itemsize)
-    except zlib.error as error:
-        raise OSError(f"{file.name} is no whole archive: {error}") from error
+    """Read the next ``count`` elements.
+
+    Raises:
+        EOFError: if there are fewer.
+    """
+    content = file.read(count * dtype.itemsize)
     if len(content) < count * dtype.itemsize:
-        raise EOFError(f"{file.name} ends before its {count} elements")
+        raise EOFError(f"it ends before its {count} elements")
     return np.frombuffer(content, dtype)
 
 
 def read_blocks(file: BinaryIO, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """A uint8 matrix of this shape, a few hundred of its first dimension at a time."""
+    """Read a uint8 matrix of this shape, 512 of its first dimension at a time."""
     for start in range(0, shape[0], BLOCK):
         block = (min(BLOCK, shape[0] - start), *shape[1:])
         yield torch.from_numpy(read_elements(file, math.prod(block), np.dtype("u1")).reshape(block).copy())

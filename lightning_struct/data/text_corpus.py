@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import read_or_explain
+from lightning_struct.data.files import naming_file, read_or_explain
 
 PARTS = ("train", "val", "test")
 LAYOUTS = (
@@ -236,22 +236,22 @@ class TextCorpusDataModule(L.LightningDataModule):
 
 
 def read_words(path: Path) -> list[str]:
-    """Words between spaces, and ``<eos>`` behind each line.
+    """Read the words between spaces, and ``<eos>`` behind each line.
 
     Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not UTF-8.
+        OSError: if the file cannot be opened.
+        DamagedFileError: if it is not UTF-8.
     """
-    with path.open(encoding="utf-8") as lines:
+    with naming_file(path), path.open(encoding="utf-8") as lines:
         return [word for line in lines for word in (*line.split(), END_OF_LINE)]
 
 
 def read_parts(data_dir: Path) -> list[list[str]]:
-    """The words of training, validation and test, in the first of the layouts that is there.
+    """Read the words of training, validation and test, in the first of the layouts that is there.
 
     Raises:
         OSError: if none is.
-        ValueError: if a file is not UTF-8.
+        DamagedFileError: if a file is not UTF-8.
     """
     places = [(directory, layout) for directory in (data_dir, data_dir / DIRECTORY) for layout in LAYOUTS]
     for directory, layout in places:

@@ -1,7 +1,6 @@
 import hashlib
 import pickle
-import urllib.request
-from urllib.error import URLError
+import zlib
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from PIL import Image
 
 from lightning_struct.data import CIFAR10DataModule
 from lightning_struct.data.cifar import CHANNEL_MEAN, CHANNEL_STD, CLASSES, as_grey, synthetic_color_images
+from tests.data.official import prepared
 
 SIZES = {"train_size": 15, "val_size": 10, "test_size": 8}
 
@@ -19,7 +19,7 @@ def color_of(number):
     return (number, 100, 200 - number)
 
 
-def write_official(directory, monkeypatch, train=25, test=8):
+def write_official(directory, monkeypatch, train=25, test=8, label=None):
     """Images whose first pixel has the colour of their number, in the official layout, with checksums to match."""
     from torchvision.datasets import CIFAR10
 
@@ -34,7 +34,10 @@ def write_official(directory, monkeypatch, train=25, test=8):
         data = np.zeros((len(numbers), 3, 32, 32), np.uint8)
         for row, number in enumerate(numbers):
             data[row, :, 0, 0] = color_of(number)
-        return {"data": data.reshape(len(numbers), -1), "labels": [number % 10 for number in numbers]}
+        labels = [number % 10 for number in numbers]
+        if label is not None:
+            labels[-1] = label if numbers[-1] == train - 1 else labels[-1]
+        return {"data": data.reshape(len(numbers), -1), "labels": labels}
 
     parts = np.array_split(np.arange(train), 5)
     files = [write(f"data_batch_{index + 1}", batch(part.tolist())) for index, part in enumerate(parts)]
@@ -58,24 +61,10 @@ def write_directories(directory, train=25, test=8, size=32):
             Image.new("RGB", (size, size)).save(directory / "test" / name / "black.png")
 
 
-def prepared(datamodule):
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    return datamodule
-
-
 def colors(split):
     """Of the first pixel, undone to 0..255: (n, 3)."""
     images = split.tensors[0][:, :, 0, 0]
     return (255 * (images * torch.tensor(CHANNEL_STD) + torch.tensor(CHANNEL_MEAN))).round().int()
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise URLError("no network")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
 
 
 @pytest.fixture(params=["official", "directories"])
@@ -161,6 +150,51 @@ def test_directories_of_other_classes_are_refused(tmp_path):
 def test_images_of_another_size_are_refused(tmp_path):
     write_directories(tmp_path, size=28)
     with pytest.raises(MisconfigurationException, match="is 28 x 28 pixels, not 32 x 32"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
+
+
+def test_images_that_claim_an_enormous_size_are_refused_before_they_are_decoded(tmp_path):
+    write_directories(tmp_path)
+    path = tmp_path / "train" / "bird" / "2.png"
+    content = path.read_bytes()
+    header = b"IHDR" + (60_000).to_bytes(4, "big") * 2 + content[24:29]
+    path.write_bytes(content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:])
+    with pytest.raises(MisconfigurationException, match="2.png is not 32 x 32 pixels"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
+
+
+def test_damaged_image_is_named(tmp_path):
+    write_directories(tmp_path)
+    path = tmp_path / "train" / "bird" / "2.png"
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(MisconfigurationException, match="CIFAR-10 is damaged: .*2.png cannot be read"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
+
+
+def test_damaged_official_file_is_named(tmp_path, monkeypatch):
+    write_official(tmp_path, monkeypatch)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(MisconfigurationException, match="data_batch_3 is not the official file"):
+        prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
+
+
+def test_damaged_official_file_is_downloaded_again(tmp_path, monkeypatch):
+    write_official(tmp_path, monkeypatch)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    content = path.read_bytes()
+    path.write_bytes(content[:100])
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.download", lambda self: path.write_bytes(content))
+    with pytest.warns(UserWarning, match="CIFAR-10 is downloaded again: .*data_batch_3"):
+        splits = prepared(CIFAR10DataModule(str(tmp_path), download=True, **SIZES)).splits
+    assert len(splits.train) == 15
+
+
+def test_labels_out_of_range_are_refused(tmp_path, monkeypatch):
+    write_official(tmp_path, monkeypatch, label=11)
+    with pytest.raises(
+        MisconfigurationException, match="cifar-10-batches-py gives sample 24 .* the label 11, not one of"
+    ):
         prepared(CIFAR10DataModule(str(tmp_path), download=False, **SIZES))
 
 

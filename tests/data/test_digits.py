@@ -1,33 +1,18 @@
 import bz2
-import urllib.request
-from urllib.error import URLError
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import MNISTDataModule, USPSDataModule
+from tests.data.official import prepared, write_mnist
 
 MNIST_SIZES = {"train_size": 20, "val_size": 10, "test_size": 8}
 USPS_SIZES = {"train_size": 20, "val_size": 5, "test_size": 11}
 
 
-def write_mnist(directory, train=30, test=8):
-    """Images whose first pixel is their number, in the official layout."""
-    raw = directory / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count, start in (("train", train, 0), ("t10k", test, train)):
-        images = np.zeros((count, 28, 28), np.uint8)
-        images[:, 0, 0] = np.arange(start, start + count)
-        header = np.array([0x0803, count, 28, 28], ">i4").tobytes()
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        labels = (np.arange(start, start + count) % 10).astype(np.uint8)
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(np.array([0x0801, count], ">i4").tobytes() + labels.tobytes())
-
-
 def write_usps(directory, train=24, test=12):
-    """The same for USPS, whose reader truncates (pixel + 1) / 2 * 255."""
+    """Images whose first pixel is their number, in the layout of USPS, whose reader truncates (pixel + 1) / 2 * 255."""
     for file, count, start in (("usps.bz2", train, 0), ("usps.t.bz2", test, train)):
         lines = []
         for number in range(start, start + count):
@@ -36,22 +21,8 @@ def write_usps(directory, train=24, test=12):
         (directory / file).write_bytes(bz2.compress("\n".join(lines).encode()))
 
 
-def prepared(datamodule):
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    return datamodule
-
-
 def numbers(split):
     return (split.tensors[0][:, 0] * 255).round().int().tolist()
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise URLError("no network")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
 
 
 def test_default_sizes_are_those_of_table_1():
@@ -122,8 +93,88 @@ def test_failing_download_names_the_directory_and_the_remedies(tmp_path, datamod
 def test_damaged_file_is_one_clear_error(tmp_path):
     write_usps(tmp_path)
     (tmp_path / "usps.bz2").write_bytes(b"not bzip2")
-    with pytest.raises(MisconfigurationException, match="is damaged there"):
+    with pytest.raises(MisconfigurationException, match="USPS is damaged: .*usps.bz2 cannot be read"):
         prepared(USPSDataModule(str(tmp_path), download=False, **USPS_SIZES))
+
+
+def cut(path):
+    """Leave half of a file, as an interrupted download does."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("file", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"])
+def test_truncated_mnist_is_downloaded_again(tmp_path, monkeypatch, file):
+    raw = write_mnist(tmp_path)
+    cut(raw / file)
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda self: write_mnist(tmp_path))
+    with pytest.warns(UserWarning, match=f"MNIST is downloaded again: .*{file} has"):
+        splits = prepared(MNISTDataModule(str(tmp_path), download=True, **MNIST_SIZES)).splits
+    assert len(splits.train) == 20 and len(list(raw.iterdir())) == 4  # nothing is left aside
+
+
+def test_truncated_usps_is_downloaded_again(tmp_path, monkeypatch):
+    write_usps(tmp_path)
+    cut(tmp_path / "usps.bz2")
+    monkeypatch.setattr("torchvision.datasets.usps.download_url", lambda *args, **kwargs: write_usps(tmp_path))
+    with pytest.warns(UserWarning, match="USPS is downloaded again: .*usps.bz2 cannot be read"):
+        splits = prepared(USPSDataModule(str(tmp_path), download=True, **USPS_SIZES)).splits
+    assert len(splits.train) == 20 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_damaged_file_is_kept_aside_where_the_download_fails(tmp_path, no_network):
+    raw = write_mnist(tmp_path)
+    cut(raw / "train-images-idx3-ubyte")
+    with pytest.warns(), pytest.raises(MisconfigurationException, match="could not be downloaded"):
+        prepared(MNISTDataModule(str(tmp_path), download=True, **MNIST_SIZES))
+    assert (raw / "train-images-idx3-ubyte.damaged").is_file()
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda content: content[:1000], "has 1,000 bytes, but its header announces 23,536"),
+        (lambda content: content[:10], "has 10 bytes, less than the header"),
+        (lambda content: content[:4] + b"\x7f\xff\xff\xff" + content[8:], "header announces 1,683,627,179,264"),
+        (lambda content: b"<html>" + content, "does not begin as an idx file"),
+    ],
+)
+def test_damaged_mnist_without_download_says_which_file_to_delete(tmp_path, damage, problem):
+    path = write_mnist(tmp_path) / "train-images-idx3-ubyte"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(MisconfigurationException) as error:
+        prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
+    assert problem in str(error.value) and f"delete {path}" in str(error.value)
+
+
+def test_labels_of_mnist_out_of_range_are_refused(tmp_path):
+    write_mnist(tmp_path, label=255)
+    with pytest.raises(
+        MisconfigurationException, match="train-labels-idx1-ubyte gives sample 29 .* the label 255, not one of 0 to 9"
+    ):
+        prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
+
+
+def test_other_count_of_labels_than_of_images_is_refused(tmp_path):
+    raw = write_mnist(tmp_path)
+    (raw / "train-labels-idx1-ubyte").write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes())
+    with pytest.raises(MisconfigurationException, match="train-labels-idx1-ubyte has 8 labels for 30 images"):
+        prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
+
+
+def test_labels_of_usps_out_of_range_are_refused(tmp_path):
+    write_usps(tmp_path)
+    lines = bz2.decompress((tmp_path / "usps.t.bz2").read_bytes()).splitlines()
+    lines[3] = b"12" + lines[3][lines[3].index(b" ") :]
+    (tmp_path / "usps.t.bz2").write_bytes(bz2.compress(b"\n".join(lines)))
+    with pytest.raises(MisconfigurationException, match="usps.t.bz2 gives sample 3 .* the label 11"):
+        prepared(USPSDataModule(str(tmp_path), download=False, **USPS_SIZES))
+
+
+def test_missing_torchvision_names_the_extra(tmp_path, no_torchvision):
+    write_mnist(tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"MNIST needs torchvision(.|\n)*lightning-struct\[recipes\]"):
+        prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
 
 
 def test_more_images_than_there_are_is_refused(tmp_path):

@@ -1,14 +1,16 @@
+import gzip
+import io
 import sys
 import tarfile
-import urllib.request
-from urllib.error import URLError
 
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import IMDBDataModule
+from lightning_struct.data.files import DamagedFileError
 from lightning_struct.data.imdb import encode, read_reviews, synthetic_reviews
+from tests.data.official import prepared
 
 SIZES = {"train_size": 6, "val_size": 4, "test_size": 4}
 
@@ -52,20 +54,6 @@ def torchtext():
 @pytest.fixture
 def no_torchtext(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtext", None)
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise URLError("no network")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-
-
-def prepared(datamodule):
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    return datamodule
 
 
 def numbers(split):
@@ -187,8 +175,68 @@ def test_damaged_archive_is_refused(tmp_path, keep):
     archive = pack(tmp_path)
     content = archive.read_bytes()
     archive.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises((OSError, EOFError)):
+    with pytest.raises(DamagedFileError, match="aclImdb_v1.tar.gz cannot be read"):
         read_reviews(str(tmp_path))
+
+
+def archive_with(directory, name, content=b"", **attributes):
+    """An archive whose first entry is the one that is given."""
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    for attribute, value in attributes.items():
+        setattr(entry, attribute, value)
+    with tarfile.open(directory / "aclImdb_v1.tar.gz", "w:gz") as archive:
+        archive.addfile(entry, io.BytesIO(content))
+    return directory
+
+
+REVIEW = "aclImdb/train/pos/0_7.txt"
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "nowhere.txt"}, f"{REVIEW} as a link or directory"),
+        ({"name": REVIEW, "type": tarfile.SYMTYPE, "linkname": "0_7.txt"}, "as a link"),  # to itself
+        ({"name": REVIEW, "type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}, "as a link"),
+        ({"name": "/" + REVIEW, "content": b"good"}, f"the path /{REVIEW}, which leads out of it"),
+        ({"name": "aclImdb/../../x.txt", "content": b"good"}, "which leads out of it"),
+        ({"name": REVIEW, "content": b"\xff"}, f"{REVIEW}, which is not UTF-8"),
+    ],
+)
+def test_entries_of_an_archive_that_are_no_reviews_are_refused(tmp_path, entry, problem):
+    with pytest.raises(DamagedFileError, match=f"aclImdb_v1.tar.gz has .*{problem}"):
+        read_reviews(str(archive_with(tmp_path, **entry)))
+
+
+def test_an_enormous_review_of_an_archive_is_refused_before_it_is_read(tmp_path):
+    with gzip.open(tmp_path / "aclImdb_v1.tar.gz", "wb") as archive:
+        entry = tarfile.TarInfo(REVIEW)
+        entry.size = 600_000_000
+        archive.write(entry.tobuf())
+        archive.write(b"a" * 10_000)
+    with pytest.raises(DamagedFileError, match=f"has 600,000,000 bytes in {REVIEW}; a review has at most 1,000,000"):
+        read_reviews(str(tmp_path))
+
+
+def test_an_enormous_review_of_a_directory_is_refused_before_it_is_read(tmp_path):
+    write_directory(tmp_path)
+    with (tmp_path / REVIEW).open("wb") as file:
+        file.truncate(600_000_000)  # takes no place on the disk
+    with pytest.raises(DamagedFileError, match="0_7.txt has 600,000,000 bytes; a review has at most 1,000,000"):
+        read_reviews(str(tmp_path))
+
+
+def test_a_link_to_nothing_in_a_directory_is_refused(tmp_path):
+    write_directory(tmp_path)
+    (tmp_path / REVIEW).symlink_to("nowhere")
+    with pytest.raises(DamagedFileError, match="0_7.txt is no ordinary file"):
+        read_reviews(str(tmp_path))
+
+
+def test_missing_torchvision_names_the_extra_where_a_download_needs_it(tmp_path, torchtext, no_torchvision):
+    with pytest.raises(MisconfigurationException, match=r"download of IMDB needs torchvision(.|\n)*\[recipes\]"):
+        IMDBDataModule(str(tmp_path), download=True).prepare_data()
 
 
 def test_class_without_reviews_is_refused(tmp_path):

@@ -1,14 +1,12 @@
 import math
-import urllib.request
-from urllib.error import URLError
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import MNISTVariantDataModule
 from lightning_struct.data.mnist_variants import FILES, picture_patches, rotate, uniform_noise, vary_digits
+from tests.data.official import write_mnist
 
 VARIANTS = list(FILES)
 SIZES = {"train_size": 20, "test_size": 8}
@@ -28,19 +26,6 @@ def prepared(**options):
 def write_amat(path, labels):
     """Images whose first pixel is their number in hundredths."""
     path.write_text("\n".join(f"{number / 100} {'0 ' * 783}{label}" for number, label in enumerate(labels)))
-
-
-def write_mnist(directory, train=30, test=6):
-    """Images that are their number in the middle, in the official layout."""
-    raw = directory / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, count, start in (("train", train, 0), ("t10k", test, train)):
-        images = np.zeros((count, 28, 28), np.uint8)
-        images[:, 8:20, 8:20] = 200 + np.arange(start, start + count)[:, None, None]
-        header = np.array([0x0803, count, 28, 28], ">i4").tobytes()
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        labels = (np.arange(start, start + count) % 10).astype(np.uint8)
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(np.array([0x0801, count], ">i4").tobytes() + labels.tobytes())
 
 
 @pytest.mark.parametrize(("variant", "test_size"), [("background_rotation", 50_000), ("noise", 2_000)])
@@ -67,7 +52,7 @@ def test_file_of_noise_has_training_images_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_made_of_digits_none_of_them_used_twice(tmp_path, variant):
-    write_mnist(tmp_path)
+    write_mnist(tmp_path, test=6)
     splits = prepared(
         variant=variant, generate=True, data_dir=str(tmp_path), download=False, train_size=26, test_size=10
     )
@@ -77,7 +62,7 @@ def test_variants_are_made_of_digits_none_of_them_used_twice(tmp_path, variant):
 
 
 def test_made_images_do_not_depend_on_the_seed(tmp_path):
-    write_mnist(tmp_path)
+    write_mnist(tmp_path, test=6)
     made = [
         prepared(generate=True, data_dir=str(tmp_path), download=False, seed=seed).val.tensors[1] for seed in (1, 2)
     ]
@@ -97,11 +82,7 @@ def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
         assert remedy in str(error.value)
 
 
-def test_generating_without_mnist_names_the_remedies(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise URLError("no network")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+def test_generating_without_mnist_names_the_remedies(tmp_path, no_network):
     with pytest.raises(MisconfigurationException, match="MNIST could not be downloaded"):
         prepared(generate=True, data_dir=str(tmp_path))
 

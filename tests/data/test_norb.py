@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import NORBDataModule
+from lightning_struct.data.files import DamagedFileError
 from lightning_struct.data.norb import STEMS, make_small, read_left_images
 
 BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
@@ -97,6 +98,17 @@ def damaged(directory, damage):
         write_matrix(cat, INTEGERS, np.arange(5, dtype="<i4"))
     elif damage == "no archive":
         dat.rename(directory / "some-dat.mat.gz")
+    elif damage == "short archive":
+        (directory / "some-dat.mat.gz").write_bytes(gzip.compress(dat.read_bytes())[:-20])
+        dat.unlink()
+    elif damage.startswith("enormous"):
+        content = struct.pack("<5i", INTEGERS, 2, 10**6, 10**6, 1) + bytes(16)
+        cat.write_bytes(content)
+        if damage == "enormous archive":
+            (directory / "some-cat.mat.gz").write_bytes(gzip.compress(content))
+            cat.unlink()
+    elif damage == "negative":
+        cat.write_bytes(struct.pack("<5i", INTEGERS, 1, -1, 1, 1))
     else:
         cat.unlink()
 
@@ -104,10 +116,14 @@ def damaged(directory, damage):
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        ("short", EOFError, "ends before"),
-        ("no matrix", ValueError, "no matrix of NORB"),
-        ("other count", ValueError, "not 5 pairs of images"),
-        ("no archive", OSError, "ot a gzipped file"),
+        ("short", DamagedFileError, "some-dat.mat has 8,211 bytes, which cannot hold"),
+        ("short archive", DamagedFileError, "some-dat.mat.gz cannot be read .*ended before"),
+        ("no matrix", DamagedFileError, "some-cat.mat begins with .* no matrix of NORB"),
+        ("other count", DamagedFileError, "some-dat.mat is uint8 .* not 5 pairs of images"),
+        ("no archive", DamagedFileError, "some-dat.mat.gz cannot be read .*ot a gzipped file"),
+        ("enormous", DamagedFileError, r"some-cat.mat has 36 bytes, which cannot hold the \(1000000, 1000000\)"),
+        ("enormous archive", DamagedFileError, "some-cat.mat.gz has .* bytes, which cannot hold"),
+        ("negative", DamagedFileError, "some-cat.mat has .* cannot hold"),
         ("missing", FileNotFoundError, "some-cat.mat.gz"),
     ],
 )
@@ -115,6 +131,15 @@ def test_damaged_files_are_refused(tmp_path, damage, error, message):
     damaged(tmp_path, damage)
     with pytest.raises(error, match=message):
         read_left_images(tmp_path, "some")
+
+
+def test_labels_out_of_range_are_refused(tmp_path):
+    for stem in (*STEMS["small"]["train"], *STEMS["small"]["test"]):
+        write_pair(tmp_path, stem, 0, 6, size=32, classes=6)
+    with pytest.raises(
+        MisconfigurationException, match="training-cat.mat gives sample 5 .* the label 5, not one of 0 to 4"
+    ):
+        prepared(tmp_path, edition="small", train_size=6, test_size=6)
 
 
 def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):

@@ -79,6 +79,10 @@ def generate_curves(count: int, *, seed: int = 0, size: int = IMAGE_SIZE) -> Ten
 
     Raises:
         ValueError: if ``count`` is not positive, or ``size`` leaves no room inside the margin.
+
+    Example:
+        >>> generate_curves(2).shape
+        torch.Size([2, 784])
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, but is {count}")

@@ -151,6 +151,13 @@ class MNISTDataModule(DigitsDataModule):
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
+
+    Example:
+        >>> data = MNISTDataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape, labels.dtype
+        (torch.Size([10, 784]), torch.int64)
     """
 
     title = "MNIST"

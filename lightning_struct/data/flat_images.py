@@ -111,6 +111,9 @@ def as_float(name: str, images: Tensor) -> Tensor:
 
 
 def mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each pixel over the images (n, pixels): two tensors (pixels,); the deviation of a constant pixel is 1."""
+    """Mean and standard deviation of each pixel over the images (n, pixels): two tensors (pixels,).
+
+    The deviation of a constant pixel is given as 1.
+    """
     std = images.std(dim=0, correction=0)
     return images.mean(dim=0), std.masked_fill(std == 0, 1.0)

@@ -57,7 +57,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         train_size: training images, those kept for validation included.
         test_size: test images; None takes those of Table 15: 2,000 for noise, else 50,000.
         noise_file: 1 to 6, which of the six files of noise is read. The paper does not name the one that it has.
-        noise_correlation: of the noise that is made, υ in [0, 1]; see :func:`uniform_noise`. After 12 epochs an
+        noise_correlation: correlation of the noise that is made, υ in [0, 1]; see :func:`uniform_noise`. After 12 epochs an
             unstructured layer has 82 % with 0 and 73 % with 1 (one run each); the paper's 65 % are nearer to 1.
         download: whether missing files of MNIST may be downloaded for ``generate``; the official ones cannot.
         generate: make the images from MNIST instead of reading the official files.
@@ -148,7 +148,7 @@ def vary_digits(images: Tensor, variant: Variant, *, noise_correlation: float = 
     Args:
         images: bright digits on black, (n, 784), floating dtype, values in [0, 1].
         variant: ``"rotation"``, ``"background"``, ``"background_rotation"`` or ``"noise"``.
-        noise_correlation: of the noise, υ in [0, 1].
+        noise_correlation: correlation of the noise, υ in [0, 1].
         seed: the same seed gives the same images.
 
     Returns:
@@ -187,7 +187,7 @@ def uniform_noise(count: int, correlation: float, *, generator: Generator) -> Te
     Args:
         count: number of grounds.
         correlation: υ in [0, 1]; 0 is noise without any.
-        generator: of the random numbers.
+        generator: source of the random numbers.
 
     Returns:
         (count, 784), float32.
@@ -206,7 +206,7 @@ def uniform_noise(count: int, correlation: float, *, generator: Generator) -> Te
 
 
 def check_correlation(correlation: float) -> None:
-    """Raise unless υ is in [0, 1]."""
+    """Raise ``MisconfigurationException`` unless υ is in [0, 1]."""
     if not 0 <= correlation <= 1:
         raise MisconfigurationException(f"noise_correlation must be in [0, 1], but is {correlation}")
 
@@ -220,7 +220,7 @@ def picture_patches(count: int, *, generator: Generator) -> Tensor:
 
     Args:
         count: number of grounds.
-        generator: of the random numbers.
+        generator: source of the random numbers.
 
     Returns:
         (count, 784), float32, values in [0, 1].

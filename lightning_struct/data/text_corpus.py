@@ -52,8 +52,8 @@ class ColumnLoader:
         words: the text, (words,), int64.
         columns: over all processes together.
         steps: words of a column in a batch, the last batch excepted.
-        processes: that share the columns.
-        rank: of this process.
+        processes: number of processes that share the columns.
+        rank: rank of this process.
 
     Raises:
         MisconfigurationException: if the columns cannot be shared, or have less than two words.
@@ -122,7 +122,7 @@ class TextCorpusDataModule(L.LightningDataModule):
         synthetic: a random text of as many words instead of the files; nothing is read. After each word there are eight
             that may follow it.
         synthetic_vocabulary: words of that text.
-        seed: of synthetic texts.
+        seed: seed of synthetic texts.
 
     Raises:
         MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text; for a
@@ -290,7 +290,7 @@ def synthetic_text(count: int, vocabulary_size: int, *, seed: int = 0) -> Tensor
 
     Args:
         count: number of words.
-        vocabulary_size: of words that there are, above eight.
+        vocabulary_size: number of words that there are, above eight.
         seed: the same seed gives the same text; which words follow which does not depend on it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The displacement operators of structured matrices: n x n matrices that are multiplied without being formed.
+"""Displacement operators of structured matrices: n x n matrices that are multiplied without being formed.
 
 The learned operators of Thomas et al. (section 3, Figure 2) are subdiagonal or tridiagonal, with corners; those of the
 classical structures are shifts and diagonal matrices (Table 5). All of them multiply (..., n), a batch of vectors in the
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class DisplacementOperator(ABC):
-    """An n x n matrix A."""
+    """An n x n matrix A: an operator A or B of equation (1) of Thomas et al."""
 
     @property
     @abstractmethod
@@ -37,11 +37,11 @@ class DisplacementOperator(ABC):
 
     @abstractmethod
     def matvec(self, v: Tensor) -> Tensor:
-        """A v of each vector v: (..., n) of (..., n)."""
+        """A v for each vector v: (..., n) for (..., n)."""
 
     @abstractmethod
     def rmatvec(self, v: Tensor) -> Tensor:
-        """Aᵀ v of each vector v: (..., n) of (..., n)."""
+        """Aᵀ v for each vector v: (..., n) for (..., n)."""
 
     def to_dense(self) -> Tensor:
         """A, (n, n)."""
@@ -55,9 +55,9 @@ class DisplacementOperator(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SubdiagonalOperator(DisplacementOperator):
-    """A[i + 1, i] = ``subdiagonal[i]`` and A[0, n - 1] = ``corner``; all else is zero.
+    """The subdiagonal operator of LDR-SD: A[i + 1, i] = ``subdiagonal[i]``, A[0, n - 1] = ``corner``, all else is zero.
 
-    A of size 1 is the matrix [corner].
+    A of size 1 is the matrix [corner]. Thomas et al., section 3 and Figure 2 (center).
 
     Args:
         subdiagonal: (n - 1,).
@@ -66,6 +66,12 @@ class SubdiagonalOperator(DisplacementOperator):
     Raises:
         TypeError: an argument is no floating-point tensor.
         ValueError: an argument has another shape.
+
+    Example:
+        >>> SubdiagonalOperator(torch.tensor([2.0, 3.0]), torch.tensor(4.0)).to_dense()
+        tensor([[0., 0., 4.],
+                [2., 0., 0.],
+                [0., 3., 0.]])
     """
 
     subdiagonal: Tensor
@@ -98,7 +104,9 @@ class SubdiagonalOperator(DisplacementOperator):
 
 @dataclass(frozen=True, eq=False)
 class TridiagonalOperator(DisplacementOperator):
-    """Three diagonals and two corners; entries that fall on the same place, where n is 1 or 2, add up.
+    """The tridiagonal operator of LDR-TD: three diagonals and two corners.
+
+    Entries that fall on the same place, where n is 1 or 2, add up. Thomas et al., section 3 and Figure 2 (right).
 
     Args:
         subdiagonal: (n - 1,), A[i + 1, i].
@@ -109,6 +117,13 @@ class TridiagonalOperator(DisplacementOperator):
     Raises:
         TypeError: an argument is no floating-point tensor.
         ValueError: an argument has another shape.
+
+    Example:
+        >>> below, middle, above = torch.full((2,), 1.0), torch.full((3,), 2.0), torch.full((2,), 3.0)
+        >>> TridiagonalOperator(below, middle, above, torch.tensor([4.0, 5.0])).to_dense()
+        tensor([[2., 3., 4.],
+                [1., 2., 3.],
+                [5., 1., 2.]])
     """
 
     subdiagonal: Tensor
@@ -154,7 +169,9 @@ class TridiagonalOperator(DisplacementOperator):
 
 @dataclass(frozen=True, eq=False)
 class ShiftOperator(DisplacementOperator):
-    """Z_f: the subdiagonal operator of ones with f in the corner, so that Z_1 rotates a vector downwards.
+    """The shift Z_f: ones below the diagonal and f in the corner, so that Z_1 rotates a vector downwards.
+
+    Thomas et al., section 2 and Figure 2 (left).
 
     Args:
         n: at least 1.
@@ -163,6 +180,10 @@ class ShiftOperator(DisplacementOperator):
     Raises:
         TypeError: f is a tensor of integers.
         ValueError: n < 1, or f is a tensor of another shape.
+
+    Example:
+        >>> ShiftOperator(3, -1.0).matvec(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([-3.,  1.,  2.])
     """
 
     n: int
@@ -197,7 +218,7 @@ class ShiftOperator(DisplacementOperator):
 
 @dataclass(frozen=True, eq=False)
 class DiagonalOperator(DisplacementOperator):
-    """diag(d).
+    """The diagonal matrix diag(d), an operator of the Vandermonde- and Cauchy-like classes (Thomas et al., Table 5).
 
     Args:
         d: (n,).
@@ -205,6 +226,10 @@ class DiagonalOperator(DisplacementOperator):
     Raises:
         TypeError: d is no floating-point tensor.
         ValueError: d has another shape, or is empty.
+
+    Example:
+        >>> DiagonalOperator(torch.tensor([1.0, 2.0])).matvec(torch.tensor([3.0, 3.0]))
+        tensor([3., 6.])
     """
 
     d: Tensor
@@ -244,6 +269,10 @@ class DenseOperator(DisplacementOperator):
     Raises:
         TypeError: the matrix is no floating-point tensor.
         ValueError: it is not square, or empty.
+
+    Example:
+        >>> DenseOperator(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).rmatvec(torch.tensor([1.0, 0.0]))
+        tensor([1., 2.])
     """
 
     matrix: Tensor
@@ -279,7 +308,11 @@ class TransposedOperator(DisplacementOperator):
     """The transpose of another operator.
 
     Args:
-        operator: A of Aᵀ.
+        operator: A, whose transpose Aᵀ this is.
+
+    Example:
+        >>> TransposedOperator(ShiftOperator(3, 0.0)).matvec(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([2., 3., 0.])
     """
 
     operator: DisplacementOperator
@@ -314,7 +347,7 @@ def as_operator(operator: DisplacementOperator | Tensor) -> DisplacementOperator
 
 
 def _product(v: Tensor, matrix: Tensor) -> Tensor:
-    """In the dtype to which both promote, as elementwise products are."""
+    """The product, in the dtype to which both promote, as elementwise products are."""
     dtype = torch.promote_types(v.dtype, matrix.dtype)
     return v.to(dtype) @ matrix.to(dtype)
 

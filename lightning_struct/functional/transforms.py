@@ -11,8 +11,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.structured.krylov import require_generators, require_vectors
-from lightning_struct.functional.structured.scaled_toeplitz import transform_length
+from lightning_struct.functional.structured.arguments import require_generators, require_vectors
+from lightning_struct.functional.structured.cost_model import transform_length
 from lightning_struct.functional.structured.toeplitz import toeplitz_like_matmul
 
 __all__ = [
@@ -33,15 +33,22 @@ _CAUCHY_ENTRIES = 2**22
 
 
 def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
-    """H_n x, H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]]: the Walsh-Hadamard transform in Hadamard's order, O(n log n).
+    """The Walsh-Hadamard transform H_n x in Hadamard's order, O(n log n): H_1 = [1], H_2n = [[H_n, H_n], [H_n, -H_n]].
 
     Args:
         x: (..., n), n a power of two.
         normalize: divide by √n, so that the transform is its own inverse.
 
+    Returns:
+        (..., n), in the dtype of x. Half precision is computed in float32.
+
     Raises:
         TypeError: x is no floating-point tensor.
         ValueError: n is no power of two.
+
+    Example:
+        >>> hadamard_transform(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([10., -2., -4.,  0.])
     """
     n = x.shape[-1] if x.ndim else 0
     if n < 1 or n & (n - 1):
@@ -60,7 +67,7 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
 
 
 def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None) -> Tensor:
-    """x Mᵀ, M the first m rows and n columns of the circulant matrix C_ij = column[(i - j) mod k]; O(k log k).
+    """x Mᵀ for the first m rows and n columns M of the circulant matrix C_ij = column[(i - j) mod k]; O(k log k).
 
     Args:
         column: (k,), the first column of C.
@@ -73,6 +80,10 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
     Raises:
         TypeError: an argument is complex, or holds integers.
         ValueError: m or n does not fit.
+
+    Example:
+        >>> circulant_matmul(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 0.0]), out_features=3).round()
+        tensor([1., 2., 3.])
     """
     if column.ndim != 1 or column.shape[0] == 0:
         raise ValueError(f"column must be (k,) with k at least 1, got {tuple(column.shape)}")
@@ -91,9 +102,9 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
 
 
 def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = 0.0) -> Tensor:
-    """x Mᵀ with M = Σ_i K(Z_f, g_i) K(Z_gᵀ, h_i)ᵀ: a Toeplitz-like product with x and H reversed, O(r n log n).
+    """x Mᵀ for M = Σ_i K(Z_f, g_i) K(Z_gᵀ, h_i)ᵀ: a Toeplitz-like product with x and H reversed, O(r n log n).
 
-    Formula (2) of Thomas et al. with A = Z_f and B = Z_g. A square Hankel matrix is such an M, of r = 2 with g = 0.
+    Equation (2) of Thomas et al. with A = Z_f and B = Z_g (Table 5). A square Hankel matrix is such an M, of r = 2 with g = 0.
 
     Args:
         G: (m, r).
@@ -107,14 +118,20 @@ def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0,
 
     Raises:
         ValueError, TypeError: the shapes or dtypes do not fit.
+
+    Example:
+        >>> G, H = torch.tensor([[1.0], [0.0], [0.0]]), torch.tensor([[0.0], [0.0], [1.0]])
+        >>> hankel_like_matmul(G, H, torch.tensor([1.0, 2.0, 3.0])).round(decimals=4)    # M reverses the order
+        tensor([3., 2., 1.])
     """
+    # M J = Σ_i K(Z_f, g_i) K(Z_g, J h_i)ᵀ, J being the reversal of the order, since J Z_gᵀ J = Z_g.
     return toeplitz_like_matmul(G, H.flip(0), x.flip(-1), f, g)
 
 
 def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> Tensor:
-    """x Mᵀ with M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, v the nodes; O(m n r), besides Fourier transforms, for each row of x.
+    """x Mᵀ for M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, v the nodes; O(m n r), besides Fourier transforms, for each row of x.
 
-    The Krylov matrices have n columns, as Z_0ⁿ = 0; formula (2) of Thomas et al. with A = diag(v), B = Z_0ᵀ has no more than
+    The Krylov matrices have n columns, as Z_0ⁿ = 0; equation (2) of Thomas et al. with A = diag(v), B = Z_0ᵀ has no more than
     m of them, so it is the same where m >= n. Here the Vandermonde matrix v_iʲ of any m and n is M, of r = 1, with
     g = (1, ..., 1) and h = (1, 0, ..., 0). Its powers are formed: nodes above 1 may overflow.
 
@@ -130,6 +147,11 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
     Raises:
         TypeError: an argument is complex, or holds integers.
         ValueError: an argument has another shape.
+
+    Example:
+        >>> nodes, G, H = torch.tensor([1.0, 2.0]), torch.ones(2, 1), torch.tensor([[1.0], [0.0], [0.0]])
+        >>> vandermonde_like_matmul(nodes, G, H, torch.tensor([0.0, 0.0, 1.0])).round(decimals=4)    # the squares
+        tensor([1., 4.])
     """
     m, n = _sizes(G, H, x)
     _require_nodes("nodes", nodes, m)
@@ -144,7 +166,9 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
 
 
 def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *, check_nodes: bool = True) -> Tensor:
-    """x Mᵀ with diag(s) M - M diag(t) = G Hᵀ, M_ij = (G Hᵀ)_ij / (s_i - t_j); O(mnr), some rows of M at a time.
+    """x Mᵀ for the M with diag(s) M - M diag(t) = G Hᵀ, M_ij = (G Hᵀ)_ij / (s_i - t_j); O(mnr), some rows of M at a time.
+
+    The Cauchy-like matrices of Thomas et al., Table 5, with the displacement of equation (1).
 
     Args:
         s: (m,).
@@ -160,6 +184,11 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
     Raises:
         TypeError: an argument is complex, or holds integers.
         ValueError: s and t have a number in common, or an argument has another shape.
+
+    Example:
+        >>> s, t, G, H = torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]), torch.ones(2, 1), torch.ones(2, 1)
+        >>> cauchy_like_matmul(s, t, G, H, torch.tensor([1.0, 0.0]))
+        tensor([0.5000, 0.3333])
     """
     m, n = _sizes(G, H, x)
     _require_nodes("s", s, m)
@@ -172,7 +201,7 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
     height = max(1, _CAUCHY_ENTRIES // n)
     return torch.cat(
         [
-            x @ (some_G @ H.mT / (some_s[:, None] - t)).mT
+            x @ (some_G @ H.mT / (some_s[:, None] - t)).mT  # equation (1): (s_i - t_j) M_ij = (G Hᵀ)_ij
             for some_s, some_G in zip(s.split(height), G.split(height), strict=True)
         ],
         -1,
@@ -187,12 +216,12 @@ def _hadamard(n: int, like: Tensor) -> Tensor:
 
 
 def _no_rows(x: Tensor, m: int) -> Tensor:
-    """(..., m) of x (..., n) without any row, of which Fourier transforms fail on the oldest torch."""
+    """(..., m) for x (..., n) without any row, for which Fourier transforms fail on the oldest torch."""
     return x[..., :1].expand(*x.shape[:-1], m)
 
 
 def _powers(nodes: Tensor, count: int) -> Tensor:
-    """1, v, v², ..., v^(count - 1) of each node: (m, count), by doubling."""
+    """1, v, v², ..., v^(count - 1) for each node: (m, count), by doubling."""
     powers, next_power = torch.ones_like(nodes)[:, None], nodes[:, None]
     while (known := powers.shape[1]) < count:
         powers = torch.cat([powers, powers[:, : count - known] * next_power], 1)
@@ -201,7 +230,7 @@ def _powers(nodes: Tensor, count: int) -> Tensor:
 
 
 def _sizes(G: Tensor, H: Tensor, x: Tensor) -> tuple[int, int]:
-    """m and n of G (m, r), H (n, r) and x (..., n), refusing other shapes."""
+    """m and n for G (m, r), H (n, r) and x (..., n). Other shapes are refused."""
     m, n = (generator.shape[0] if generator.ndim else 0 for generator in (G, H))
     require_generators(G, H, m, n)
     require_vectors(x, n)

@@ -1,23 +1,15 @@
-"""Layers and their initialisation, on torch alone."""
+"""Structured layers, what puts them into models, and initial values: on torch alone."""
 
+from lightning_struct.nn.baselines import Circulant, Fastfood, PrunedLinear, reduced_hidden_units
 from lightning_struct.nn.blocks import BlockStructured
-from lightning_struct.nn.classic import (
-    CauchyLike,
-    Circulant,
-    Fastfood,
-    HankelLike,
-    LowRank,
-    PrunedLinear,
-    ToeplitzLike,
-    VandermondeLike,
-    reduced_hidden_units,
-)
+from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
+from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.jacobian import jacobian_norms
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.replace import replace_linear, replacement_report
-from lightning_struct.nn.structured import FrozenLinear, StructuredLinear
+from lightning_struct.nn.structured import StructuredLinear
 
 __all__ = [
     "BlockStructured",

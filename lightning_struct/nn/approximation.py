@@ -1,16 +1,13 @@
-"""Finding the member of a class of structured matrices that is nearest to a given matrix."""
+"""The search for the member of a class of structured matrices that is nearest to a given matrix."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_struct.functional.operators import SubdiagonalOperator
-
-if TYPE_CHECKING:
-    from lightning_struct.nn.structured import StructuredLinear
 
 
 def relative_error(matrix: Tensor, target: Tensor) -> float:
@@ -28,7 +25,7 @@ def truncated_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def stein_residual(M: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> Tensor:
-    """R (m, n) with M = Σ_{j<p} Aʲ R (Bᵀ)ʲ, p = min(m, n): the G Hᵀ of which M is made.
+    """R (m, n) with M = Σ_{j<p} Aʲ R (Bᵀ)ʲ, p = min(m, n): the G Hᵀ from which equation (2), with Bᵀ for B, makes M.
 
     M - A M Bᵀ = R - Aᵖ R (Bᵀ)ᵖ. On the smaller side the power is wI, w the product of all entries with the corner; for the
     other side, if that is larger and w is not 0, a linear system is solved (in the sense of least squares: for some sizes
@@ -52,21 +49,21 @@ def stein_residual(M: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) ->
     return displacement @ torch.linalg.pinv(identity - w * power)
 
 
-def refine_(layer: StructuredLinear, target: Tensor, iterations: int) -> None:
-    """Lower ‖M - target‖ over the parameters of M by L-BFGS, in place; never ends higher than it started.
+def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: Tensor, iterations: int) -> None:
+    """Lower ‖M - target‖ over the weights of M by L-BFGS, in place; never ends higher than it started.
 
     Args:
-        layer: in float64.
-        target: (out_features, in_features), float64.
+        weights: leaf tensors in float64, of which M is made.
+        to_dense: makes M, (m, n), with gradients to the weights.
+        target: (m, n), float64.
         iterations: at most.
     """
-    weights = [weight for weight in layer._weights().values() if weight.requires_grad]
     scale = target.square().sum().clamp(min=torch.finfo(target.dtype).tiny)
     best = float("inf")
     kept = [weight.detach().clone() for weight in weights]
 
     def loss() -> Tensor:
-        return (layer.to_dense() - target).square().sum() / scale
+        return (to_dense() - target).square().sum() / scale
 
     def closure() -> Tensor:
         nonlocal best

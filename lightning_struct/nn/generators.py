@@ -1,4 +1,4 @@
-"""What the classes have in common whose parameters include a matrix G Hᵀ of low rank."""
+"""GeneratorLinear: what the classes have in common whose parameters include a matrix G Hᵀ of low rank."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.nn.approximation import truncated_factors
-from lightning_struct.nn.structured import Form, PartForm, StructuredLinear, positive_size
+from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 Init = Literal["variance", "reference"]
 Pad = Literal["square"]
 
 
 class GeneratorLinear(StructuredLinear):
-    """A matrix made of generators G (m, r) and H (n, r), and of operators that a derived class adds.
+    """A layer whose matrix is made of generators G (m, r) and H (n, r), and of operators that a derived class adds.
+
+    The parameters G and H are those of Thomas et al., section 3; the operators A and B are fixed or learned.
 
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
@@ -95,7 +98,7 @@ class GeneratorLinear(StructuredLinear):
         return self._square_multiply(identity).T
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        """(..., rows) for x (..., columns)."""
+        """The product with the matrix before it is cut: (..., rows) for x (..., columns)."""
         raise NotImplementedError
 
     def _squared(self, weight: Tensor) -> Tensor:
@@ -112,9 +115,11 @@ class GeneratorLinear(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._cut(self._square_multiply(self._filled_up(x)))
 
-    def _part(self, form: Form) -> Form:
-        """The form of the matrix (out_features, in_features) of that of the matrix (rows, columns)."""
-        return form if self.pad is None else PartForm(form, self.columns - self.in_features, self.out_features)
+    def _part(self, matrix: PreparedMatrix) -> PreparedMatrix:
+        """The matrix (out_features, in_features) as a part of the matrix (rows, columns)."""
+        if self.pad is None:
+            return matrix
+        return LeadingSubmatrix(matrix, self.columns - self.in_features, self.out_features)
 
     def _filled_up(self, x: Tensor) -> Tensor:
         return x if self.columns == self.in_features else F.pad(x, (0, self.columns - self.in_features))
@@ -124,7 +129,7 @@ class GeneratorLinear(StructuredLinear):
 
 
 def checked_init(init: Init) -> Init:
-    """``init``.
+    """``init`` itself, if it is known.
 
     Raises:
         ValueError: it is unknown.
@@ -145,5 +150,5 @@ def _checked_rank(rank: int, in_features: int, out_features: int) -> int:
 
 
 def sum_of_overlaps(m: int, n: int) -> int:
-    """Σ over a < m and b < n of min(a, b) + 1: the sum of squares of a Toeplitz-like matrix without corners."""
+    """The sum of squares of a Toeplitz-like matrix without corners: Σ of min(a, b) + 1 over a < m and b < n."""
     return sum(min(a, n) * (min(a, n) + 1) // 2 + max(n - a, 0) * a for a in range(1, m + 1))

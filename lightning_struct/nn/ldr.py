@@ -11,26 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
-from lightning_struct.functional.structured.cost_model import LARGEST_MATRIX
-from lightning_struct.functional.structured.scaled_toeplitz import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method, method_for_any_operators
+from lightning_struct.functional.structured.prepared import DenseMatrix, LeadingSubmatrix, PreparedMatrix
+from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
-    DenseMatrix,
-    TreePair,
+    KrylovTrees,
     choose_subdiagonal_method,
     prepare_subdiagonal,
     subdiagonal_matmul,
     subdiagonal_to_dense,
 )
 from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
-from lightning_struct.functional.structured.tridiagonal import (
-    choose_tridiagonal_method,
-    tridiagonal_matmul,
-    tridiagonal_to_dense,
-)
+from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 from lightning_struct.nn.approximation import relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
-from lightning_struct.nn.structured import Form, PartForm
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,10 +35,10 @@ Corner = Literal["learned", "zero"]
 
 
 class LearnedOperatorLinear(GeneratorLinear):
-    """M = Σ_i K(A, g_i) K(B, h_i)ᵀ, with p = min(m, n) columns in the Krylov matrices K(A, v) = [v, Av, A²v, ...].
+    """A layer with M = Σ_i K(A, g_i) K(B, h_i)ᵀ and learned operators A and B: Thomas et al., section 3, equation (2).
 
-    Formula (2) of the paper has Bᵀ where B is here. With B subdiagonal formula (2) spans the Hankel-like matrices; with Bᵀ
-    subdiagonal, as here and in the authors' code, it contains the Toeplitz-like ones. They differ by the order of the
+    The Krylov matrices K(A, v) = [v, Av, A²v, ...] have p = min(m, n) columns. Equation (2) has Bᵀ where B is here. With B
+    subdiagonal, equation (2) spans the Hankel-like matrices; with Bᵀ subdiagonal, as here and in the authors' code, it contains the Toeplitz-like ones. They differ by the order of the
     outputs.
 
     Args:
@@ -57,7 +52,7 @@ class LearnedOperatorLinear(GeneratorLinear):
     """
 
     methods: ClassVar[tuple[str, ...]]
-    """What ``method`` may be besides ``"auto"``."""
+    """The values of ``method`` besides ``"auto"``."""
 
     subdiagonal_a: nn.Parameter
     subdiagonal_b: nn.Parameter
@@ -89,10 +84,10 @@ class LearnedOperatorLinear(GeneratorLinear):
     @property
     @abstractmethod
     def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]:
-        """A (m x m) and B (n x n), as functions of the parameters."""
+        """The operators A (m x m) and B (n x n), as functions of the parameters."""
 
     def operator_entries(self) -> tuple[Tensor, Tensor]:
-        """All that A learns, and all that B learns, flat."""
+        """The learned entries of A, and those of B, flat."""
         entries = {name: weight.flatten() for name, weight in self._weights().items() if name not in ("G", "H")}
         a, b = (torch.cat([weight for name, weight in entries.items() if name.endswith(end)]) for end in ("_a", "_b"))
         return a, b
@@ -133,7 +128,9 @@ class LearnedOperatorLinear(GeneratorLinear):
 
 
 class LDRSubdiagonal(LearnedOperatorLinear):
-    """LDR-SD: A and B are subdiagonal with a corner. (m + n)(r + 1) parameters: 2n(r + 1) if square.
+    """The LDR-SD layer: A and B are subdiagonal with a corner. (m + n)(r + 1) parameters: 2n(r + 1) if square.
+
+    Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (center), and Bᵀ for B.
 
     With ``method="auto"`` the fastest method is taken that is exact enough for the values of the operators: see
     :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it is
@@ -146,6 +143,11 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     Raises:
         ValueError: as there.
+
+    Example:
+        >>> layer = LDRSubdiagonal(784, 784, rank=1, bias=False)
+        >>> layer(torch.randn(8, 784)).shape, layer.weight_parameters, layer.method_in_use
+        (torch.Size([8, 784]), 3136, 'scaled')
     """
 
     methods = SUBDIAGONAL_METHODS
@@ -154,13 +156,13 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     corner_a: nn.Parameter | None
     corner_b: nn.Parameter | None
 
-    _choice: _Choice | None = None
+    _choice: _MethodChoice | None = None
 
     @property
     def method_in_use(self) -> str:
         """The method of the last product; before the first one, that of a product with one vector."""
-        if self._kept is not None:
-            return _method_of(self._kept.form, self.G.dtype)
+        if self._cached is not None:
+            return _method_of(self._cached.matrix, self.G.dtype)
         if self.method != "auto":
             return self.method
         return self._choose(1) if self._choice is None else self._choice.method
@@ -171,7 +173,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return SubdiagonalOperator(self.subdiagonal_a, corner_a), SubdiagonalOperator(self.subdiagonal_b, corner_b)
 
     def log_ranges(self) -> tuple[Tensor, Tensor]:
-        """For A and for B, () each: max - min of log|P| less its trend, P the cumulative products of the subdiagonal.
+        """The detrended log-ranges of A and B, () each: max - min of log|P| less its trend, P the cumulative products of the
+        subdiagonal.
 
         By e to its power the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
         """
@@ -220,7 +223,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         method = self._chosen(x.shape[:-1].numel()) if self.method == "auto" else self.method
         return subdiagonal_matmul(*self._all_weights(), x, method)
 
-    def _prepare(self, batch: int) -> Form:
+    def _prepare(self, batch: int) -> PreparedMatrix:
         return self._part(prepare_subdiagonal(*self._all_weights(), method=self.method, batch=batch))
 
     def _chosen(self, batch: int) -> str:
@@ -228,13 +231,13 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             # No values can be read under torch.func and compilers: without an earlier choice one that is right for any.
             if self._choice is not None:
                 return self._choice.method
-            return "dense" if self.rows * self.columns <= LARGEST_MATRIX else "tree"
+            return method_for_any_operators(self.rows, self.columns)
         if self._choice is None or not self._choice.is_for(batch) or self._has_new_zeros(self._choice):
-            self._choice = _Choice(self._choose(batch), batch.bit_length())
+            self._choice = _MethodChoice(self._choose(batch), batch.bit_length())
         self._choice.products += 1
         return self._choice.method
 
-    def _has_new_zeros(self, choice: _Choice) -> bool:
+    def _has_new_zeros(self, choice: _MethodChoice) -> bool:
         """Whether the chosen method would divide by a zero. Elsewhere than on a CPU, that is not looked at each time."""
         looks = choice.method.startswith("scaled") and self.G.device.type == "cpu"
         return looks and not bool(self.subdiagonal_a.all() and self.subdiagonal_b.all())
@@ -248,20 +251,24 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.method == "auto":
             # What is chosen in eval mode is dropped with it. The magnitude -1 says that there is no choice.
-            choice = self._choice if self.training and self._choice is not None else _Choice(SUBDIAGONAL_METHODS[0], -1)
+            choice = (
+                self._choice
+                if self.training and self._choice is not None
+                else _MethodChoice(SUBDIAGONAL_METHODS[0], -1)
+            )
             destination[prefix + "choice"] = choice.to_tensor()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         choice = state_dict.pop(prefix + "choice", None)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._choice = None if choice is None else _Choice.from_tensor(choice)
+        self._choice = None if choice is None else _MethodChoice.from_tensor(choice)
 
 
 class LDRTridiagonal(LearnedOperatorLinear):
-    """LDR-TD: A and B are tridiagonal with two corners. (m + n)(r + 3) parameters: 2n(r + 3) if square.
+    """The LDR-TD layer: A and B are tridiagonal with two corners. (m + n)(r + 3) parameters: 2n(r + 3) if square.
 
-    It contains all other classes of low displacement rank (Proposition 2). Powers of an operator whose norm is above 1
-    grow: at large sizes and learning rates they overflow, as in the paper's own form.
+    Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (right), and Bᵀ for B. The class contains all other classes of low displacement rank (Proposition 2). Powers of an operator whose norm is above 1
+    grow: at large sizes and learning rates they overflow, as they do by the paper's equation.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
@@ -270,6 +277,11 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     Raises:
         ValueError: as there.
+
+    Example:
+        >>> layer = LDRTridiagonal(32, 16, rank=2)
+        >>> layer(torch.randn(8, 32)).shape, layer.weight_parameters, layer.method_in_use
+        (torch.Size([8, 16]), 240, 'recurrence')
     """
 
     methods = TRIDIAGONAL_METHODS
@@ -330,7 +342,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
 
 @dataclass
-class _Choice:
+class _MethodChoice:
     """A method, the order of magnitude of the batch that it was chosen for, and how often it was used."""
 
     method: str
@@ -344,33 +356,36 @@ class _Choice:
         return torch.tensor([SUBDIAGONAL_METHODS.index(self.method), self.magnitude, self.products])
 
     @staticmethod
-    def from_tensor(tensor: Tensor) -> _Choice | None:
+    def from_tensor(tensor: Tensor) -> _MethodChoice | None:
         method, magnitude, products = tensor.tolist()
-        return None if magnitude < 0 else _Choice(SUBDIAGONAL_METHODS[method], magnitude, products)
+        return None if magnitude < 0 else _MethodChoice(SUBDIAGONAL_METHODS[method], magnitude, products)
 
 
 def _has_values(tensor: Tensor) -> bool:
+    """Whether numbers can be read: not under compilers and the transforms of torch.func."""
     if torch.compiler.is_compiling():
         return False
     try:
         tensor.data_ptr()
-    except RuntimeError:  # of the tensors that torch.func wraps
+    except RuntimeError:  # raised by the tensors that torch.func wraps
         return False
     return True
 
 
-def _method_of(form: Form, dtype: torch.dtype) -> str:
-    if isinstance(form, PartForm):
-        form = form.form
-    if isinstance(form, DenseMatrix):
+def _method_of(matrix: PreparedMatrix, dtype: torch.dtype) -> str:
+    """The method by which a matrix of LDR-SD with parameters of that dtype was prepared."""
+    if isinstance(matrix, LeadingSubmatrix):
+        matrix = matrix.matrix
+    if isinstance(matrix, DenseMatrix):
         return "dense"
-    if isinstance(form, TreePair):
+    if isinstance(matrix, KrylovTrees):
         return "tree"
-    assert isinstance(form, ScaledToeplitzSpectra)
-    return "scaled" if form.in_scale.dtype == dtype else "scaled_float64"
+    assert isinstance(matrix, ScaledToeplitzSpectra)
+    return "scaled" if matrix.in_scale.dtype == dtype else "scaled_float64"
 
 
 def _detrended_log_range(subdiagonal: Tensor) -> Tensor:
+    """The range of log|s_1 ... s_k| less its trend, (); infinite where an entry is zero."""
     logarithms = subdiagonal.double().abs().log()
     if not len(logarithms):
         return logarithms.new_zeros(())

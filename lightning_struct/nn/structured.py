@@ -2,126 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix
 from lightning_struct.nn.approximation import refine_, relative_error
+from lightning_struct.nn.frozen import FrozenLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Form(Protocol):
-    """A matrix M as it is kept while weights do not change: a frozen dataclass, whose tensors are fields of it."""
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """x Mᵀ, (..., out_features), for x (..., in_features)."""
-
-
-@dataclass(frozen=True)
-class DenseForm:
-    """M itself, (out_features, in_features)."""
-
-    weight: Tensor
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-@dataclass(frozen=True)
-class PartForm:
-    """Of a form: its inputs are filled up with zeros, of its outputs the first ones are taken."""
-
-    form: Form
-    zeros: int
-    out_features: int
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return self.form.matmul(F.pad(x, (0, self.zeros)))[..., : self.out_features]
-
-
-class FrozenLinear(nn.Module):
-    """What :meth:`StructuredLinear.freeze` returns: the same map with nothing left to train.
-
-    All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it.
-
-    Args:
-        in_features, out_features: sizes.
-        form: of the matrix.
-        bias: (out_features,) or None.
-        class_name: of the layer that it was, for ``repr``.
-    """
-
-    bias: Tensor | None
-
-    def __init__(self, in_features: int, out_features: int, form: Form, bias: Tensor | None, class_name: str) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.class_name = class_name
-        self._form = form
-        for name, tensor in _tensors_of(form):
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            self.register_buffer(name, tensor.detach().clone())
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., out_features) for x (..., in_features)."""
-        y = _with_tensors_of(self, self._form).matmul(x)
-        return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
-
-
-def _parts_of(form: Any) -> dict[str, Any]:
-    """The fields of a form, or the items of a tuple of forms."""
-    if isinstance(form, tuple):
-        return {str(index): item for index, item in enumerate(form)}
-    return {field.name: getattr(form, field.name) for field in dataclasses.fields(form)}
-
-
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, tuple) or dataclasses.is_dataclass(value)
-
-
-def _tensors_of(form: Any, prefix: str = "form") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a form, and of the forms in it, with a name for each."""
-    for part, value in _parts_of(form).items():
-        if isinstance(value, Tensor):
-            yield f"{prefix}_{part}", value
-        elif _has_parts(value):
-            yield from _tensors_of(value, f"{prefix}_{part}")
-
-
-def _with_tensors_of(module: nn.Module, form: Any, prefix: str = "form") -> Any:
-    """``form`` with the buffers of ``module`` in place of its tensors."""
-    parts = {}
-    for part, value in _parts_of(form).items():
-        name = f"{prefix}_{part}"
-        if isinstance(value, Tensor):
-            buffer = getattr(module, name)
-            parts[part] = torch.view_as_complex(buffer) if value.is_complex() else buffer
-        else:
-            parts[part] = _with_tensors_of(module, value, name) if _has_parts(value) else value
-    return tuple(parts.values()) if isinstance(form, tuple) else type(form)(**parts)
-
-
-class _Kept:
-    """A form, with the tensors that it was made from as they were then.
+class _CachedMatrix:
+    """A prepared matrix, with the tensors that it was made from as they were then.
 
     The aliases hold the memory of the tensors, so that no other tensor can come to lie at their address.
     """
 
-    def __init__(self, form: Form, sources: dict[str, Tensor]) -> None:
-        self.form = form
+    def __init__(self, matrix: PreparedMatrix, sources: dict[str, Tensor]) -> None:
+        self.matrix = matrix
         self._sources = [(name, source, source._version, source.data_ptr()) for name, source in sources.items()]
         self._aliases = [source.detach() for source in sources.values()]
 
@@ -158,6 +61,14 @@ class StructuredLinear(nn.Module, ABC):
 
     Raises:
         ValueError: a size is not positive.
+
+    Example:
+        >>> from lightning_struct.nn import ToeplitzLike
+        >>> layer = ToeplitzLike(64, 32, rank=2)
+        >>> layer(torch.randn(5, 3, 64)).shape, layer.to_dense().shape
+        (torch.Size([5, 3, 32]), torch.Size([32, 64]))
+        >>> layer.weight_parameters, round(layer.compression_ratio, 2)
+        (192, 10.67)
     """
 
     weight_names: ClassVar[tuple[str, ...]] = ()
@@ -166,6 +77,8 @@ class StructuredLinear(nn.Module, ABC):
     """Whether the product consists of ``F.linear``, which autocast knows how to run."""
 
     bias: nn.Parameter | None
+
+    _cached: _CachedMatrix | None = None
 
     def __init__(
         self,
@@ -182,7 +95,6 @@ class StructuredLinear(nn.Module, ABC):
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
         self.approximation_error: float | None = None
-        self._kept: _Kept | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int = 200, **options: Any) -> Self:
@@ -202,6 +114,13 @@ class StructuredLinear(nn.Module, ABC):
 
         Raises:
             ValueError: W has NaN or infinite entries.
+
+        Example:
+            >>> linear = nn.Linear(8, 8, bias=False)
+            >>> _ = nn.init.eye_(linear.weight)
+            >>> from lightning_struct.nn import Circulant
+            >>> Circulant.from_linear(linear).approximation_error
+            0.0
         """
         weight = linear.weight.detach()
         if not bool(weight.isfinite().all()):
@@ -214,7 +133,9 @@ class StructuredLinear(nn.Module, ABC):
         layer.to(weight.device)
         with torch.no_grad():
             layer._start_near(target)
-        refine_(layer, target, refine)
+        refine_(
+            [weight for weight in layer._weights().values() if weight.requires_grad], layer.to_dense, target, refine
+        )
         layer.approximation_error = relative_error(layer.to_dense(), target)
         layer.to(weight.dtype)
         if layer.bias is not None:
@@ -224,12 +145,12 @@ class StructuredLinear(nn.Module, ABC):
 
     @property
     def weight_parameters(self) -> int:
-        """Trained numbers that M is made of, the bias aside."""
+        """The number of trained numbers that M is made of, the bias aside."""
         return sum(tensor.numel() for tensor in self._weights().values())
 
     @property
     def compression_ratio(self) -> float:
-        """Entries of M for each of its parameters: ``nn.Linear`` has 1."""
+        """Entries of M for each of its parameters: ``nn.Linear`` has 1 (Thomas et al., section 5.1)."""
         return self.in_features * self.out_features / self.weight_parameters
 
     @property
@@ -272,13 +193,13 @@ class StructuredLinear(nn.Module, ABC):
         """The same map as a module without parameters, that ``torch.export.export`` takes.
 
         Args:
-            batch: vectors in an input, for which the form of the matrix is chosen that is the fastest.
+            batch: vectors in an input, for which the matrix is prepared in the way that is the fastest.
 
         Raises:
             ValueError: a parameter has NaN or infinite entries.
         """
         bias = None if self.bias is None else self.bias.detach()
-        return FrozenLinear(self.in_features, self.out_features, self._make_form(batch), bias, type(self).__name__)
+        return FrozenLinear(self.in_features, self.out_features, self._prepared(batch), bias, type(self).__name__)
 
     @torch.no_grad()
     def scale_(self, factor: float) -> Self:
@@ -287,7 +208,7 @@ class StructuredLinear(nn.Module, ABC):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        self._kept = None
+        self._cached = None
         return super().train(mode)
 
     def extra_repr(self) -> str:
@@ -301,9 +222,9 @@ class StructuredLinear(nn.Module, ABC):
     def _multiply(self, x: Tensor) -> Tensor:
         """x Mᵀ, with gradients to x and the parameters."""
 
-    def _prepare(self, batch: int) -> Form:
-        """What is kept in eval mode, where the inputs have ``batch`` rows. Called without gradients, with finite parameters."""
-        return DenseForm(self.to_dense())
+    def _prepare(self, batch: int) -> PreparedMatrix:
+        """M as it is kept in eval mode, for inputs of ``batch`` rows. Called without gradients, with finite parameters."""
+        return DenseMatrix(self.to_dense())
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""
@@ -327,25 +248,27 @@ class StructuredLinear(nn.Module, ABC):
             return self._multiply(x)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in self._weights().values()):
             return self._multiply(x)
-        if self._kept is None or not self._kept.is_current(self._parameters, self._buffers):
+        if self._cached is None or not self._cached.is_current(self._parameters, self._buffers):
             weights = self._weights()
             # Under torch.func and in functional_call the weights are no Parameters of this module.
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
                 return self._multiply(x)
-            form = self._make_form(x.shape[:-1].numel())
+            matrix = self._prepared(x.shape[:-1].numel())
             buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            self._kept = _Kept(form, weights | buffers)
-        return self._kept.form.matmul(x)
+            self._cached = _CachedMatrix(matrix, weights | buffers)
+        return self._cached.matrix.matmul(x)
 
-    def _make_form(self, batch: int) -> Form:
+    def _prepared(self, batch: int) -> PreparedMatrix:
         self.check_finite()
         # What is made within inference mode could not take part in a backward pass to the inputs later.
         with torch.inference_mode(False), torch.no_grad():
             return self._prepare(batch)
 
     def check_finite(self) -> None:
-        """Raises:
-        ValueError: a parameter of M has NaN or infinite entries.
+        """Refuse parameters of M that have NaN or infinite entries.
+
+        Raises:
+            ValueError: a parameter has; it is named.
         """
         for name, tensor in self._weights().items():
             if not bool(tensor.isfinite().all()):
@@ -355,18 +278,18 @@ class StructuredLinear(nn.Module, ABC):
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._kept = None
+        self._cached = None
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_cached": None}
 
 
 def positive_size(name: str, value: int) -> int:
-    """``value``.
+    """``value`` itself, if it is a positive integer.
 
     Raises:
-        ValueError: it is not a positive integer.
+        ValueError: it is none.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, but is {value!r}")

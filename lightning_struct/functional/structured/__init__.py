@@ -1,1 +1,1 @@
-"""Structured matrices: products with Krylov, Toeplitz-like and tridiagonal operators."""
+"""Structured matrices: products with Krylov, Toeplitz-like, subdiagonal and tridiagonal displacement structure."""

@@ -1,11 +1,67 @@
-"""Which way of multiplying by a structured matrix is the fastest: estimates, as measured on one CPU thread in float32."""
+"""Decisions between ways of computing the same product: which one is the fastest.
+
+A decision rests on sizes, the rank, the rows of the input and the kind of the device, never on entries: whether a method is
+exact enough for the entries of the operators is asked first, in :mod:`~lightning_struct.functional.structured.subdiagonal`.
+Sizes of blocks and chunks within one way stand with that way.
+
+The estimates were measured on one CPU thread in float32. On other devices nothing was measured; there, ways with many small
+steps one after the other are avoided, since each step is a launch.
+"""
 
 from __future__ import annotations
+
+import torch
 
 # Entries of the largest matrix that is formed without being asked for at each step of training: 16 MiB in float32. And of the
 # largest that is kept while weights do not change: 64 MiB.
 LARGEST_MATRIX = 2048 * 2048
 LARGEST_KEPT_MATRIX = 4096 * 4096
+# Odd factors of the lengths of transforms: the others are powers of two. Measured: larger primes are up to twice as slow.
+_ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
+# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which two steps
+# with short plans are faster. Measured.
+_LONG_PLAN, _FEW_ROWS = 512, 16
+
+
+def training_nanoseconds(method: str, m: int, n: int, rank: int, batch: int) -> float:
+    """Estimated time of forward and backward by a method of LDR-SD, with gradients to all parameters and to the input.
+
+    Args:
+        method: ``"scaled"``, ``"scaled_float64"``, ``"dense"`` or ``"tree"``.
+        m, n: the sizes of the matrix.
+        rank: r.
+        batch: rows of the input.
+    """
+    if method == "dense":  # rows one after the other, forwards and backwards
+        return 28_000 * min(m, n) + 32 * m * n
+    if method == "tree":
+        return 6_000_000 + (m + n) * (2_000 * rank + 70 * (1 + rank) * batch)
+    transformed = (2 + 2 * rank) * batch * (m + n)
+    return 1_200_000 + (10 if method == "scaled_float64" else 5) * transformed
+
+
+def fastest_training_method(m: int, n: int, rank: int, batch: int, device: torch.device, scaled: str | None) -> str:
+    """The fastest method of LDR-SD in training.
+
+    Args:
+        m, n, rank, batch: as for :func:`training_nanoseconds`.
+        device: that of the operators.
+        scaled: ``"scaled"`` or ``"scaled_float64"``, the faster one that is exact enough for the operators, or None.
+    """
+    if device.type != "cpu":
+        return scaled or "tree"  # dense rows are a launch each, one after the other
+    exact = [*([scaled] if scaled else []), *(["dense"] if m * n <= LARGEST_MATRIX else []), "tree"]
+    return min(exact, key=lambda method: training_nanoseconds(method, m, n, rank, batch))
+
+
+def method_for_any_operators(m: int, n: int, *, kept: bool = False) -> str:
+    """``"dense"`` or ``"tree"``: the method of LDR-SD that divides by nothing, chosen by the memory of the matrix.
+
+    Args:
+        m, n: the sizes of the matrix.
+        kept: the matrix is made once, for weights that do not change, and not at each step.
+    """
+    return "dense" if m * n <= (LARGEST_KEPT_MATRIX if kept else LARGEST_MATRIX) else "tree"
 
 
 def kept_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
@@ -17,25 +73,43 @@ def kept_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
     return min(m, n) <= at_least and m * n <= LARGEST_KEPT_MATRIX
 
 
-def made_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
+def made_matrix_is_faster(m: int, n: int, rank: int, batch: int, device: torch.device) -> bool:
     """Whether in training it is faster to make a Toeplitz-like matrix (m, n) each time than to transform all rows."""
-    if m * n > LARGEST_MATRIX:
+    if device.type != "cpu" or m * n > LARGEST_MATRIX:  # each row of the matrix would be a launch
         return False
     return training_nanoseconds("dense", m, n, rank, batch) < training_nanoseconds("scaled", m, n, rank, batch)
 
 
-def training_nanoseconds(method: str, m: int, n: int, rank: int, batch: int) -> float:
-    """About how long forward and backward take by a method of LDR-SD, to all parameters and to the input.
+def two_steps_can_be_faster(m: int, n: int, device: torch.device) -> bool:
+    """Whether few rows may be multiplied faster by transforms in two steps, as far as sizes and device tell.
 
-    Args:
-        method: ``"scaled"``, ``"scaled_float64"``, ``"dense"`` or ``"tree"``.
-        m, n: of the matrix.
-        rank: r.
-        batch: rows of the input.
+    That takes a square matrix of a size that transforms quickly, and a device that plans long transforms anew each time.
     """
-    if method == "dense":  # rows one after the other, forwards and backwards
-        return 28_000 * min(m, n) + 32 * m * n
-    if method == "tree":
-        return 6_000_000 + (m + n) * (2_000 * rank + 70 * (1 + rank) * batch)
-    transformed = (2 + 2 * rank) * batch * (m + n)
-    return 1_200_000 + (10 if method == "scaled_float64" else 5) * transformed
+    return device.type == "cpu" and m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN
+
+
+def rows_are_few(rows: int, rank: int) -> bool:
+    """Whether so many rows are few enough for transforms in two steps."""
+    return rows * rank <= _FEW_ROWS
+
+
+def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:
+    """Whether multiplying by two factors (n, k) and (k, m) in turn takes fewer multiplications than by their product."""
+    return batch * k * (m + n) <= m * n * (k + batch)
+
+
+def choose_tridiagonal_method(device: torch.device) -> str:
+    """The method of LDR-TD for a device: ``"recurrence"`` on a CPU, elsewhere ``"giant_steps"``.
+
+    On a CPU both take about as long at small ranks, giant steps longer at large ones, and the recurrence keeps more digits.
+
+    Example:
+        >>> choose_tridiagonal_method(torch.device("cpu"))
+        'recurrence'
+    """
+    return "recurrence" if device.type == "cpu" else "giant_steps"
+
+
+def transform_length(least: int) -> int:
+    """The smallest length of at least ``least`` (and 2) that transforms quickly: an even number with small factors."""
+    return min(odd << max(1, (-(-least // odd) - 1).bit_length()) for odd in _ODD_FACTORS)

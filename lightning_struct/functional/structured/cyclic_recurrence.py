@@ -1,9 +1,9 @@
 """Linear recurrences S_{t+1} = W S_t + F_{t+1}, S_0 = F_0, whose matrix W is tridiagonal and cyclic.
 
-Each place is made of itself and its two neighbours; the first and the last are neighbours. A place is a number
-(:class:`Bands`) or a block of them (:class:`Blocks`). With F_0 = v and F_t = 0 beyond, S_t = Wᵗv: the columns of a Krylov
-matrix. Backwards, cotangents run through the same recurrence with Wᵀ and the cotangents of S_t as F_t, from the last t to
-the first. So one function is its own derivative of any order.
+Each entry is made of itself and its two neighbours; the first and the last are neighbours. An entry is a number
+(:class:`TridiagonalArithmetic`) or a block of numbers (:class:`BlockTridiagonalArithmetic`). With F_0 = v and F_t = 0 beyond, S_t = Wᵗv: the
+columns of a Krylov matrix (Thomas et al., Proposition 3). Backwards, cotangents run through the same recurrence with Wᵀ and
+the cotangents of S_t as F_t, from the last t to the first. So one function is its own derivative of any order.
 
 Several recurrences, each with its own W, may run in one loop.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_struct.functional.denormals import denormals_flushed
 
 
-class Places(Protocol):
-    """How the places of W and of the states are stored. The states are (count, ...), with t first."""
+class CyclicArithmetic(Protocol):
+    """Products with matrices W that are tridiagonal and cyclic, for one way of storing W and the states S_t, (count, ...)."""
 
     columns: int
     """The dimension of the states along which independent columns lie."""
@@ -41,16 +41,20 @@ class Places(Protocol):
         """W S_t for all t."""
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """The entries of Σ_t L_t R_tᵀ that W has."""
+        """The entries of Σ_t L_t R_tᵀ at the positions that W has, stored as W."""
 
 
 def recurrences(
-    places: Places, weights: Sequence[Tensor], sources: Sequence[Tensor], count: int, backwards: bool = False
+    arithmetic: CyclicArithmetic,
+    weights: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    count: int,
+    backwards: bool = False,
 ) -> tuple[Tensor, ...]:
     """S_0, ..., S_{count-1} of each recurrence; ``backwards``, S_t = W S_{t+1} + F_t.
 
     Args:
-        places: how W and the states are stored.
+        arithmetic: how W and the states are stored.
         weights: W of each recurrence.
         sources: F_0, ..., F_{count-1} of each recurrence; or, forwards, F_0 alone, the others being zero.
         count: number of states.
@@ -59,22 +63,22 @@ def recurrences(
     Returns:
         The states of each recurrence, shaped as the sources but for the first dimension, ``count``.
     """
-    return _Recurrences.apply(places, count, backwards, *weights, *sources)
+    return _Recurrences.apply(arithmetic, count, backwards, *weights, *sources)
 
 
 class _Recurrences(torch.autograd.Function):
     @staticmethod
-    def forward(places: Places, count: int, backwards: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(arithmetic: CyclicArithmetic, count: int, backwards: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, sources = _halves(tensors)
         steps = [(t, t + 1) for t in range(count - 1)]
         if backwards:
             steps = [(new, old) for old, new in reversed(steps)]
         with denormals_flushed():
-            return tuple(places.run(weights, sources, steps))
+            return tuple(arithmetic.run(weights, sources, steps))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.places, ctx.count, ctx.backwards = inputs[:3]
+        ctx.arithmetic, ctx.count, ctx.backwards = inputs[:3]
         weights, sources = _halves(inputs[3:])
         ctx.lengths = [source.shape[0] for source in sources]
         ctx.save_for_backward(*weights, *output)
@@ -83,13 +87,13 @@ class _Recurrences(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         weights, states = _halves(ctx.saved_tensors)
-        transposed = [ctx.places.transpose(weight) for weight in weights]
-        adjoints = recurrences(ctx.places, transposed, cotangents, ctx.count, not ctx.backwards)
+        transposed = [ctx.arithmetic.transpose(weight) for weight in weights]
+        adjoints = recurrences(ctx.arithmetic, transposed, cotangents, ctx.count, not ctx.backwards)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[3 : 3 + len(weights)]):
             later, earlier = _neighbours(ctx.backwards)
             of_weights = [
-                ctx.places.outer(adjoint[later], state[earlier])
+                ctx.arithmetic.outer(adjoint[later], state[earlier])
                 for adjoint, state in zip(adjoints, states, strict=True)
             ]
         of_sources = [adjoint[:length] for adjoint, length in zip(adjoints, ctx.lengths, strict=True)]
@@ -105,42 +109,49 @@ class _Recurrences(torch.autograd.Function):
             zeros = torch.zeros_like(state)
             total = zeros if source is None else torch.cat([source, zeros[source.shape[0] :]])
             if weight is not None:
-                product = ctx.places.multiply(weight, state[earlier])
+                product = ctx.arithmetic.multiply(weight, state[earlier])
                 total = total + torch.cat([product, zeros[:1]] if ctx.backwards else [zeros[:1], product])
             sources.append(total)
-        return recurrences(ctx.places, weights, sources, ctx.count, ctx.backwards)
+        return recurrences(ctx.arithmetic, weights, sources, ctx.count, ctx.backwards)
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[int | None, ...], places: Places, count: int, backwards: bool, *tensors: Tensor
+        info: Any,
+        dims: tuple[int | None, ...],
+        arithmetic: CyclicArithmetic,
+        count: int,
+        backwards: bool,
+        *tensors: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         weight_dims, source_dims = _halves(dims[3:])
         weights, sources = _halves(tensors)
         if all(dim is None for dim in weight_dims):
             merged = [
-                _merge(s, dim, info.batch_size, places.columns) for s, dim in zip(sources, source_dims, strict=True)
+                _merge(s, dim, info.batch_size, arithmetic.columns) for s, dim in zip(sources, source_dims, strict=True)
             ]
-            states = recurrences(places, weights, merged, count, backwards)
-            split = tuple(state.unflatten(places.columns, (-1, info.batch_size)) for state in states)
-            return split, (places.columns + 1,) * len(split)
+            states = recurrences(arithmetic, weights, merged, count, backwards)
+            split = tuple(state.unflatten(arithmetic.columns, (-1, info.batch_size)) for state in states)
+            return split, (arithmetic.columns + 1,) * len(split)
         runs = [
-            recurrences(places, _entries(weights, weight_dims, i), _entries(sources, source_dims, i), count, backwards)
+            recurrences(
+                arithmetic, _entries(weights, weight_dims, i), _entries(sources, source_dims, i), count, backwards
+            )
             for i in range(info.batch_size)
         ]
         return tuple(torch.stack(states) for states in zip(*runs, strict=True)), (0,) * len(sources)
 
 
-class Bands:
-    """Places are numbers.
+class TridiagonalArithmetic:
+    """Matrices of numbers, stored as three bands.
 
-    Of a recurrence with n places and r columns the states are (count, r, n), and W is (3, n): what place i takes of place
-    i - 1, of itself, and of place i + 1.
+    With n entries and r columns the states are (count, r, n), and W is (3, n): the factors by which entry i takes entry
+    i - 1, itself, and entry i + 1.
     """
 
     columns = 1
 
-    # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. With copies of
-    # this many places they need renewing only after as many steps, since what they take from beyond spreads by one a step.
+    # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. Copies of this
+    # many entries need renewing only after as many steps, since what they take from beyond spreads by one entry a step.
     HALO = 16
 
     def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
@@ -188,11 +199,11 @@ class Bands:
         return torch.stack([torch.cat(of_left), _dot(left, right), torch.cat(of_right)])
 
 
-class Blocks:
-    """Places are blocks of b numbers.
+class BlockTridiagonalArithmetic:
+    """Matrices of b x b blocks, stored as rows of three blocks.
 
-    Of a recurrence with k blocks and c columns the states are (count, k, b, c), and W is (k, b, 3b): what block i takes of
-    block i - 1, of itself, and of block i + 1.
+    With k blocks and c columns the states are (count, k, b, c), and W is (k, b, 3b): the matrices by which block i takes
+    block i - 1, itself, and block i + 1.
     """
 
     columns = 3
@@ -225,7 +236,7 @@ class Blocks:
 
 
 def _bodies(sizes: Iterator[int], halo: int) -> Iterator[slice]:
-    """Where n numbers lie for each n, with ``halo`` numbers at both sides of each."""
+    """The slices of one buffer for n numbers each, with ``halo`` numbers at both sides."""
     start = halo
     for n in sizes:
         yield slice(start, start + n)
@@ -233,6 +244,7 @@ def _bodies(sizes: Iterator[int], halo: int) -> Iterator[slice]:
 
 
 def _renew(buffer: Tensor, bodies: list[slice], halo: int) -> None:
+    """Copy both ends of each body to the other side."""
     for body in bodies:
         buffer[..., body.start - halo : body.start] = buffer[..., body.stop - halo : body.stop]
         buffer[..., body.stop : body.stop + halo] = buffer[..., body.start : body.start + halo]
@@ -253,7 +265,7 @@ def _neighbours(backwards: bool) -> tuple[slice, slice]:
 
 
 def _merge(source: Tensor, dim: int | None, size: int, columns: int) -> Tensor:
-    """A batch of sources as more columns: the batch runs faster."""
+    """A batch of sources as more columns, which run faster than a loop over the batch."""
     if dim is None:
         batched = source.unsqueeze(columns + 1).expand(*source.shape[: columns + 1], size, *source.shape[columns + 1 :])
     else:

@@ -1,6 +1,6 @@
 """Krylov products of a subdiagonal operator with a corner, without division, in O(n log² n).
 
-The recursion of Thomas et al. (appendix C.2) with a large branching factor: blocks of rows of one size are taken together,
+The recursion of Thomas et al. (Appendix C.2, Algorithm 1; Theorem 1) with a large branching factor: blocks of rows of one size are taken together,
 what one block gives to another d blocks below is a convolution, between the entries of the source that reach its end and d
 segments of t, times the product along the blocks between; inside the smallest blocks the Krylov matrices are formed. The
 levels of the recursion are one to three instead of log₂ n, each one batch of short transforms and one batched matrix product.
@@ -25,13 +25,13 @@ _LEAF, _BRANCHES, _MOST_BLOCKS = 32, 32, 64
 
 @dataclass(frozen=True)
 class _Level:
-    """What blocks of one size give each other.
+    """One level of the recursion: the transfers between blocks of one size.
 
     Args:
         transfer: (F, W, r D), of each of W blocks, each rank and each distance d = 1, ..., D: the spectrum of the source in
             the block d above times the product along the blocks between.
         inlet: (W, c), the product from the start of a block to each of its c nodes.
-        smaller: the level of the next smaller blocks; None of the smallest.
+        smaller: the level of the next smaller blocks; None for the smallest.
     """
 
     transfer: Tensor
@@ -59,7 +59,7 @@ class KrylovTree:
 
     @staticmethod
     def of(weights: Tensor, generators: Tensor, columns: int) -> KrylovTree:
-        """Of A with corner ``weights[0]`` and subdiagonal ``weights[1:]``, (n,), and g (r, n); p <= n."""
+        """The tree of A with corner ``weights[0]`` and subdiagonal ``weights[1:]``, (n,), and of g (r, n); p <= n."""
         rank, size = generators.shape
         blocks = _block_sizes(size)
         above, below = (-(-count // blocks[-1]) * blocks[-1] for count in (columns, size))
@@ -79,19 +79,20 @@ class KrylovTree:
             level = level.smaller
 
     def matmul(self, t: Tensor) -> Tensor:
-        """Σᵢ K(A, gᵢ) tᵢ, (B, n) of (B, r, p)."""
+        """Σᵢ K(A, gᵢ) tᵢ, (B, n) for t (B, r, p)."""
         result = _fit(t, self.leaves.shape[1] // self.rank).flatten(1) @ self.leaves.mT
         for level in self._levels():
             block = level.inlet.shape[1]
             distances = level.transfer.shape[2] // self.rank
             segments = _fit(t, (distances + 1) * block).unfold(2, 2 * block, block)
             hats = torch.fft.rfft(segments).flatten(1, 2).permute(2, 1, 0)
+            # Algorithm 1, step 8: what a block gives to one below is a product of polynomials, here a batch of convolutions.
             received = torch.fft.irfft((level.transfer @ hats).permute(2, 1, 0), n=2 * block)[..., block:]
             result = result + (received * level.inlet).flatten(1)
         return result[:, : self.size]
 
     def rmatmul(self, x: Tensor) -> Tensor:
-        """K(A, gᵢ)ᵀ x for all i, (B, r, p) of (B, n)."""
+        """K(A, gᵢ)ᵀ x for all i, (B, r, p) for x (B, n)."""
         x = _fit(x, self.leaves.shape[0])
         result = _fit((x @ self.leaves).unflatten(1, (self.rank, -1)), self.columns)
         for level in self._levels():
@@ -104,6 +105,7 @@ class KrylovTree:
 
 
 def _block_sizes(size: int) -> list[int]:
+    """The rows of a block of each level, from the smallest on."""
     blocks = [min(_LEAF, size)]
     while size > _MOST_BLOCKS * blocks[-1]:
         blocks.append(_BRANCHES * blocks[-1])
@@ -111,7 +113,7 @@ def _block_sizes(size: int) -> list[int]:
 
 
 def _fit(t: Tensor, length: int) -> Tensor:
-    """(..., length), cut or followed by zeros."""
+    """``t`` with a last dimension of ``length``: cut, or followed by zeros."""
     return F.pad(t, (0, length - t.shape[-1]))
 
 
@@ -125,7 +127,15 @@ def _running_products(x: Tensor) -> Tensor:
 
 
 def _leaves(weights: Tensor, generators: Tensor) -> Tensor:
-    """(N, r c) of weights (N / c, c) and generators (r, N)."""
+    """The first c columns of the Krylov matrices within each of the smallest blocks.
+
+    Args:
+        weights: (N / c, c).
+        generators: (r, N).
+
+    Returns:
+        (N, r c).
+    """
     columns = [generators.unflatten(1, weights.shape)]
     for _ in range(weights.shape[1] - 1):
         columns.append(F.pad(weights[:, 1:] * columns[-1][..., :-1], (1, 0)))
@@ -135,11 +145,14 @@ def _leaves(weights: Tensor, generators: Tensor) -> Tensor:
 def _level(
     weights: Tensor, generators: Tensor, above: int, block: int, parent: int, smaller: _Level | None, *, cyclic: bool
 ) -> _Level:
-    """Of blocks of one size, which receive from those above them within one parent, or, the largest, from all of ``above``.
+    """The level of the blocks of one size: they receive from those above them in their parent, the largest from all above.
 
     Args:
         weights, generators: of the line, (above + N,) and (r, above + N).
-        above: the nodes before 0, of which the larger blocks are as many.
+        above: the number of nodes before 0.
+        block, parent: the rows of a block, and of the next larger one.
+        smaller: the level below.
+        cyclic: whether these are the largest blocks.
     """
     weights, generators = weights.unflatten(0, (-1, block)), generators.unflatten(1, (-1, block))
     first, distances = above // block, parent // block - 1

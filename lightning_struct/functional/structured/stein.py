@@ -1,4 +1,4 @@
-"""Dense matrices of low displacement rank, row by row: the Stein equation as a recurrence.
+"""Dense matrices of low displacement rank, row by row: the Stein equation M - A M Bᵀ = R as a recurrence.
 
 With A and B subdiagonal plus corner, M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ has the rows
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def stein_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
-    """M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n).
+    """M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): equation (2) with Bᵀ for B.
 
     Without a corner of A, the source S of the recurrence is R = G Hᵀ and M[-1] = 0. With one, Aᵐ = w I, w being the product
     of a, and M - A M Bᵀ = R - w R (Bᵐ)ᵀ if m <= n. So a first sweep, from zero, yields the last row, which holds no path
@@ -35,13 +35,14 @@ def stein_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
     m, n = a.shape[0], b.shape[0]
     if m > n:
         return stein_matrix(b, a, H, G).mT
-    last = _Downwards.apply(a, b, G @ H.mT, a.new_zeros(n))[-1]
+    # Two sweeps of the recurrence M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)).
+    last = _DownwardSweep.apply(a, b, G @ H.mT, a.new_zeros(n))[-1]
     returned = _cyclic_products(a, m)[0] * _cyclic_products(b, m)[:, None] * H.roll(m, 0)
-    return _Downwards.apply(a, b, G @ (H - returned).mT, last)
+    return _DownwardSweep.apply(a, b, G @ (H - returned).mT, last)
 
 
 def _cyclic_products(weights: Tensor, count: int) -> Tensor:
-    """Π_{i<count} weights[k - i] of each k, cyclically: (n,) of (n,), by doubling, without division."""
+    """Π_{i<count} weights[k - i] for each k, cyclically: (n,) for (n,), by doubling, without division."""
     product, power, offset = torch.ones_like(weights), weights, 0
     for bit in range(count.bit_length()):
         if count >> bit & 1:
@@ -57,7 +58,7 @@ _HALO = 64
 
 
 def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) -> Tensor:
-    """Either recurrence of :class:`_Downwards` and :class:`_Upwards`."""
+    """The recurrence of :class:`_DownwardSweep`, or that of :class:`_UpwardSweep`."""
     n, halo = source.shape[-1], min(_HALO, source.shape[-1])
     if downwards:
         copies, originals, inner = slice(0, halo), slice(n, n + halo), slice(halo, None)
@@ -85,31 +86,32 @@ def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) 
 
 
 def _before(rows: Tensor, seed: Tensor) -> Tensor:
-    """roll(M[k - 1], 1) of each k, M[-1] being the seed."""
+    """roll(M[k - 1], 1) for each k, M[-1] being the seed."""
     return torch.cat([seed[..., None, :], rows[..., :-1, :]], -2).roll(1, -1)
 
 
 def _weight_gradients(a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a and b from that of their outer product."""
+    """The gradients of a and b, given that of their outer product."""
     return (products @ b[..., :, None])[..., 0], (a[..., None, :] @ products)[..., 0, :]
 
 
 def _outer_tangent(a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> Tensor:
+    """The derivative of the outer product of a and b."""
     return da[..., :, None] * b[..., None, :] + a[..., :, None] * db[..., None, :]
 
 
 def _batched(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """All with the dimension of vmap in front."""
+    """The tensors, all with the dimension of vmap in front."""
     return [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims, strict=True)
     ]
 
 
-class _Downwards(torch.autograd.Function):
+class _DownwardSweep(torch.autograd.Function):
     """M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)) of a source S (..., m, n), from M[-1] = ``seed`` (..., n) on.
 
-    This and :class:`_Upwards` are each other's derivative, so that both can be differentiated as often as wanted.
+    This and :class:`_UpwardSweep` are each other's derivative, so that both can be differentiated as often as wanted.
     """
 
     @staticmethod
@@ -125,21 +127,21 @@ class _Downwards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         a, b, seed, rows = ctx.saved_tensors
-        source = _Upwards.apply(a, b, gradient)
+        source = _UpwardSweep.apply(a, b, gradient)
         da, db = _weight_gradients(a, b, source * _before(rows, seed))
         return da, db, source, (a[..., :1] * b * source[..., 0, :]).roll(-1, -1)
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor, seed: Tensor) -> Tensor:
         a, b, start, rows = ctx.saved_tensors
-        return _Downwards.apply(a, b, source + _outer_tangent(a, b, da, db) * _before(rows, start), seed)
+        return _DownwardSweep.apply(a, b, source + _outer_tangent(a, b, da, db) * _before(rows, start), seed)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        return _Downwards.apply(*_batched(info.batch_size, in_dims, inputs)), 0
+        return _DownwardSweep.apply(*_batched(info.batch_size, in_dims, inputs)), 0
 
 
-class _Upwards(torch.autograd.Function):
+class _UpwardSweep(torch.autograd.Function):
     """N[k] = S[k] + roll(a[k + 1] (b ∘ N[k + 1]), -1) of a source S (..., m, n), from N[m] = 0 on."""
 
     @staticmethod
@@ -155,15 +157,15 @@ class _Upwards(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         a, b, rows = ctx.saved_tensors
         seed = torch.zeros_like(gradient[..., 0, :])
-        source = _Downwards.apply(a, b, gradient, seed)
+        source = _DownwardSweep.apply(a, b, gradient, seed)
         return *_weight_gradients(a, b, rows * _before(source, seed)), source
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor, db: Tensor, source: Tensor) -> Tensor:
         a, b, rows = ctx.saved_tensors
         moved = (_outer_tangent(a, b, da, db) * rows).roll(-1, -1)[..., 1:, :]
-        return _Upwards.apply(a, b, source + torch.nn.functional.pad(moved, (0, 0, 0, 1)))
+        return _UpwardSweep.apply(a, b, source + torch.nn.functional.pad(moved, (0, 0, 0, 1)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        return _Upwards.apply(*_batched(info.batch_size, in_dims, inputs)), 0
+        return _UpwardSweep.apply(*_batched(info.batch_size, in_dims, inputs)), 0

@@ -1,48 +1,49 @@
 """Products with matrices of low displacement rank whose two operators are subdiagonal plus corner (LDR-SD).
 
-M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): the paper's equation (2), of which B here is the
-transpose. Three methods compute the same:
+M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): equation (2) of Thomas et al., of which B here is
+the transpose. Three methods compute the same:
 
 ``"scaled"``
     With no zero below the diagonal, A = c D Z_w D⁻¹, D holding the cumulative products of its entries, divided by c each.
     So M is a diagonally scaled Toeplitz-like matrix: one level of Fourier transforms, O(r n log n), where the paper has
-    log₂ n levels. Digits are lost as the entries of D spread: see :func:`choose_subdiagonal_method`. ``"scaled_float64"``
-    computes in float64.
+    log₂ n levels (Theorem 1). Digits are lost as the entries of D spread: see :func:`choose_subdiagonal_method`.
+    ``"scaled_float64"`` computes in float64.
 ``"dense"``
     Forms M by its Stein equation, in O(mn), and multiplies by it. Exact for any entries.
 ``"tree"``
-    The paper's recursion over ranges of rows, with a large branching factor: O(r n log² n), without division, exact for any
-    entries.
+    The paper's recursion over ranges of rows (Appendix C.2, Algorithm 1), with a large branching factor: O(r n log² n),
+    without division, exact for any entries.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lightning_struct.functional.structured.cost_model import (
-    LARGEST_KEPT_MATRIX,
-    LARGEST_MATRIX,
-    kept_matrix_is_faster,
-    training_nanoseconds,
-)
-from lightning_struct.functional.structured.krylov import require_generators, require_real, require_vectors
-from lightning_struct.functional.structured.krylov_tree import KrylovTree
-from lightning_struct.functional.structured.scaled_toeplitz import (
-    ScaledToeplitzSpectra,
-    Similarity,
+from lightning_struct.functional.structured.arguments import (
     by_rows,
     computing_dtype,
-    scaled_toeplitz_matmul,
+    require_generators,
+    require_real,
+    require_vectors,
 )
+from lightning_struct.functional.structured.cost_model import (
+    fastest_training_method,
+    kept_matrix_is_faster,
+    method_for_any_operators,
+)
+from lightning_struct.functional.structured.krylov_tree import KrylovTree
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix
+from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
+from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.similarity import Similarity
 from lightning_struct.functional.structured.stein import stein_matrix
 
 SUBDIAGONAL_METHODS = ("scaled", "scaled_float64", "dense", "tree")
+"""The values of ``method`` besides ``"auto"``."""
 
 # Nats that "scaled" may lose: errors are near eps · e^loss of the norm of M, those of gradients up to ten times that.
 _FLOAT32_LOSS, _FLOAT64_LOSS = 4.0, 11.0
@@ -52,33 +53,33 @@ _FLOAT64_LOSS_FOR_FLOAT32 = 18.0
 _FLOAT32_SPREAD, _FLOAT64_SPREAD = 60.0, 500.0
 
 
-class PreparedSubdiagonal(Protocol):
-    """What of a product with M does not depend on x; see :func:`prepare_subdiagonal`."""
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """x Mᵀ, (..., m) of (..., n), in the dtype of x."""
-
-
 @dataclass(frozen=True)
-class DenseMatrix:
-    """M itself, (m, n)."""
+class KrylovTrees:
+    """M by the trees of its two Krylov matrices: a :class:`~.prepared.PreparedMatrix`.
 
-    matrix: Tensor
-
-    def matmul(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.matrix.dtype), self.matrix).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class TreePair:
-    """The two Krylov matrices of M as trees."""
+    Args:
+        left: the tree of all K(A, gᵢ).
+        right: that of all K(B, hᵢ).
+    """
 
     left: KrylovTree
     right: KrylovTree
 
+    @staticmethod
+    def of(
+        a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
+    ) -> KrylovTrees:
+        """The trees of the matrix of :func:`subdiagonal_matmul`."""
+        a, b, _, _ = _as_circles(a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
+        columns = min(G.shape[0], H.shape[0])
+        return KrylovTrees(KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns))
+
     def matmul(self, x: Tensor) -> Tensor:
-        product = by_rows(lambda rows: self.left.matmul(self.right.rmatmul(rows)), x, self.left.leaves.dtype)
-        return product.to(x.dtype)
+        return by_rows(self.multiply, x, self.left.leaves.dtype).to(x.dtype)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """x Mᵀ, (B, m) for x (B, n)."""
+        return self.left.matmul(self.right.rmatmul(rows))  # equation (2): Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ x
 
 
 def subdiagonal_matmul(
@@ -91,7 +92,9 @@ def subdiagonal_matmul(
     x: Tensor,
     method: str = "auto",
 ) -> Tensor:
-    """x Mᵀ, differentiable in all tensors, as often as wanted.
+    """x Mᵀ for M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ, equation (2) of Thomas et al. with Bᵀ for B.
+
+    Differentiable in all tensors, as often as wanted.
 
     Args:
         a_subdiagonal: (m - 1,): A[i + 1, i].
@@ -112,6 +115,13 @@ def subdiagonal_matmul(
         ValueError: shapes do not fit, the method is unknown, or it is ``"scaled"`` and a subdiagonal on the CPU has a zero.
             (On other devices, looking would mean to wait; there, and under vmap over a subdiagonal, the product is NaN.)
         TypeError: a tensor does not hold real floating-point numbers.
+
+    Example:
+        >>> subdiagonal, corner = torch.tensor([2.0, 3.0]), torch.tensor(0.0)
+        >>> G = H = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> x = torch.tensor([1.0, 1.0, 1.0])
+        >>> subdiagonal_matmul(subdiagonal, corner, subdiagonal, corner, G, H, x, method="dense")
+        tensor([ 1.,  4., 36.])
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters, x=x)
@@ -121,11 +131,10 @@ def subdiagonal_matmul(
     dtype = _inside(method, *parameters, x)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
-        matrix = stein_matrix(*_circles(*computed))
+        matrix = stein_matrix(*_as_circles(*computed))
         product = by_rows(lambda rows: rows @ matrix.mT, x, dtype)
     elif method == "tree":
-        left, right = _trees(*computed)
-        product = by_rows(lambda rows: left.matmul(right.rmatmul(rows)), x, dtype)
+        product = by_rows(KrylovTrees.of(*computed).multiply, x, dtype)
     else:
         _refuse_zeros(a_subdiagonal, b_subdiagonal)
         product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *computed[4:], *computed[:4]), x, dtype)
@@ -135,11 +144,29 @@ def subdiagonal_matmul(
 def subdiagonal_to_dense(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
 ) -> Tensor:
-    """M, (m, n), in O(mn) operations and without loss; arguments as for :func:`subdiagonal_matmul`."""
+    """M, (m, n), in O(mn) operations and without loss.
+
+    Args:
+        a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
+
+    Returns:
+        (m, n), in the dtype of G. Half precision is computed in float32.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit.
+
+    Example:
+        >>> subdiagonal, corner = torch.tensor([2.0, 3.0]), torch.tensor(0.0)
+        >>> G = H = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> subdiagonal_to_dense(subdiagonal, corner, subdiagonal, corner, G, H)
+        tensor([[ 1.,  0.,  0.],
+                [ 0.,  4.,  0.],
+                [ 0.,  0., 36.]])
+    """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
     dtype = computing_dtype(*parameters)
-    return stein_matrix(*_circles(*(tensor.to(dtype) for tensor in parameters))).to(G.dtype)
+    return stein_matrix(*_as_circles(*(tensor.to(dtype) for tensor in parameters))).to(G.dtype)
 
 
 def prepare_subdiagonal(
@@ -151,23 +178,41 @@ def prepare_subdiagonal(
     H: Tensor,
     method: str = "auto",
     batch: int = 1,
-) -> PreparedSubdiagonal:
-    """All of :func:`subdiagonal_matmul` that does not depend on x, for weights that do not change.
+) -> PreparedMatrix:
+    """The matrix of :func:`subdiagonal_matmul`, prepared for products with weights that do not change.
 
-    ``"auto"`` keeps the matrix itself where multiplying a batch of that size by it is faster than transforms are.
+    Args:
+        a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
+        method: as there, but ``"auto"`` keeps the matrix itself where multiplying a batch by it is faster than transforms.
+        batch: how many rows x will have.
+
+    Returns:
+        An object whose ``matmul(x)`` is x Mᵀ, (..., m) for x (..., n), in the dtype of x.
+
+    Raises:
+        ValueError, TypeError: as :func:`subdiagonal_matmul`.
+
+    Example:
+        >>> subdiagonal, corner = torch.tensor([2.0, 3.0]), torch.tensor(0.0)
+        >>> G = H = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> prepared = prepare_subdiagonal(subdiagonal, corner, subdiagonal, corner, G, H)
+        >>> prepared.matmul(torch.tensor([1.0, 1.0, 1.0]))
+        tensor([ 1.,  4., 36.])
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
     if method == "auto":
         (m, rank), n = G.shape, H.shape[0]
-        exact = None if kept_matrix_is_faster(m, n, rank, batch) else _exact_scaled_method(*parameters[:4])
-        method = exact or ("dense" if m * n <= LARGEST_KEPT_MATRIX else "tree")
+        if kept_matrix_is_faster(m, n, rank, batch):
+            method = "dense"
+        else:
+            method = _exact_scaled_method(*parameters[:4]) or method_for_any_operators(m, n, kept=True)
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
-        return DenseMatrix(stein_matrix(*_circles(*computed)).contiguous())
+        return DenseMatrix(stein_matrix(*_as_circles(*computed)).contiguous())
     if method == "tree":
-        return TreePair(*_trees(*computed))
+        return KrylovTrees.of(*computed)
     _refuse_zeros(a_subdiagonal, b_subdiagonal)
     return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
 
@@ -185,13 +230,17 @@ def choose_subdiagonal_method(
         a_subdiagonal, a_corner, b_subdiagonal, b_corner: as for :func:`subdiagonal_matmul`.
         rank: r.
         batch: how many rows x has.
+
+    Example:
+        >>> subdiagonal, corner = torch.ones(1023), torch.tensor(0.0)
+        >>> choose_subdiagonal_method(subdiagonal, corner, subdiagonal, corner, rank=1, batch=64)
+        'scaled'
+        >>> choose_subdiagonal_method(0 * subdiagonal, corner, subdiagonal, corner, rank=1, batch=64)
+        'tree'
     """
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
     scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
-    if a_subdiagonal.device.type != "cpu":
-        return scaled or "tree"  # dense rows are a launch each, one after the other
-    exact = [*([scaled] if scaled else []), *(["dense"] if m * n <= LARGEST_MATRIX else []), "tree"]
-    return min(exact, key=lambda method: training_nanoseconds(method, m, n, rank, batch))
+    return fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
 
 
 def _exact_scaled_method(
@@ -212,7 +261,7 @@ def _exact_scaled_method(
 
 
 def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """The nats by which errors of ``"scaled"`` exceed eps, relative to M, and those by which the entries of D spread.
+    """The nats by which errors of ``"scaled"`` exceed eps, relative to M, and the nats by which the entries of D spread.
 
     Errors are of the size of the largest entry of D and of the corner, over the smallest, of both operators together. M
     is at least as large as its largest path of some length j, which is looked for among a few lengths.
@@ -277,14 +326,8 @@ def _refuse_zeros(a_subdiagonal: Tensor, b_subdiagonal: Tensor) -> None:
             )
 
 
-def _circles(
+def _as_circles(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of :func:`stein_matrix`."""
+    """The arguments of :func:`stein_matrix`, of which each operator is a circle: its corner, then its subdiagonal."""
     return torch.cat([a_corner[None], a_subdiagonal]), torch.cat([b_corner[None], b_subdiagonal]), G, H
-
-
-def _trees(*parameters: Tensor) -> tuple[KrylovTree, KrylovTree]:
-    a, b, G, H = _circles(*parameters)
-    columns = min(G.shape[0], H.shape[0])
-    return KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns)

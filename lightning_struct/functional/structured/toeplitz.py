@@ -1,24 +1,27 @@
-"""Toeplitz-like matrices, whose displacement by two cyclic shifts has low rank (Thomas et al., section 2.1)."""
+"""Toeplitz-like matrices, whose displacement by two cyclic shifts has low rank (Thomas et al., section 2, Table 5)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.structured.krylov import require_generators, require_real, require_vectors
-from lightning_struct.functional.structured.scaled_toeplitz import (
-    ScaledToeplitzSpectra,
+from lightning_struct.functional.structured.arguments import (
     by_rows,
     computing_dtype,
-    scaled_toeplitz_matmul,
+    require_generators,
+    require_real,
+    require_vectors,
 )
+from lightning_struct.functional.structured.prepared import PreparedMatrix
+from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
+from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 
 
 def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> Tensor:
-    """x Mᵀ with M = Σᵢ K(Z_f, gᵢ) K(Z_g, hᵢ)ᵀ, of p = min(m, n) Krylov vectors each.
+    """x Mᵀ for M = Σᵢ K(Z_f, gᵢ) K(Z_g, hᵢ)ᵀ, with p = min(m, n) columns in each Krylov matrix.
 
-    This is the paper's equation (2) with A = Z_f and B = Z_gᵀ: its matrices are Toeplitz-like, Toeplitz matrices among
-    them (r = 2). In 2 + 2r real Fourier transforms, O(r n log n), for each row of x. Differentiable in all tensors,
+    This is equation (2) of Thomas et al. with A = Z_f and B = Z_gᵀ: its matrices are Toeplitz-like (section 2, Table 5),
+    Toeplitz matrices among them (r = 2). In 2 + 2r real Fourier transforms, O(r n log n), for each row of x. Differentiable in all tensors,
     as often as wanted.
 
     Args:
@@ -33,6 +36,11 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
 
     Raises:
         ValueError, TypeError: the shapes or dtypes do not fit.
+
+    Example:
+        >>> G = H = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> toeplitz_like_matmul(G, H, torch.tensor([1.0, 2.0, 3.0])).round(decimals=4)    # M is the identity
+        tensor([1., 2., 3.])
     """
     require_generators(G, H)
     require_vectors(x, H.shape[0])
@@ -43,10 +51,12 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
     return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
-def prepare_toeplitz_like(
-    G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0
-) -> ScaledToeplitzSpectra:
-    """What of :func:`toeplitz_like_matmul` does not depend on x: ``.matmul(x)`` is the rest, for weights that do not change."""
+def prepare_toeplitz_like(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> PreparedMatrix:
+    """The matrix of :func:`toeplitz_like_matmul`, prepared for products ``.matmul(x)`` with weights that do not change.
+
+    Raises:
+        ValueError, TypeError: the shapes or dtypes do not fit.
+    """
     require_generators(G, H)
     require_real(G=G, H=H)
     dtype = computing_dtype(G, H)
@@ -54,6 +64,6 @@ def prepare_toeplitz_like(
 
 
 def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[Tensor, ...]:
-    """The arguments of :func:`scaled_toeplitz_matmul` but x: a shift is subdiagonal with ones."""
+    """The arguments of :func:`scaled_toeplitz_matmul` but x: a shift is a subdiagonal operator of ones."""
     f, g = (torch.as_tensor(corner, dtype=G.dtype, device=G.device) for corner in (f, g))
     return G, H, G.new_ones(G.shape[0] - 1), f, H.new_ones(H.shape[0] - 1), g

@@ -1,11 +1,11 @@
 """LDR-TD: matrices of low displacement rank whose operators are tridiagonal with corners (Thomas et al., section 3).
 
-M = Σ_i K(A, g_i) K(B', h_i)ᵀ, with p = min(m, n) columns in each Krylov matrix; A and B' = Bᵀ of formula (2) are both given
+M = Σ_i K(A, g_i) K(B', h_i)ᵀ, with p = min(m, n) columns in each Krylov matrix; A and B' = Bᵀ of equation (2) are both given
 as they multiply. All pr columns of both matrices are computed, O(pr(m + n)) numbers, in one of two ways:
 
 - ``"recurrence"``: one column after the other, those of both matrices in one loop of p steps, in float64; what is kept of
   them has the dtype of the arguments.
-- ``"giant_steps"``: 16 columns at once, by blocks of A¹⁶, which reaches no farther than 16 places: p/16 steps of batched
+- ``"giant_steps"``: 16 columns at once, by blocks of A¹⁶, which reaches no farther than 16 entries: p/16 steps of batched
   small matrix products, with 16 times the multiplications. For devices on which the number of steps is what takes time.
 
 Powers of an operator whose norm is above 1 may overflow: the result is then not finite, and no error is raised.
@@ -20,10 +20,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.operators import TridiagonalOperator
-from lightning_struct.functional.structured.cyclic_recurrence import Bands, Blocks, recurrences
-from lightning_struct.functional.structured.krylov import krylov_product, require_generators, require_vectors
+from lightning_struct.functional.structured.arguments import require_generators, require_vectors
+from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
+from lightning_struct.functional.structured.cyclic_recurrence import (
+    BlockTridiagonalArithmetic,
+    TridiagonalArithmetic,
+    recurrences,
+)
+from lightning_struct.functional.structured.krylov import krylov_product
 
 METHODS = ("recurrence", "giant_steps")
+"""The values of ``method`` besides ``"auto"``."""
 
 # Columns that a giant step makes at once. A power of two, since A is squared until it makes as many.
 GIANT_STEP = 16
@@ -32,7 +39,7 @@ GIANT_STEP = 16
 def tridiagonal_matmul(
     a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor, x: Tensor, method: str = "auto"
 ) -> Tensor:
-    """x Mᵀ.
+    """x Mᵀ for M = Σ_i K(A, g_i) K(B', h_i)ᵀ, equation (2) of Thomas et al. with tridiagonal operators.
 
     Args:
         a: A, of size m.
@@ -48,16 +55,23 @@ def tridiagonal_matmul(
     Raises:
         TypeError: an argument is complex.
         ValueError: G, H or x has another shape, or there is no such method.
+
+    Example:
+        >>> from lightning_struct.functional import TridiagonalOperator
+        >>> A = TridiagonalOperator(torch.ones(2), torch.zeros(3), torch.ones(2), torch.zeros(2))
+        >>> G = H = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> tridiagonal_matmul(A, A, G, H, torch.tensor([1.0, 0.0, 0.0]))
+        tensor([2., 0., 1.])
     """
     require_vectors(x, b.size)
     left, right, dtype = _krylov_rows(a, b, G, H, method, x)
-    return krylov_product(left, right, x.to(left.dtype)).to(dtype)
+    return krylov_product(left, right, x.to(left.dtype)).to(dtype)  # equation (2), Krylov matrices formed (section 3)
 
 
 def tridiagonal_to_dense(
     a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor, method: str = "auto"
 ) -> Tensor:
-    """M, (m, n).
+    """M = Σ_i K(A, g_i) K(B', h_i)ᵀ, (m, n).
 
     Args:
         a: A, of size m.
@@ -66,20 +80,24 @@ def tridiagonal_to_dense(
         H: (n, r).
         method: as in :func:`tridiagonal_matmul`.
 
+    Returns:
+        (m, n), in the dtype to which those of all arguments promote.
+
     Raises:
         TypeError: an argument is complex.
         ValueError: G or H has another shape, or there is no such method.
+
+    Example:
+        >>> from lightning_struct.functional import TridiagonalOperator
+        >>> A = TridiagonalOperator(torch.ones(2), torch.zeros(3), torch.zeros(2), torch.zeros(2))
+        >>> G = H = torch.tensor([[1.0], [0.0], [0.0]])
+        >>> tridiagonal_to_dense(A, A, G, H)
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 1.]])
     """
     left, right, dtype = _krylov_rows(a, b, G, H, method)
-    return (left.mT @ right).to(dtype)
-
-
-def choose_tridiagonal_method(device: torch.device) -> str:
-    """``"recurrence"`` on a CPU, elsewhere ``"giant_steps"``.
-
-    On a CPU both take about as long at small ranks, giant steps longer at large ones, and the recurrence keeps more digits.
-    """
-    return "recurrence" if device.type == "cpu" else "giant_steps"
+    return (left.mT @ right).to(dtype)  # equation (2)
 
 
 def _krylov_rows(
@@ -99,23 +117,23 @@ def _krylov_rows(
     bands, (G, H) = [weight.to(computed) for weight in bands], (G.to(computed), H.to(computed))
     count = min(a.size, b.size)
     if method == "recurrence":
-        left, right = recurrences(Bands(), bands, [G.mT[None], H.mT[None]], count)
+        left, right = recurrences(TridiagonalArithmetic(), bands, [G.mT[None], H.mT[None]], count)
         return left.flatten(0, 1), right.flatten(0, 1), dtype
     return _giant_steps(bands[0], G, count), _giant_steps(bands[1], H, count), dtype
 
 
 def _bands(operator: TridiagonalOperator) -> Tensor:
-    """(3, n): what place i of A v takes of place i - 1 of v, of place i, and of place i + 1, cyclically."""
+    """The bands of A, (3, n): the factors by which entry i of A v takes entries i - 1, i and i + 1 of v, cyclically."""
     before = torch.cat([operator.corners[:1], operator.subdiagonal])
     after = torch.cat([operator.superdiagonal, operator.corners[1:]])
     return torch.stack([before, operator.diagonal, after])
 
 
 def _giant_steps(bands: Tensor, v: Tensor, count: int) -> Tensor:
-    """v, Av, ..., A^(count - 1)v one after the other: (count r, n) of v (n, r).
+    """v, Av, ..., A^(count - 1)v one after the other: (count r, n) for v (n, r).
 
-    The places are cut into k blocks of n/k, rounded up or down; a block that is shorter than the longest ends in a place of
-    zeros. Since no block is shorter than the reach of the power of A, that power is block-tridiagonal and cyclic.
+    The n entries are cut into k blocks of n/k, rounded up or down; a block that is shorter than the longest ends in a zero.
+    Since no block is shorter than the reach of the power of A, that power is block-tridiagonal and cyclic.
     """
     n, r = v.shape
     step = 2 ** (min(GIANT_STEP, n).bit_length() - 1)
@@ -137,18 +155,18 @@ def _giant_steps(bands: Tensor, v: Tensor, count: int) -> Tensor:
     columns = torch.stack([before, longest + offset, after], 1)
     power = blocks(v.new_zeros(n, 3 * longest).scatter(1, columns, bands.mT))
 
-    places, states = Blocks(), blocks(v)
+    arithmetic, states = BlockTridiagonalArithmetic(), blocks(v)
     while states.shape[-1] < step * r:
-        states = torch.cat([states, places.multiply(power, states)], -1)
+        states = torch.cat([states, arithmetic.multiply(power, states)], -1)
         power = _square(power)
-    (states,) = recurrences(places, [power], [states[None]], -(-count // step))
+    (states,) = recurrences(arithmetic, [power], [states[None]], -(-count // step))
     rows = states.flatten(1, 2)
     rows = rows.index_select(1, slot) if padded else rows
     return rows.mT.flatten(0, 1)[: count * r]
 
 
 def _square(blocks: Tensor) -> Tensor:
-    """A² of a block-tridiagonal A (k, b, 3b) that reaches no farther than b/2 places."""
+    """A² for a block-tridiagonal A (k, b, 3b) that reaches no farther than b/2 entries."""
     b = blocks.shape[1]
     before = F.pad(blocks.roll(1, 0)[..., b:], (0, b))
     after = F.pad(blocks.roll(-1, 0)[..., : 2 * b], (b, 0))

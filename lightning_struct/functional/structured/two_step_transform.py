@@ -1,4 +1,4 @@
-"""Scaled Toeplitz-like products of few rows, by transforms in two steps.
+"""Transforms in two steps, and scaled Toeplitz-like products of few rows by them.
 
 On CPUs torch plans each Fourier transform anew, which takes ten times as long as transforming one vector. A transform of
 length N = N₁N₂ as many of length N₁ and many of length N₂, with a multiplication between, needs short plans only: measured,
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TwoStepTransform:
-    """The transform modulo z^N - i.
+    """The Fourier transform modulo z^N - i.
 
     Args:
         twist: (N₁, 1, 1, N₂), the powers of the N-th root of i, which make z^N - 1 of it.
@@ -33,7 +33,7 @@ class TwoStepTransform:
 
     @staticmethod
     def of(length: int, like: Tensor) -> TwoStepTransform:
-        """Of length N, in the dtype and on the device of ``like``."""
+        """The transform of length N, in the dtype and on the device of ``like``."""
         first = next(k for k in range(math.isqrt(length), 0, -1) if length % k == 0)
         j = torch.arange(length, dtype=torch.float64)
         products = torch.arange(first, dtype=torch.float64)[:, None] * torch.arange(length // first)
@@ -59,8 +59,8 @@ class TwoStepTransform:
 
 
 @dataclass(frozen=True)
-class FewRowsProduct:
-    """x Mᵀ of the M of :func:`~lightning_struct.functional.structured.scaled_toeplitz.scaled_toeplitz_matmul`, for vectors of N = L/2.
+class TwoStepProduct:
+    """x Mᵀ for the M of :func:`~.scaled_toeplitz.scaled_toeplitz_matmul`, square of size N.
 
     Args:
         transform: of length N.
@@ -79,8 +79,8 @@ class FewRowsProduct:
     exit: Tensor
 
     @staticmethod
-    def of(g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor) -> FewRowsProduct:
-        """Of a square M of size N, whose generators g and h (r, N) are divided by a and b already."""
+    def of(g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor) -> TwoStepProduct:
+        """The product with a square M of size N, whose generators g and h (r, N) are divided by a and b already."""
         size = g.shape[1]
         transform = TwoStepTransform.of(size, g)
         first, second = transform.steps
@@ -89,7 +89,7 @@ class FewRowsProduct:
         def arranged(rows: Tensor) -> Tensor:
             return rows.reshape(-1, first, second).transpose(0, 1)[:, :, None]
 
-        return FewRowsProduct(
+        return TwoStepProduct(
             transform,
             transform.forward(arranged(g) * transform.twist),
             transform.forward(arranged(h) * transform.twist).conj().resolve_conj(),
@@ -99,7 +99,7 @@ class FewRowsProduct:
         )
 
     def matmul(self, x: Tensor) -> Tensor:
-        """(B, N) of (B, N)."""
+        """x Mᵀ, (B, N) for x (B, N)."""
         first, second = self.transform.steps
         c = x.reshape(1, -1, first, second).movedim(2, 0) * self.entry
         t = (self.transform.inverse(self.transform.forward(c) * self.h_hat) * self.middle).real * self.transform.twist

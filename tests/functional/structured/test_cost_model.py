@@ -1,8 +1,12 @@
+import torch
+
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
     LARGEST_MATRIX,
+    fastest_training_method,
     kept_matrix_is_faster,
     made_matrix_is_faster,
+    method_for_any_operators,
     training_nanoseconds,
 )
 
@@ -41,6 +45,19 @@ def test_without_transforms_the_tree_is_faster_at_small_ranks_only():
     assert not tree_is_faster(1024, 16)
 
 
-def test_a_toeplitz_like_matrix_is_made_for_many_rows_only():
-    assert [made_matrix_is_faster(256, 256, 4, batch) for batch in (16, 1024)] == [False, True]
-    assert not made_matrix_is_faster(LARGEST_MATRIX + 1, 1, 1, 1024)
+def test_a_toeplitz_like_matrix_is_made_for_many_rows_only_and_on_a_cpu():
+    cpu = torch.device("cpu")
+    assert [made_matrix_is_faster(256, 256, 4, batch, cpu) for batch in (16, 1024)] == [False, True]
+    assert not made_matrix_is_faster(LARGEST_MATRIX + 1, 1, 1, 1024, cpu)
+    assert not made_matrix_is_faster(256, 256, 4, 1024, torch.device("cuda"))
+
+
+def test_no_method_with_a_launch_for_each_row_is_taken_on_other_devices():
+    cuda = torch.device("cuda")
+    assert fastest_training_method(20, 20, 1, 1, cuda, scaled="scaled") == "scaled"
+    assert fastest_training_method(20, 20, 1, 1, cuda, scaled=None) == "tree"
+
+
+def test_operators_of_any_entries_take_the_matrix_as_far_as_memory_goes():
+    assert [method_for_any_operators(n, n) for n in (2048, 2049)] == ["dense", "tree"]
+    assert [method_for_any_operators(n, n, kept=True) for n in (4096, 4097)] == ["dense", "tree"]

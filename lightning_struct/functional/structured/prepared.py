@@ -1,0 +1,68 @@
+"""Matrices that are prepared for many products: what does not depend on the vectors is computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class PreparedMatrix(Protocol):
+    """A matrix M (m, n) of weights that do not change, ready for products.
+
+    Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items of the
+    tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them.
+    """
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x Mᵀ, (..., m) for x (..., n), in the dtype of x, which is that of M."""
+
+
+@dataclass(frozen=True)
+class DenseMatrix:
+    """M by all of its entries.
+
+    Args:
+        entries: (m, n).
+    """
+
+    entries: Tensor
+
+    def matmul(self, x: Tensor) -> Tensor:
+        if x.dtype == self.entries.dtype:
+            return F.linear(x, self.entries)
+        return F.linear(x.to(self.entries.dtype), self.entries).to(x.dtype)  # half precision is computed in float32
+
+
+@dataclass(frozen=True)
+class LeadingSubmatrix:
+    """The first rows and columns of a larger matrix: inputs are filled up with zeros, outputs are cut.
+
+    Args:
+        matrix: the larger one.
+        zeros: columns that are left out.
+        rows: rows that remain.
+    """
+
+    matrix: PreparedMatrix
+    zeros: int
+    rows: int
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.matrix.matmul(F.pad(x, (0, self.zeros)))[..., : self.rows]
+
+
+@dataclass(frozen=True)
+class ReversedColumns:
+    """A matrix with its columns in reverse order.
+
+    Args:
+        matrix: the one with the columns in their original order.
+    """
+
+    matrix: PreparedMatrix
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.matrix.matmul(x.flip(-1))

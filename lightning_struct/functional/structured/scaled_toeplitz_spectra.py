@@ -1,0 +1,188 @@
+"""Scaled Toeplitz-like matrices as spectra: products for weights that do not change, by 2 + 2r transforms.
+
+The product itself, which :mod:`~lightning_struct.functional.structured.scaled_toeplitz` uses in training too, stands here in
+two forms: :func:`plain_product` by operations that are differentiable, and :func:`product_in_place` in little memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_struct.functional.structured.arguments import by_rows
+from lightning_struct.functional.structured.cost_model import rows_are_few, two_steps_can_be_faster
+from lightning_struct.functional.structured.generator_spectra import (
+    GeneratorSpectra,
+    by_side,
+    middle_scale,
+    transformed_length,
+)
+from lightning_struct.functional.structured.two_step_transform import TwoStepProduct
+
+# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken one part after the other.
+_CHUNK = 1 << 19
+
+
+@dataclass(frozen=True)
+class ScaledToeplitzSpectra:
+    """All of x Mᵀ that does not depend on x: a :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+
+    Args:
+        left: the spectra of [gᵢ/a, 0, f gᵢ/a], (r, F).
+        right: the conjugates of those of [hᵢ/b, 0, w hᵢ/b], (r, F').
+        out_scale: a, (m,).
+        in_scale: b, (n,).
+        middle: ρ, (p,).
+        few_rows: the product for few rows, where it can be faster.
+    """
+
+    left: Tensor
+    right: Tensor
+    out_scale: Tensor
+    in_scale: Tensor
+    middle: Tensor
+    few_rows: TwoStepProduct | None
+
+    @staticmethod
+    def of(
+        G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
+    ) -> ScaledToeplitzSpectra:
+        """The spectra of the matrix of :func:`~lightning_struct.functional.structured.scaled_toeplitz.scaled_toeplitz_matmul`."""
+        sides = [
+            GeneratorSpectra.of(*side) for side in by_side((G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner))
+        ]
+        (a, f, g, left), (b, w, h, right) = ([tensor[k] for tensor in sides[k][2:]] for k in (0, -1))
+        middle = middle_scale(sides)
+        in_two_steps = two_steps_can_be_faster(a.shape[0], b.shape[0], G.device)
+        few_rows = TwoStepProduct.of(g, h, a, f, b, w, middle) if in_two_steps else None
+        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, few_rows)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
+        return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # what is exported or compiled must not depend on the number of rows
+            return self.multiply_plainly(rows)
+        if self.few_rows is not None and rows_are_few(rows.shape[0], self.left.shape[0]):
+            return self.few_rows.matmul(rows)
+        return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+
+    def multiply_plainly(self, rows: Tensor) -> Tensor:
+        """(B, m) for (B, n), by operations that are differentiable themselves."""
+        return plain_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
+
+
+def plain_product(
+    x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor
+) -> Tensor:
+    """x Mᵀ by the parts of :class:`ScaledToeplitzSpectra`, by operations that are differentiable themselves."""
+    (m,), (p,) = out_scale.shape, middle.shape
+    in_length, out_length = transformed_length(right), transformed_length(left)
+    between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
+    spectra = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
+    return torch.fft.irfft(_sum_of_ranks(spectra), n=out_length)[..., :m] * out_scale
+
+
+def product_in_place(
+    x: Tensor,
+    in_scale: Tensor,
+    right: Tensor,
+    middle: Tensor,
+    left: Tensor,
+    m: int,
+    ranks: int,
+    kept: list[Tensor] | None = None,
+) -> Tensor:
+    """:func:`plain_product` but for the last scale, in as little fresh memory as can be.
+
+    Args:
+        x, in_scale, right, middle, left: as there.
+        m: the outputs.
+        ranks: how many are taken at once.
+        kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those of
+            ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
+    """
+    n, p, in_length, out_length = x.shape[1], middle.shape[0], transformed_length(right), transformed_length(left)
+    entry = x.new_empty(x.shape[0], in_length)
+    torch.mul(x, in_scale, out=entry.narrow(1, 0, n))
+    entry.narrow(1, n, in_length - n).zero_()
+    of_inputs = torch.fft.rfft(entry)
+    if kept is not None:
+        kept.append(of_inputs)
+    total: Tensor | None = None
+    for to, fro in zip(right[:, None].split(ranks), left[:, None].split(ranks), strict=True):
+        between = torch.fft.irfft(of_inputs * to, n=in_length)
+        if in_length == out_length:
+            between.narrow(-1, 0, p).mul_(middle)
+            between.narrow(-1, p, out_length - p).zero_()
+        else:
+            between = F.pad(between.narrow(-1, 0, p) * middle, (0, out_length - p))
+        spectra = torch.fft.rfft(between)
+        if kept is not None:
+            kept.append(spectra)
+            spectra = spectra * fro
+        else:
+            spectra.mul_(fro)
+        total = _sum_of_ranks(spectra) if total is None else total.add_(_sum_of_ranks(spectra))
+    assert total is not None
+    return torch.fft.irfft(total, n=out_length).narrow(1, 0, m)
+
+
+def chunk_sizes(count: int, left: Tensor, right: Tensor) -> tuple[int, int]:
+    """Rows of x, of which there are ``count``, and ranks that are taken at once."""
+    length = max(transformed_length(left), transformed_length(right))
+    rows = max(1, min(count, _CHUNK // length))
+    return rows, max(1, _CHUNK // (rows * length))
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep what a step has freed for the next one, as it does once a tensor of 16 to 32 MiB was freed.
+
+    Before that it returns a few MiB to the system several times in a step, only to ask for them again: touching fresh memory
+    was a quarter of the time of a step (n = 4096, 64 rows). Elsewhere this does nothing. Once in a process.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+class _InputProduct(torch.autograd.Function):
+    """:func:`plain_product` by :func:`product_in_place`, differentiable in x alone."""
+
+    @staticmethod
+    def forward(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
+        keep_freed_memory()
+        y = x.new_empty(x.shape[0], out_scale.shape[0])
+        size, ranks = chunk_sizes(len(x), left, right)
+        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
+            torch.mul(product_in_place(rows, in_scale, right, middle, left, y.shape[1], ranks), out_scale, out=y_rows)
+        return y
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
+        return torch.func.vmap(plain_product, in_dims)(*inputs), 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        in_scale, right, middle, left, out_scale = ctx.saved_tensors
+        # The transpose of M is of the same form.
+        dx = _InputProduct.apply(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
+        return dx, *(None,) * 5
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
+        return _InputProduct.apply(dx, *ctx.saved_tensors)
+
+
+def _sum_of_ranks(spectra: Tensor) -> Tensor:
+    return spectra[0] if spectra.shape[0] == 1 else spectra.sum(0)

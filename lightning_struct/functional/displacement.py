@@ -4,13 +4,13 @@ The matrix that Thomas et al. learn is their equation (2),
 
     M = Σ_i K(A, g_i) K(Bᵀ, h_i)ᵀ = Σ_{j<p} Aʲ G Hᵀ Bʲ,
 
-A of size m, B of size n, G (m, r), H (n, r). Rectangular matrices are M (m, n) with p = min(m, n): where A and B have no
-corners (Aᵐ = 0, Bⁿ = 0), all terms beyond are zero. The displacement rank of M is at most 2r with respect to (A⁻¹, B)
-(Proposition 3).
+A of size m, B of size n, G (m, r), H (n, r). Rectangular matrices are M (m, n) with p = min(m, n): where A and B have
+no corners (Aᵐ = 0, Bⁿ = 0), all terms beyond are zero. The displacement rank of M is at most 2r with respect to (A⁻¹,
+B) (Proposition 3).
 
-Which structure that is depends on the directions. With both operators downwards, (A, B) = (Z_1, Z_-1), equation (2) literally
-spans the Hankel-like matrices, since A⁻¹ = Z_1ᵀ: Table 5 names the operators of the displacement AM - MB, not those of
-equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 and B = Z_-1ᵀ.
+Which structure that is depends on the directions. With both operators downwards, (A, B) = (Z_1, Z_-1), equation (2)
+literally spans the Hankel-like matrices, since A⁻¹ = Z_1ᵀ: Table 5 names the operators of the displacement AM - MB, not
+those of equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 and B = Z_-1ᵀ.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def ldr_to_dense(a: Operator, b: Operator, G: Tensor, H: Tensor, method: str = "
         b: B of size n, or its matrix (n, n).
         G: (m, r).
         H: (n, r).
-        method: ``"krylov"`` multiplies the two Krylov matrices, by the definition; ``"auto"`` takes the fastest way that there
-            is for these operators.
+        method: ``"krylov"`` multiplies the two Krylov matrices, by the definition; ``"auto"`` takes the fastest way
+            that there is for these operators.
 
     Returns:
         (m, n).
@@ -93,10 +93,10 @@ def ldr_matmul(a: Operator, b: Operator, G: Tensor, H: Tensor, x: Tensor, method
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest way that
-            there is for them; for subdiagonal operators it looks at their entries, for which it waits for the device. Any other is
-            one of :func:`subdiagonal_matmul` where A and B are subdiagonal or shifts, transposed or not, and of
-            :func:`tridiagonal_matmul` where they are tridiagonal.
+        method: ``"krylov"`` multiplies by the two Krylov matrices, for any operators. ``"auto"`` takes the fastest way
+            that there is for them; for subdiagonal operators it looks at their entries, for which it waits for the
+            device. Any other is one of :func:`subdiagonal_matmul` where A and B are subdiagonal or shifts, transposed
+            or not, and of :func:`tridiagonal_matmul` where they are tridiagonal.
 
     Returns:
         (..., m).
@@ -168,8 +168,8 @@ def displacement_rank(M: Tensor, a: Operator, b: Operator, rtol: float | None = 
         M: (m, n).
         a: A of size m, or its matrix (m, m).
         b: B of size n, or its matrix (n, n).
-        rtol: singular values above rtol (‖A‖ + ‖B‖) ‖M‖ count, in spectral norms: relative to what is subtracted, so that a
-            displacement of rounding errors has rank 0. By default, max(m, n) times the machine precision of M.
+        rtol: singular values above rtol (‖A‖ + ‖B‖) ‖M‖ count, in spectral norms: relative to what is subtracted, so
+            that a displacement of rounding errors has rank 0. By default, max(m, n) times the machine precision of M.
 
     Raises:
         TypeError: M holds integers.
@@ -227,8 +227,8 @@ def _rounded(product: Tensor, *arguments: Tensor) -> Tensor:
 class _ReversedPair(NamedTuple):
     """Subdiagonal A' and B' with A = J_1 A' J_1 and Bᵀ = J_2 B' J_2, J_i the identity or the reversal of the order.
 
-    The reversal turns the transpose of a subdiagonal operator into a subdiagonal one: M is that of A', B', J_1 G and J_2 H
-    with its rows and columns reversed.
+    The reversal turns the transpose of a subdiagonal operator into a subdiagonal one: M is that of A', B', J_1 G and
+    J_2 H with its rows and columns reversed.
     """
 
     a: SubdiagonalOperator | ShiftOperator

@@ -1,8 +1,8 @@
 """Displacement operators of structured matrices: n x n matrices that are multiplied without being formed.
 
 The learned operators of Thomas et al. (section 3, Figure 2) are subdiagonal or tridiagonal, with corners; those of the
-classical structures are shifts and diagonal matrices (Table 5). All of them multiply (..., n), a batch of vectors in the
-last dimension, in any floating-point dtype, real or complex; transposes are not conjugated.
+classical structures are shifts and diagonal matrices (Table 5). All of them multiply (..., n), a batch of vectors in
+the last dimension, in any floating-point dtype, real or complex; transposes are not conjugated.
 
 Shapes and dtypes are checked when an operator is made. Whether the entries are finite is not: asking that of a device
 would make every forward pass wait for it.

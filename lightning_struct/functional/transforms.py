@@ -1,7 +1,7 @@
 """Products with structured matrices whose operators are fixed: transforms, and the classes of Thomas et al., Table 5.
 
-:func:`toeplitz_like_matmul` is the Toeplitz-like one. All take any leading shape, and compute in float32 at least; the result
-has the dtype to which those of the arguments promote.
+:func:`toeplitz_like_matmul` is the Toeplitz-like one. All take any leading shape, and compute in float32 at least; the
+result has the dtype to which those of the arguments promote.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
     "vandermonde_like_matmul",
 ]
 
-# The Hadamard matrix of size n is the Kronecker product of those of sizes up to this, of which each is one matrix product.
-# Measured on a CPU: n = 1024, 64 rows: .11 ms, against .73 ms for log2(n) butterflies.
+# The Hadamard matrix of size n is the Kronecker product of those of sizes up to this, of which each is one matrix
+# product. Measured on a CPU: n = 1024, 64 rows: .11 ms, against .73 ms for log2(n) butterflies.
 _LARGEST_HADAMARD_FACTOR = 32
 
 # Entries of a Cauchy-like matrix that are formed at once.
@@ -104,7 +104,7 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
 def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = 0.0) -> Tensor:
     """x Mᵀ for M = Σ_i K(Z_f, g_i) K(Z_gᵀ, h_i)ᵀ: a Toeplitz-like product with x and H reversed, O(r n log n).
 
-    Equation (2) of Thomas et al. with A = Z_f and B = Z_g (Table 5). A square Hankel matrix is such an M, of r = 2 with g = 0.
+    Equation (2) of Thomas et al. with A = Z_f and B = Z_g (Table 5). A square Hankel matrix is one, of r = 2, g = 0.
 
     Args:
         G: (m, r).
@@ -129,11 +129,11 @@ def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0,
 
 
 def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> Tensor:
-    """x Mᵀ for M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, v the nodes; O(m n r), besides Fourier transforms, for each row of x.
+    """x Mᵀ for M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, v the nodes; O(m n r) and transforms for each row of x.
 
-    The Krylov matrices have n columns, as Z_0ⁿ = 0; equation (2) of Thomas et al. with A = diag(v), B = Z_0ᵀ has no more than
-    m of them, so it is the same where m >= n. Here the Vandermonde matrix v_iʲ of any m and n is M, of r = 1, with
-    g = (1, ..., 1) and h = (1, 0, ..., 0). Its powers are formed: nodes above 1 may overflow.
+    The Krylov matrices have n columns, as Z_0ⁿ = 0; equation (2) of Thomas et al. with A = diag(v), B = Z_0ᵀ has no
+    more than m of them, so it is the same where m >= n. Here the Vandermonde matrix v_iʲ of any m and n is M, of r = 1,
+    with g = (1, ..., 1) and h = (1, 0, ..., 0). Its powers are formed: nodes above 1 may overflow.
 
     Args:
         nodes: v, (m,).
@@ -166,7 +166,7 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
 
 
 def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *, check_nodes: bool = True) -> Tensor:
-    """x Mᵀ for the M with diag(s) M - M diag(t) = G Hᵀ, M_ij = (G Hᵀ)_ij / (s_i - t_j); O(mnr), some rows of M at a time.
+    """x Mᵀ for the M with diag(s) M - M diag(t) = G Hᵀ, M_ij = (G Hᵀ)_ij / (s_i - t_j); O(mnr), by parts of M.
 
     The Cauchy-like matrices of Thomas et al., Table 5, with the displacement of equation (1).
 
@@ -176,7 +176,7 @@ def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *,
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        check_nodes: whether s and t are compared, for which a device must be waited for; False for nodes known to differ.
+        check_nodes: whether s and t are compared, for which a device must be waited for; False if they differ.
 
     Returns:
         (..., m).

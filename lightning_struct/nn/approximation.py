@@ -27,9 +27,9 @@ def truncated_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def stein_residual(M: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> Tensor:
     """R (m, n) with M = Σ_{j<p} Aʲ R (Bᵀ)ʲ, p = min(m, n): the G Hᵀ from which equation (2), with Bᵀ for B, makes M.
 
-    M - A M Bᵀ = R - Aᵖ R (Bᵀ)ᵖ. On the smaller side the power is wI, w the product of all entries with the corner; for the
-    other side, if that is larger and w is not 0, a linear system is solved (in the sense of least squares: for some sizes
-    it is singular).
+    M - A M Bᵀ = R - Aᵖ R (Bᵀ)ᵖ. On the smaller side the power is wI, w the product of all entries with the corner; for
+    the other side, if that is larger and w is not 0, a linear system is solved (in the sense of least squares: for some
+    sizes it is singular).
 
     Args:
         M: (m, n).

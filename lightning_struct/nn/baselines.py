@@ -120,17 +120,17 @@ class FastfoodFactors:
 
 
 class Fastfood(StructuredLinear):
-    """A layer with M = S H G Π H B: Fastfood with all three diagonal matrices learned (Le et al. 2013; Yang et al. 2015).
+    """A layer with M = S H G Π H B: Fastfood with three learned diagonal matrices (Le et al. 2013, Yang et al. 2015).
 
     B has n entries, S has m, and G has k = max(m, n): 3n if square. H are orthonormal Walsh-Hadamard transforms of the
-    smallest power of two N ≥ k; between them Π picks k of the N coordinates, in an order that is drawn once. Where n, k or
-    m is less than N, vectors are filled up with zeros before a transform, and cut after it.
+    smallest power of two N ≥ k; between them Π picks k of the N coordinates, in an order that is drawn once. Where n, k
+    or m is less than N, vectors are filled up with zeros before a transform, and cut after it.
 
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
-        init: ``"variance"``: B of random signs, G of N(0, 1), S of the lengths of Gaussian vectors (Le et al.), scaled such
-            that the variance of the input is kept; ``"reference"``: with the scale of the authors' code, whose transforms
-            are not normalised: outputs are some 1000 times larger.
+        init: ``"variance"``: B of random signs, G of N(0, 1), S of the lengths of Gaussian vectors (Le et al.), scaled
+            such that the variance of the input is kept; ``"reference"``: with the scale of the authors' code, whose
+            transforms are not normalised: outputs are some 1000 times larger.
 
     Raises:
         ValueError: a size is not positive, or ``init`` is unknown.
@@ -198,8 +198,8 @@ class Fastfood(StructuredLinear):
 class PrunedLinear(StructuredLinear):
     """A layer whose matrix is zero but at fixed places: the pruning baseline of Thomas et al., Tables 8 and 9.
 
-    ``PrunedLinear.from_linear(linear, parameters=k)`` keeps the k largest weights of a trained layer, to be trained on with
-    that pattern. A new layer has its places at random.
+    ``PrunedLinear.from_linear(linear, parameters=k)`` keeps the k largest weights of a trained layer, to be trained on
+    with that pattern. A new layer has its places at random.
 
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
@@ -241,7 +241,7 @@ class PrunedLinear(StructuredLinear):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw places without repetition, and values from N(0, m/k), which keeps the variance of the input on average."""
+        """Draw places without repetition, and values from N(0, m/k), which keeps the inputs' variance on average."""
         entries = self.in_features * self.out_features
         kept = self.values.numel()
         self.places.copy_(torch.randperm(entries, device=self.places.device)[:kept].sort().values)
@@ -266,7 +266,7 @@ class PrunedLinear(StructuredLinear):
 
 
 def reduced_hidden_units(in_features: int, out_features: int, parameters: int, *, bias: bool = False) -> int:
-    """The number of hidden units with which a dense network has a budget: the baseline RHU of Thomas et al., Tables 8 and 9.
+    """The number of hidden units with which a dense network has a budget: the baseline RHU of Tables 8 and 9.
 
     The smallest width with which in_features → width → out_features has at least ``parameters`` parameters: the output
     layer has a bias, the hidden layer one if ``bias``.

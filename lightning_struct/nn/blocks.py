@@ -12,24 +12,32 @@ from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
 class BlockStructured(nn.Module):
-    """An l x k block matrix of square structured matrices between k and l channels (Thomas et al., section 5.2, F.1). ::
+    """An l x k block matrix of square structured matrices between k and l channels, in place of a convolution.
 
-        BlockStructured(3, 3, 32 * 32, functools.partial(LDRSubdiagonal, rank=16))     # of CIFAR-10's images
-
-    Each block maps a flattened channel to a flattened channel, as the Toeplitz matrix of a filter does.
+    Thomas et al., section 5.2 and Appendix F.1. Each block maps a flattened channel to a flattened channel, as the
+    Toeplitz matrix of a filter does. By Proposition 1(d) the whole is of low displacement rank if its blocks are.
 
     Args:
         in_channels: k.
         out_channels: l.
         size: n, entries of a channel.
-        factory: called as ``factory(n, n, bias=False)`` for each block; makes a :class:`StructuredLinear`, which is then
-            divided by √k, since k blocks are added up.
+        factory: called as ``factory(n, n, bias=False)`` for each block; makes a :class:`StructuredLinear`, which is
+            then divided by √k, since k blocks are added up.
         bias: add a trained vector of n numbers to each channel that comes out, zero at the start.
         device, dtype: of the parameters.
 
     Raises:
         TypeError: the factory makes something else.
         ValueError: a size is not positive.
+
+    Example:
+        >>> from functools import partial
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> layer = BlockStructured(3, 3, 8 * 8, partial(LDRSubdiagonal, rank=2))
+        >>> layer(torch.randn(5, 3, 8, 8)).shape
+        torch.Size([5, 3, 8, 8])
+        >>> layer.weight_parameters, round(layer.compression_ratio, 1)
+        (3456, 10.7)
     """
 
     bias: nn.Parameter | None
@@ -66,7 +74,7 @@ class BlockStructured(nn.Module):
 
     @property
     def weight_parameters(self) -> int:
-        """Trained numbers that the blocks are made of."""
+        """The number of trained numbers that the blocks are made of."""
         return sum(parameter.numel() for parameter in self.blocks.parameters())
 
     @property
@@ -75,13 +83,13 @@ class BlockStructured(nn.Module):
         return self.in_channels * self.out_channels * self.size**2 / self.weight_parameters
 
     def to_dense(self) -> Tensor:
-        """(l n, k n)."""
+        """The block matrix, (l n, k n), with gradients to the parameters."""
         blocks = [block.to_dense() for block in self._structured()]
         rows = [torch.cat(blocks[row : row + self.in_channels], 1) for row in range(0, len(blocks), self.in_channels)]
         return torch.cat(rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, l, ...) for x (batch, k, ...), where ... is (n,), or (height, width) with height * width = n.
+        """The products: (batch, l, ...) for x (batch, k, ...), where ... is (n,) or (height, width) of n entries.
 
         Raises:
             ValueError: x has another shape.

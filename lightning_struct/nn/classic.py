@@ -43,8 +43,8 @@ class LowRankFactors:
 class LowRank(GeneratorLinear):
     """A layer with M = G Hᵀ, of rank r: r (m + n) parameters.
 
-    ``from_linear`` gives the truncated singular value decomposition, the nearest matrix of that rank. A baseline of Thomas
-    et al. (Table 1); among the LDR-TD matrices, by Proposition 2(b).
+    ``from_linear`` gives the truncated singular value decomposition, the nearest matrix of that rank. A baseline of
+    Thomas et al. (Table 1); among the LDR-TD matrices, by Proposition 2(b).
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -79,8 +79,8 @@ class LowRank(GeneratorLinear):
 class ToeplitzLike(GeneratorLinear):
     """A layer with M = Σ_i K(Z_1, g_i) K(Z_-1, h_i)ᵀ, Toeplitz-like: r (m + n) parameters.
 
-    Thomas et al., section 2 and Table 5, by equation (2). Square, these are all matrices whose displacement Z_1 M - M Z_-1,
-    equation (1), has rank r (Sindhwani et al.); the authors' code has corners 0 instead of 1 and -1.
+    Thomas et al., section 2 and Table 5, by equation (2). Square, these are all matrices whose displacement Z_1 M - M
+    Z_-1, equation (1), has rank r (Sindhwani et al.); the authors' code has corners 0 instead of 1 and -1.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -103,7 +103,7 @@ class ToeplitzLike(GeneratorLinear):
         return super()._multiply(x)
 
     def _makes_matrix(self, x: Tensor) -> bool:
-        """Whether M, made row after row, is faster than transforms: not where a compiler makes each row a piece of a graph."""
+        """Whether making M, row after row, is faster than transforms: not for a compiler, as each row is a node."""
         if torch.compiler.is_compiling():
             return False
         return made_matrix_is_faster(self.rows, self.columns, self.rank, x.shape[:-1].numel(), x.device)
@@ -140,9 +140,9 @@ class ToeplitzLike(GeneratorLinear):
 class HankelLike(ToeplitzLike):
     """A layer with M = Σ_i K(Z_1, g_i) K(Z_-1ᵀ, h_i)ᵀ, Hankel-like: r (m + n) parameters.
 
-    Equation (2) of Thomas et al. with A = Z_1 and B = Z_-1: a Toeplitz-like matrix with its columns in reverse order. Table 5
-    has Z_0 for Z_-1. The authors' code reverses the rows, that is the outputs, of a Toeplitz-like matrix instead of the
-    inputs.
+    Equation (2) of Thomas et al. with A = Z_1 and B = Z_-1: a Toeplitz-like matrix with its columns in reverse order.
+    Table 5 has Z_0 for Z_-1. The authors' code reverses the rows, that is the outputs, of a Toeplitz-like matrix
+    instead of the inputs.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -175,8 +175,9 @@ class VandermondeLike(GeneratorLinear):
 
     Thomas et al., Table 5, by equation (2). Vandermonde matrices V[a, b] = v_aᵇ are of rank 1.
 
-    The nodes v (m,) are fixed: the paper counts G and H alone. By default they are Chebyshev's, cos((2a + 1)π / 2m), which
-    cover (-1, 1) such that no power grows; ``init="reference"`` draws them from U(-0.7, 0.7), as the authors' code does.
+    The nodes v (m,) are fixed: the paper counts G and H alone. By default they are Chebyshev's, cos((2a + 1)π / 2m),
+    which cover (-1, 1) such that no power grows; ``init="reference"`` draws them from U(-0.7, 0.7), as the authors'
+    code does.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -221,8 +222,8 @@ class VandermondeLike(GeneratorLinear):
 class CauchyLike(GeneratorLinear):
     """A layer with M[a, b] = (G Hᵀ)[a, b] / (s_a - t_b), Cauchy-like: r (m + n) parameters.
 
-    Thomas et al., Table 5: equation (1) with diag(s) and diag(t), diag(s) M - M diag(t) = G Hᵀ. The nodes s (m,) and t (n,)
-    are fixed. They are the integers 0 to m + n - 1, dealt out evenly to both in turn: for m = n the even and the odd ones.
+    Thomas et al., Table 5: equation (1) with diag(s) and diag(t), diag(s) M - M diag(t) = G Hᵀ. The nodes s (m,) and t
+    (n,) are fixed. They are the integers 0 to m + n - 1, dealt out in turn: for m = n the even and the odd ones.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.

@@ -24,8 +24,9 @@ class GeneratorLinear(StructuredLinear):
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
         rank: r, from 1 to the smaller of both sizes.
-        init: ``"variance"``: G and H from one normal distribution, such that outputs of independent inputs of one variance
-            have that variance on average; ``"reference"``: N(0, 1/(rm)) and N(0, 1/(rn)), as in the authors' code.
+        init: ``"variance"``: G and H from one normal distribution, such that outputs of independent inputs of one
+            variance have that variance on average; ``"reference"``: N(0, 1/(rm)) and N(0, 1/(rn)), as in the authors'
+            code.
         pad: ``"square"`` makes the matrix a part of a square one of size max(m, n), as the authors' code does: inputs
             are filled up with zeros, outputs cut off. It has more parameters. None: rectangular as it is.
 
@@ -89,7 +90,7 @@ class GeneratorLinear(StructuredLinear):
         """Register the parameters or buffers of the operators, where the class has any."""
 
     def _sum_of_squares(self) -> float:
-        """The expectation of ‖M‖² (Frobenius; of what remains of M when it is cut) for r = 1 and G, H of unit variance."""
+        """The expectation of ‖M‖² (Frobenius, after M is cut) for r = 1 and G, H of unit variance."""
         raise NotImplementedError
 
     def _square_to_dense(self) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor:
-    """Fill ``weight`` in place so that every unit has few, strong incoming connections.
+    """Fill ``weight`` in place such that every unit has few, strong incoming connections.
 
     Of the ``in_features`` weights of each unit, ``min(connections, in_features)`` at random places are drawn from
     N(0, std²); the rest is zero. Emirahmetoglu & Stewart, equation (9), after Martens, "Deep learning via Hessian-free
@@ -22,7 +22,12 @@ def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor
         ``weight``.
 
     Raises:
-        ValueError: if ``weight`` is not a matrix, or ``connections`` or ``std`` is not positive.
+        ValueError: ``weight`` is not a matrix, or ``connections`` or ``std`` is not positive.
+
+    Example:
+        >>> layer = torch.nn.Linear(100, 10)
+        >>> (sparse_normal_(layer.weight, connections=15) != 0).sum(1).tolist()
+        [15, 15, 15, 15, 15, 15, 15, 15, 15, 15]
     """
     if weight.ndim != 2:
         raise ValueError(f"weight must be (out_features, in_features), but has shape {tuple(weight.shape)}")

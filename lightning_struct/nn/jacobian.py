@@ -1,4 +1,4 @@
-"""How far a structured matrix moves with its weights."""
+"""Sensitivity of a structured matrix to its weights."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from lightning_struct.nn.structured import StructuredLinear
 
 
 def jacobian_norms(layer: StructuredLinear, iterations: int = 20) -> dict[str, float]:
-    """‖∂M/∂θ‖, the spectral norm of the Jacobian, for each parameter θ of M by its name. An ``nn.Linear`` would have 1.
+    """Spectral norms ‖∂M/∂θ‖ of the Jacobian of the matrix M by each parameter θ. An ``nn.Linear`` would have 1.
 
-    A small step of θ moves M by up to that many times as much (Frobenius norms). Gradients are larger than those of a dense
-    weight by up to the same factor: a step of SGD moves M by up to its square more than the step of a dense weight at the
-    same rate. An entry of G in a Toeplitz-like matrix stands in as many places as there are rows, one of a subdiagonal is a
-    factor of as many.
+    A small step of θ moves M by up to that many times as much (Frobenius norms). Gradients are larger than those of a
+    dense weight by up to the same factor: a step of SGD moves M by up to its square more than that of a dense weight at
+    the same rate. An entry of G in a Toeplitz-like matrix stands in as many places as there are rows, one of a
+    subdiagonal is a factor of as many.
 
     By power iteration from a fixed start, in O(mn) memory. The norms are those at the present weights.
 
     Args:
         layer: any structured layer. Parameters that need no gradient are left out.
         iterations: products with the Jacobian and its transpose. Twenty find the norms to a few per cent.
+
+    Returns:
+        The norm for each parameter, by its name in the layer.
+
+    Example:
+        >>> from lightning_struct.nn import Circulant
+        >>> {name: round(norm, 4) for name, norm in jacobian_norms(Circulant(16, 16)).items()}
+        {'column': 4.0}
     """
     weights = {name: getattr(layer, name) for name in layer.weight_names}
     trained = {name: weight for name, weight in weights.items() if weight is not None and weight.requires_grad}

@@ -37,14 +37,14 @@ Corner = Literal["learned", "zero"]
 class LearnedOperatorLinear(GeneratorLinear):
     """A layer with M = Σ_i K(A, g_i) K(B, h_i)ᵀ and learned operators A and B: Thomas et al., section 3, equation (2).
 
-    The Krylov matrices K(A, v) = [v, Av, A²v, ...] have p = min(m, n) columns. Equation (2) has Bᵀ where B is here. With B
-    subdiagonal, equation (2) spans the Hankel-like matrices; with Bᵀ subdiagonal, as here and in the authors' code, it contains the Toeplitz-like ones. They differ by the order of the
-    outputs.
+    The Krylov matrices K(A, v) = [v, Av, A²v, ...] have p = min(m, n) columns. Equation (2) has Bᵀ where B is here.
+    With B subdiagonal, equation (2) spans the Hankel-like matrices; with Bᵀ subdiagonal, as here and in the authors'
+    code, it contains the Toeplitz-like ones. They differ by the order of the outputs.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
-        corner: ``"learned"``: the corners of A and B are parameters, zero at the start; ``"zero"``: there are none, as it
-            was in the authors' code, which never trained them.
+        corner: ``"learned"``: the corners of A and B are parameters, zero at the start; ``"zero"``: there are none, as
+            it was in the authors' code, which never trained them.
         method: how products are computed, ``"auto"`` or one of ``methods``.
 
     Raises:
@@ -133,9 +133,9 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (center), and Bᵀ for B.
 
     With ``method="auto"`` the fastest method is taken that is exact enough for the values of the operators: see
-    :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it is
-    done at the first of every 100 products in training, when the number of rows has doubled or halved, and after a change
-    between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes the same one.
+    :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it
+    is done at the first of every 100 products in training, when the number of rows has doubled or halved, and after a
+    change between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes the same one.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
@@ -173,8 +173,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return SubdiagonalOperator(self.subdiagonal_a, corner_a), SubdiagonalOperator(self.subdiagonal_b, corner_b)
 
     def log_ranges(self) -> tuple[Tensor, Tensor]:
-        """The detrended log-ranges of A and B, () each: max - min of log|P| less its trend, P the cumulative products of the
-        subdiagonal.
+        """The detrended log-ranges of A and B, () each: max - min of log|P| less its trend, P the cumulative products
+        of the subdiagonal.
 
         By e to its power the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
         """
@@ -238,7 +238,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return self._choice.method
 
     def _has_new_zeros(self, choice: _MethodChoice) -> bool:
-        """Whether the chosen method would divide by a zero. Elsewhere than on a CPU, that is not looked at each time."""
+        """Whether the chosen method would divide by a zero. This is only looked at on a CPU."""
         looks = choice.method.startswith("scaled") and self.G.device.type == "cpu"
         return looks and not bool(self.subdiagonal_a.all() and self.subdiagonal_b.all())
 
@@ -267,13 +267,14 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 class LDRTridiagonal(LearnedOperatorLinear):
     """The LDR-TD layer: A and B are tridiagonal with two corners. (m + n)(r + 3) parameters: 2n(r + 3) if square.
 
-    Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (right), and Bᵀ for B. The class contains all other classes of low displacement rank (Proposition 2). Powers of an operator whose norm is above 1
+    Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (right), and Bᵀ for B. The class contains
+    all other classes of low displacement rank (Proposition 2). Powers of an operator whose norm is above 1
     grow: at large sizes and learning rates they overflow, as they do by the paper's equation.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
-        method: ``"recurrence"`` takes min(m, n) steps one after the other, ``"giant_steps"`` a sixteenth of that with more
-            work in each; ``"auto"``: the first on a CPU, the second elsewhere.
+        method: ``"recurrence"`` takes min(m, n) steps one after the other, ``"giant_steps"`` a sixteenth of that with
+            more work in each; ``"auto"``: the first on a CPU, the second elsewhere.
 
     Raises:
         ValueError: as there.

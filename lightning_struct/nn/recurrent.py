@@ -16,13 +16,11 @@ State = tuple[Tensor, Tensor]
 
 
 class StructuredLSTM(nn.Module):
-    """An LSTM whose input-hidden matrices, and if asked for the hidden-hidden ones, are made by a factory. ::
-
-        StructuredLSTM(128, 128, functools.partial(LDRSubdiagonal, rank=2))
+    """An LSTM whose input-hidden matrices, and if asked for the hidden-hidden ones, are made by a factory.
 
     It is called as ``nn.LSTM``, with outputs and states as of that one, and computes the same if its matrices are the
-    same: the equations of the paper's appendix F.2, with one bias in each gate where ``nn.LSTM`` has the sum of two. The
-    input-hidden products of all steps are taken at once.
+    same: the equations of Thomas et al., Appendix F.2, with one bias in each gate where ``nn.LSTM`` has the sum of two.
+    The input-hidden products of all steps are taken at once.
 
     Args:
         input_size: features of the inputs.
@@ -34,13 +32,21 @@ class StructuredLSTM(nn.Module):
         batch_first: inputs and outputs are (batch, steps, ...) where else they are (steps, batch, ...).
         dropout: probability for the outputs of every level but the last.
         bidirectional: a second LSTM reads the sequence backwards.
-        gates: ``"separate"``: each of the four gates has a matrix (h, features), as in the paper; ``"joint"``: one matrix
-            (4h, features) for all. The authors' code has ``"joint"`` with ``pad="square"``.
+        gates: ``"separate"``: each of the four gates has a matrix (h, features), as in the paper; ``"joint"``: one
+            matrix (4h, features) for all. The authors' code has ``"joint"`` with ``pad="square"``.
         hidden_factory: likewise for the hidden-hidden matrices; None: ``nn.Linear``.
         device, dtype: of the parameters.
 
     Raises:
         ValueError: a size is not positive, ``dropout`` is no probability, or ``gates`` is unknown.
+
+    Example:
+        >>> from functools import partial
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> lstm = StructuredLSTM(16, 32, partial(LDRSubdiagonal, rank=2))
+        >>> outputs, (h, c) = lstm(torch.randn(7, 3, 16))
+        >>> outputs.shape, h.shape
+        (torch.Size([7, 3, 32]), torch.Size([1, 3, 32]))
     """
 
     def __init__(
@@ -87,7 +93,7 @@ class StructuredLSTM(nn.Module):
         self.to(device=device, dtype=dtype)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """As ``nn.LSTM``.
+        """The outputs of all steps and the last states, as ``nn.LSTM`` gives them.
 
         Args:
             x: (steps, batch, input_size), or (batch, steps, input_size) if ``batch_first``, or (steps, input_size).
@@ -155,11 +161,12 @@ class _Direction(nn.Module):
         self.hidden_hidden = nn.ModuleList(hidden_factory(hidden_size, size, bias=False) for _ in range(count))
 
     def forward(self, x: Tensor, state: State, backwards: bool) -> tuple[Tensor, State]:
-        """(steps, batch, h) for x (steps, batch, features)."""
+        """The outputs (steps, batch, h) for x (steps, batch, features), and the last h and c."""
         h, c = state
         from_inputs = _side_by_side(self.input_hidden, x)
         outputs = []
         for from_input in reversed(from_inputs.unbind()) if backwards else from_inputs.unbind():
+            # Appendix F.2: i, f, g, o; then c' = f * c + i * g and h' = o * tanh(c').
             i, f, g, o = (from_input + _side_by_side(self.hidden_hidden, h)).chunk(4, -1)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             h = torch.sigmoid(o) * torch.tanh(c)
@@ -168,4 +175,5 @@ class _Direction(nn.Module):
 
 
 def _side_by_side(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """The outputs of all layers for x, along the last dimension."""
     return layers[0](x) if len(layers) == 1 else torch.cat([layer(x) for layer in layers], -1)

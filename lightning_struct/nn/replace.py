@@ -1,4 +1,4 @@
-"""Putting structured layers where nn.Linear stood."""
+"""Replacement of the linear layers of a model by structured ones."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ def replace_linear(
 
     Raises:
         ValueError: nothing is replaced, or a name, a pattern or a module of ``include`` or ``exclude`` is not in the model.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> model = replace_linear(model, functools.partial(LowRank, rank=3), exclude="2")
+        >>> [type(layer).__name__ for layer in model]
+        ['LowRank', 'ReLU', 'Linear']
     """
     included = None if include is None else _Selector("include", include, model)
     excluded = _Selector("exclude", () if exclude is None else exclude, model)
@@ -85,8 +92,16 @@ def replace_linear(
 
 
 def replacement_report(model: nn.Module) -> str:
-    """A table of the structured layers below ``model``: name, layer, parameters, compression ratio, and the relative error
-    of those that were made from a trained layer.
+    """A table of the structured layers below ``model``.
+
+    Its columns are the name, the class, the parameters, those of a dense layer, the compression ratio, and the relative
+    error of those that were made from a trained layer.
+
+    Example:
+        >>> from lightning_struct.nn import Circulant
+        >>> header, row = replacement_report(nn.Sequential(Circulant(64, 64))).splitlines()
+        >>> row.split()
+        ['0', 'Circulant', '64', '4,096', '64.0']
     """
     rows = [("layer", "class", "parameters", "dense", "compression", "error")]
     for name, layer in model.named_modules():
@@ -108,7 +123,7 @@ def replacement_report(model: nn.Module) -> str:
 
 
 def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
-    """Say whose weight a replaced layer had too, such as an embedding's."""
+    """Log the modules that share a weight with a replaced layer, such as an embedding."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -120,7 +135,7 @@ def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
 
 
 class _Selector:
-    """Which modules are meant by names, patterns, modules and functions."""
+    """A selection of modules by names, patterns, modules and functions."""
 
     def __init__(self, argument: str, selections: Selection | Iterable[Selection], model: nn.Module) -> None:
         if isinstance(selections, str | nn.Module) or callable(selections):

@@ -39,12 +39,13 @@ class _CachedMatrix:
 class StructuredLinear(nn.Module, ABC):
     """y = M x + b, where M (out_features, in_features) has few parameters. Put it where ``nn.Linear`` stands.
 
-    Inputs are (..., in_features) with any number of leading dimensions, also none. Under autocast the product is computed
-    in the dtype of the parameters (there is no FFT in half precision) and comes out in autocast's, as of ``nn.Linear``.
+    Inputs are (..., in_features) with any number of leading dimensions, also none. Under autocast the product is
+    computed in the dtype of the parameters (there is no FFT in half precision) and comes out in autocast's, as of
+    ``nn.Linear``.
 
-    In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is kept
-    between calls. It is made anew when a parameter has changed, and dropped by ``train()``, ``eval()`` and ``to()``. A
-    change through ``parameter.data``, which leaves no trace, is seen after the next ``eval()``.
+    In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is
+    kept between calls. It is made anew when a parameter has changed, and dropped by ``train()``, ``eval()`` and
+    ``to()``. A change through ``parameter.data``, which leaves no trace, is seen after the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names`` and defines ``reset_parameters``,
     ``_multiply``, and ``_prepare`` where it has something better to keep than the dense matrix.
@@ -100,9 +101,9 @@ class StructuredLinear(nn.Module, ABC):
     def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int = 200, **options: Any) -> Self:
         """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
 
-        The start is the projection on the class where there is one in closed form (low rank, circulant, pruned), and the
-        truncated singular value decomposition of the displacement for the classes of low displacement rank. From there
-        L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
+        The start is the projection on the class where there is one in closed form (low rank, circulant, pruned), and
+        the truncated singular value decomposition of the displacement for the classes of low displacement rank. From
+        there L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
 
         Args:
             linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
@@ -155,7 +156,7 @@ class StructuredLinear(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """M, (out_features, in_features), computed at each access: for code that reads the weight of an ``nn.Linear``."""
+        """M, (out_features, in_features), computed at each access: for code that reads the weight of a layer."""
         return self.to_dense()
 
     def to_dense(self) -> Tensor:
@@ -223,7 +224,7 @@ class StructuredLinear(nn.Module, ABC):
         """x Mᵀ, with gradients to x and the parameters."""
 
     def _prepare(self, batch: int) -> PreparedMatrix:
-        """M as it is kept in eval mode, for inputs of ``batch`` rows. Called without gradients, with finite parameters."""
+        """M as it is kept in eval mode, for ``batch`` rows. Called without gradients, with finite parameters."""
         return DenseMatrix(self.to_dense())
 
     def _start_near(self, weight: Tensor) -> None:

@@ -104,7 +104,7 @@ def rank(M: Tensor, a: Any, b: Any) -> int:
     return displacement_rank(M, a, b, rtol=1e-9)
 
 
-# ---- the Krylov form ----
+# ---- products of Krylov matrices ----
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -67,7 +67,7 @@ def test_all_methods_agree(cls, methods):
 
 
 @pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
-def test_forms_of_all_methods_are_frozen_and_exported(method):
+def test_matrices_of_all_methods_are_frozen_and_exported(method):
     torch.manual_seed(0)
     layer = randomised(LDRSubdiagonal(100, 130, 2, method=method), 0.01).eval()
     x = torch.randn(2, 100)

@@ -164,7 +164,7 @@ def test_state_and_copies(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_frozen_form_is_exported(name):
+def test_frozen_layer_is_exported(name):
     layer = make(name)
     x = torch.randn(3, 12)
     frozen = layer.freeze()
@@ -182,10 +182,29 @@ def test_frozen_form_is_exported(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_frozen_form_changes_its_dtype(name):
+def test_frozen_layer_changes_its_dtype(name):
     layer = make(name)
     x = torch.randn(3, 12, dtype=torch.float64)
     torch.testing.assert_close(layer.freeze().double()(x), layer.double()(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+# The tensors of frozen layers as version 0.1.0 named them.
+NAMES_OF_0_1_0 = {
+    "toeplitz_like": ["form_weight"],
+    "ldr_sd_padded": ["form_form_matrix"],
+    "low_rank": ["form_G", "form_H"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES_OF_0_1_0)
+def test_frozen_layer_loads_what_version_0_1_0_has_saved(name):
+    source, other = make(name).freeze(), FACTORIES[name](12, 7).freeze()
+    state = nn.Sequential(source).state_dict()
+    tensors = [state.pop(key) for key in list(state) if key != "0.bias"]
+    state |= {f"0.{key}": tensor for key, tensor in zip(NAMES_OF_0_1_0[name], tensors, strict=True)}
+    nn.Sequential(other).load_state_dict(state)
+    x = torch.randn(3, 12)
+    assert torch.equal(other(x), source(x))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,25 +1,25 @@
 """Decisions between ways of computing the same product: which one is the fastest.
 
-A decision rests on sizes, the rank, the rows of the input and the kind of the device, never on entries: whether a method is
-exact enough for the entries of the operators is asked first, in :mod:`~lightning_struct.functional.structured.subdiagonal`.
-Sizes of blocks and chunks within one way stand with that way.
+A decision rests on sizes, the rank, the rows of the input and the kind of the device, never on entries: whether a
+method is exact enough for the entries of the operators is asked first, in
+:mod:`~lightning_struct.functional.structured.subdiagonal`. Sizes of blocks and chunks stand with their way.
 
-The estimates were measured on one CPU thread in float32. On other devices nothing was measured; there, ways with many small
-steps one after the other are avoided, since each step is a launch.
+The estimates were measured on one CPU thread in float32. On other devices nothing was measured; there, ways with many
+small steps one after the other are avoided, since each step is a launch.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Entries of the largest matrix that is formed without being asked for at each step of training: 16 MiB in float32. And of the
-# largest that is kept while weights do not change: 64 MiB.
+# Entries of the largest matrix that is formed without being asked for at each step of training: 16 MiB in float32. And
+# of the largest that is kept while weights do not change: 64 MiB.
 LARGEST_MATRIX = 2048 * 2048
 LARGEST_KEPT_MATRIX = 4096 * 4096
-# Odd factors of the lengths of transforms: the others are powers of two. Measured: larger primes are up to twice as slow.
+# Odd factors of the lengths of transforms, beside powers of two. Measured: larger ones take up to twice as long.
 _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
-# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which two steps
-# with short plans are faster. Measured.
+# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which two
+# steps with short plans are faster. Measured.
 _LONG_PLAN, _FEW_ROWS = 512, 16
 
 
@@ -83,7 +83,7 @@ def made_matrix_is_faster(m: int, n: int, rank: int, batch: int, device: torch.d
 def two_steps_can_be_faster(m: int, n: int, device: torch.device) -> bool:
     """Whether few rows may be multiplied faster by transforms in two steps, as far as sizes and device tell.
 
-    That takes a square matrix of a size that transforms quickly, and a device that plans long transforms anew each time.
+    That takes a square matrix of a size that transforms quickly, and a device that plans each transform anew.
     """
     return device.type == "cpu" and m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN
 
@@ -94,14 +94,14 @@ def rows_are_few(rows: int, rank: int) -> bool:
 
 
 def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:
-    """Whether multiplying by two factors (n, k) and (k, m) in turn takes fewer multiplications than by their product."""
+    """Whether multiplying by factors (n, k) and (k, m) in turn takes fewer multiplications than by their product."""
     return batch * k * (m + n) <= m * n * (k + batch)
 
 
 def choose_tridiagonal_method(device: torch.device) -> str:
     """The method of LDR-TD for a device: ``"recurrence"`` on a CPU, elsewhere ``"giant_steps"``.
 
-    On a CPU both take about as long at small ranks, giant steps longer at large ones, and the recurrence keeps more digits.
+    On a CPU both take about as long at small ranks, giant steps longer at large ones, the recurrence keeps more digits.
 
     Example:
         >>> choose_tridiagonal_method(torch.device("cpu"))

@@ -1,9 +1,10 @@
 """Linear recurrences S_{t+1} = W S_t + F_{t+1}, S_0 = F_0, whose matrix W is tridiagonal and cyclic.
 
 Each entry is made of itself and its two neighbours; the first and the last are neighbours. An entry is a number
-(:class:`TridiagonalArithmetic`) or a block of numbers (:class:`BlockTridiagonalArithmetic`). With F_0 = v and F_t = 0 beyond, S_t = Wᵗv: the
-columns of a Krylov matrix (Thomas et al., Proposition 3). Backwards, cotangents run through the same recurrence with Wᵀ and
-the cotangents of S_t as F_t, from the last t to the first. So one function is its own derivative of any order.
+(:class:`TridiagonalArithmetic`) or a block of numbers (:class:`BlockTridiagonalArithmetic`). With F_0 = v and F_t = 0
+beyond, S_t = Wᵗv: the columns of a Krylov matrix (Thomas et al., Proposition 3). Backwards, cotangents run through the
+same recurrence with Wᵀ and the cotangents of S_t as F_t, from the last t to the first. So one function is its own
+derivative of any order.
 
 Several recurrences, each with its own W, may run in one loop.
 """
@@ -20,13 +21,13 @@ from lightning_struct.functional.denormals import denormals_flushed
 
 
 class CyclicArithmetic(Protocol):
-    """Products with matrices W that are tridiagonal and cyclic, for one way of storing W and the states S_t, (count, ...)."""
+    """Arithmetic of tridiagonal cyclic matrices W, for one way of storing W and the states S_t, (count, ...)."""
 
     columns: int
     """The dimension of the states along which independent columns lie."""
 
     def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
-        """S_new <- W S_old + F_new for each (old, new) of the steps, in turn.
+        """The states, by S_new <- W S_old + F_new for each (old, new) of the steps, in turn.
 
         Args:
             weights: W of each recurrence.
@@ -142,7 +143,7 @@ class _Recurrences(torch.autograd.Function):
 
 
 class TridiagonalArithmetic:
-    """Matrices of numbers, stored as three bands.
+    """Arithmetic of matrices of numbers, stored as three bands.
 
     With n entries and r columns the states are (count, r, n), and W is (3, n): the factors by which entry i takes entry
     i - 1, itself, and entry i + 1.
@@ -150,8 +151,8 @@ class TridiagonalArithmetic:
 
     columns = 1
 
-    # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. Copies of this
-    # many entries need renewing only after as many steps, since what they take from beyond spreads by one entry a step.
+    # The states lie in one buffer with copies of the other end at both ends, so that neighbours are views. Copies of
+    # this many entries need renewing only after as many steps, since what they take from beyond spreads by one a step.
     HALO = 16
 
     def run(self, weights: Sequence[Tensor], states: Sequence[Tensor], steps: list[tuple[int, int]]) -> list[Tensor]:
@@ -200,10 +201,10 @@ class TridiagonalArithmetic:
 
 
 class BlockTridiagonalArithmetic:
-    """Matrices of b x b blocks, stored as rows of three blocks.
+    """Arithmetic of matrices of b x b blocks, stored as rows of three blocks.
 
-    With k blocks and c columns the states are (count, k, b, c), and W is (k, b, 3b): the matrices by which block i takes
-    block i - 1, itself, and block i + 1.
+    With k blocks and c columns the states are (count, k, b, c), and W is (k, b, 3b): the matrices by which block i
+    takes block i - 1, itself, and block i + 1.
     """
 
     columns = 3

@@ -74,7 +74,7 @@ def middle_scale(sides: list[GeneratorSpectra]) -> Tensor:
 
 
 def extended(head: Tensor, tail: Tensor) -> Tensor:
-    """(..., L) for (..., m) and (..., m), with zeros between, L being a length of at least 2m that transforms quickly."""
+    """(..., L) for (..., m) and (..., m), with zeros between: L is a length of at least 2m that transforms quickly."""
     between = transform_length(2 * head.shape[-1]) - 2 * head.shape[-1]
     return torch.cat([head, tail] if not between else [head, head.new_zeros(*head.shape[:-1], between), tail], -1)
 

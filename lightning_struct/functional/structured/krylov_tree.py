@@ -1,12 +1,13 @@
 """Krylov products of a subdiagonal operator with a corner, without division, in O(n log² n).
 
-The recursion of Thomas et al. (Appendix C.2, Algorithm 1; Theorem 1) with a large branching factor: blocks of rows of one size are taken together,
-what one block gives to another d blocks below is a convolution, between the entries of the source that reach its end and d
-segments of t, times the product along the blocks between; inside the smallest blocks the Krylov matrices are formed. The
-levels of the recursion are one to three instead of log₂ n, each one batch of short transforms and one batched matrix product.
+The recursion of Thomas et al. (Theorem 1; Appendix C.2, Algorithm 1) with a large branching factor. Blocks of rows of
+one size are taken together. What one block gives to another d blocks below is a convolution, between the entries of the
+source that reach its end and d segments of t, times the product along the blocks between. Inside the smallest blocks
+the Krylov matrices are formed. There are one to three levels instead of log₂ n, each one batch of short transforms and
+one batched matrix product.
 
-The operator is a circle: node k receives from k - 1 by the factor ``weights[k]``, ``weights[0]`` being the corner. It is
-unrolled into a line, on which a path of fewer than n steps to node k >= 0 starts after k - n: the corner costs nothing.
+The operator is a circle: node k receives from k - 1 by the factor ``weights[k]``, ``weights[0]`` being the corner. It
+is unrolled into a line, on which a path of fewer than n steps to node k >= 0 starts after k - n: the corner is free.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class _Level:
     """One level of the recursion: the transfers between blocks of one size.
 
     Args:
-        transfer: (F, W, r D), of each of W blocks, each rank and each distance d = 1, ..., D: the spectrum of the source in
-            the block d above times the product along the blocks between.
+        transfer: (F, W, r D), of each of W blocks, each rank and each distance d = 1, ..., D: the spectrum of the
+            source in the block d above times the product along the blocks between.
         inlet: (W, c), the product from the start of a block to each of its c nodes.
         smaller: the level of the next smaller blocks; None for the smallest.
     """
@@ -41,7 +42,7 @@ class _Level:
 
 @dataclass(frozen=True)
 class KrylovTree:
-    """The matrices K(A, gᵢ)[:, :p], i = 1, ..., r, in a form to multiply by; made by :meth:`of`.
+    """The matrices K(A, gᵢ)[:, :p], i = 1, ..., r, prepared for products by :meth:`of`.
 
     Args:
         leaves: (N, r c), the first c columns of all matrices as far as they stay in the smallest blocks.
@@ -79,25 +80,25 @@ class KrylovTree:
             level = level.smaller
 
     def matmul(self, t: Tensor) -> Tensor:
-        """Σᵢ K(A, gᵢ) tᵢ, (B, n) for t (B, r, p)."""
+        """Krylov multiplication (Appendix C.2, Proposition 6): Σᵢ K(A, gᵢ) tᵢ, (B, n) for t (B, r, p)."""
         result = _fit(t, self.leaves.shape[1] // self.rank).flatten(1) @ self.leaves.mT
         for level in self._levels():
             block = level.inlet.shape[1]
             distances = level.transfer.shape[2] // self.rank
             segments = _fit(t, (distances + 1) * block).unfold(2, 2 * block, block)
             hats = torch.fft.rfft(segments).flatten(1, 2).permute(2, 1, 0)
-            # Algorithm 1, step 8: what a block gives to one below is a product of polynomials, here a batch of convolutions.
             received = torch.fft.irfft((level.transfer @ hats).permute(2, 1, 0), n=2 * block)[..., block:]
             result = result + (received * level.inlet).flatten(1)
         return result[:, : self.size]
 
     def rmatmul(self, x: Tensor) -> Tensor:
-        """K(A, gᵢ)ᵀ x for all i, (B, r, p) for x (B, n)."""
+        """Krylov transpose multiplication (Appendix C.2, Algorithm 1): all K(A, gᵢ)ᵀ x, (B, r, p) for x (B, n)."""
         x = _fit(x, self.leaves.shape[0])
         result = _fit((x @ self.leaves).unflatten(1, (self.rank, -1)), self.columns)
         for level in self._levels():
             block = level.inlet.shape[1]
             hats = torch.fft.rfft(F.pad(x.unflatten(1, level.inlet.shape) * level.inlet, (block, 0)))
+            # Algorithm 1, step 8: the products of polynomials, here of all pairs of blocks of one level at once.
             segments = torch.fft.irfft((level.transfer.mH @ hats.permute(2, 1, 0)).permute(2, 1, 0), n=2 * block)
             first, second = (half.unflatten(1, (self.rank, -1)).flatten(2) for half in segments.split(block, -1))
             result = result + _fit(F.pad(first, (0, block)) + F.pad(second, (block, 0)), self.columns)
@@ -145,7 +146,7 @@ def _leaves(weights: Tensor, generators: Tensor) -> Tensor:
 def _level(
     weights: Tensor, generators: Tensor, above: int, block: int, parent: int, smaller: _Level | None, *, cyclic: bool
 ) -> _Level:
-    """The level of the blocks of one size: they receive from those above them in their parent, the largest from all above.
+    """The level of the blocks of one size: they receive from those above in their parent, the largest from all.
 
     Args:
         weights, generators: of the line, (above + N,) and (r, above + N).

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 class PreparedMatrix(Protocol):
     """A matrix M (m, n) of weights that do not change, ready for products.
 
-    Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items of the
-    tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them.
+    Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items
+    of the tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them.
     """
 
     def matmul(self, x: Tensor) -> Tensor:

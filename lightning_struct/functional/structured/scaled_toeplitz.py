@@ -1,24 +1,24 @@
 """Products with matrices of low displacement rank by 2 + 2r real Fourier transforms, the operators having no zeros.
 
-M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ, A (m, m) and B (n, n) being subdiagonal with a corner and p = min(m, n). With no zero below the
-diagonal, A = c D Z_f D⁻¹, where D = diag(a) holds the cumulative products of its subdiagonal, divided by c each. So
+M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ, A (m, m) and B (n, n) being subdiagonal with a corner and p = min(m, n). With no zero below
+the diagonal, A = c D Z_f D⁻¹, where D = diag(a) holds the cumulative products of its subdiagonal, divided by c each. So
 
     M = D_a · [ Σᵢ K(Z_f, gᵢ/a) diag(ρ) K(Z_w, hᵢ/b)ᵀ ] · D_b
 
-is a diagonally scaled Toeplitz-like matrix; ρ are the powers of the c of A times the c of B. Multiplying by K(Z_f, g) is the
-circular convolution with [g, 0, f g], of a length of at least 2m, cut to its first m numbers: the corner costs nothing. Its
-transpose is the correlation with the same vector. So the transpose of M is of the same form with the two sides exchanged,
-which is what derivatives rest on.
+is a diagonally scaled Toeplitz-like matrix; ρ are the powers of the c of A times the c of B. Multiplying by K(Z_f, g)
+is the circular convolution with [g, 0, f g], of a length of at least 2m, cut to its first m numbers: the corner costs
+nothing. Its transpose is the correlation with the same vector. So the transpose of M has the same structure, with the
+two sides exchanged, which is what derivatives rest on.
 
 The paper needs log₂ n levels of transforms (Theorem 1); this is one level. The same product is computed in five ways:
 
-- in training, :func:`scaled_toeplitz_matmul`: one autograd function, which works in place, in chunks of rows and ranks, and
-  keeps for its backward pass the spectra that it has computed;
-- its derivatives where those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the same
-  formulas by operations that are differentiable themselves;
+- in training, :func:`scaled_toeplitz_matmul`: one autograd function, which works in place, in chunks of rows and ranks,
+  and keeps for its backward pass the spectra that it has computed;
+- its derivatives where those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the
+  same formulas by operations that are differentiable themselves;
 - under compilers and ``vmap``, :func:`~.scaled_toeplitz_spectra.plain_product`, by such operations too;
-- for weights that do not change, :class:`~.scaled_toeplitz_spectra.ScaledToeplitzSpectra`, from spectra that are kept: for
-  many rows an autograd function in x alone;
+- for weights that do not change, :class:`~.scaled_toeplitz_spectra.ScaledToeplitzSpectra`, from spectra that are kept:
+  for many rows an autograd function in x alone;
 - and for few rows :class:`~.two_step_transform.TwoStepProduct`, by transforms in two steps.
 """
 
@@ -116,7 +116,7 @@ class _TrainingProduct(torch.autograd.Function):
         )
         (of_left, da), (of_right, db) = ((of_spectra[k][k], of_scales[k][k]) for k in (0, -1))
         dx = torch.empty_like(x)
-        # The transpose of M is of the same form.
+        # The transpose of M has the same structure, with the sides exchanged.
         left, right = torch.conj_physical(sides[0].spectra[0]), sides[-1].spectra[-1]
         size, ranks = chunk_sizes(len(x), left, right)
         for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):

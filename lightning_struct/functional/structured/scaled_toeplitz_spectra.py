@@ -1,7 +1,7 @@
 """Scaled Toeplitz-like matrices as spectra: products for weights that do not change, by 2 + 2r transforms.
 
-The product itself, which :mod:`~lightning_struct.functional.structured.scaled_toeplitz` uses in training too, stands here in
-two forms: :func:`plain_product` by operations that are differentiable, and :func:`product_in_place` in little memory.
+The product itself, which :mod:`~lightning_struct.functional.structured.scaled_toeplitz` uses in training too, stands
+here in two ways: :func:`plain_product` by differentiable operations, :func:`product_in_place` in little memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from lightning_struct.functional.structured.generator_spectra import (
 )
 from lightning_struct.functional.structured.two_step_transform import TwoStepProduct
 
-# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken one part after the other.
+# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts.
 _CHUNK = 1 << 19
 
 
 @dataclass(frozen=True)
 class ScaledToeplitzSpectra:
-    """All of x Mᵀ that does not depend on x: a :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """All of x Mᵀ that does not depend on x: a
+    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
 
     Args:
         left: the spectra of [gᵢ/a, 0, f gᵢ/a], (r, F).
@@ -52,7 +53,7 @@ class ScaledToeplitzSpectra:
     def of(
         G: Tensor, H: Tensor, a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
     ) -> ScaledToeplitzSpectra:
-        """The spectra of the matrix of :func:`~lightning_struct.functional.structured.scaled_toeplitz.scaled_toeplitz_matmul`."""
+        """The spectra of the matrix of :func:`~.scaled_toeplitz.scaled_toeplitz_matmul`."""
         sides = [
             GeneratorSpectra.of(*side) for side in by_side((G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner))
         ]
@@ -105,8 +106,8 @@ def product_in_place(
         x, in_scale, right, middle, left: as there.
         m: the outputs.
         ranks: how many are taken at once.
-        kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those of
-            ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
+        kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those
+            of ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
     """
     n, p, in_length, out_length = x.shape[1], middle.shape[0], transformed_length(right), transformed_length(left)
     entry = x.new_empty(x.shape[0], in_length)
@@ -143,10 +144,10 @@ def chunk_sizes(count: int, left: Tensor, right: Tensor) -> tuple[int, int]:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what a step has freed for the next one, as it does once a tensor of 16 to 32 MiB was freed.
+    """Let glibc's malloc keep what a step has freed for the next one, as it does once 16 to 32 MiB were freed.
 
-    Before that it returns a few MiB to the system several times in a step, only to ask for them again: touching fresh memory
-    was a quarter of the time of a step (n = 4096, 64 rows). Elsewhere this does nothing. Once in a process.
+    Before that it returns a few MiB to the system several times in a step, only to ask for them again: touching fresh
+    memory was a quarter of the time of a step (n = 4096, 64 rows). Elsewhere this does nothing. Once in a process.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
@@ -175,7 +176,7 @@ class _InputProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         in_scale, right, middle, left, out_scale = ctx.saved_tensors
-        # The transpose of M is of the same form.
+        # The transpose of M has the same structure, with the sides exchanged.
         dx = _InputProduct.apply(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
         return dx, *(None,) * 5
 

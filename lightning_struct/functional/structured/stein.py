@@ -4,8 +4,8 @@ With A and B subdiagonal plus corner, M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ has the r
 
     M[k] = S[k] + a[k] (b ∘ roll(M[k - 1], 1)),
 
-a being the corner of A followed by its subdiagonal, b that of B. Nothing is divided by, and all entries of M are sums of
-products of paths: exact for any operators, zeros and steep ones among them, in O(mn) operations.
+a being the corner of A followed by its subdiagonal, b that of B. Nothing is divided by, and all entries of M are sums
+of products of paths: exact for any operators, zeros and steep ones among them, in O(mn) operations.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 def stein_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
     """M = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): equation (2) with Bᵀ for B.
 
-    Without a corner of A, the source S of the recurrence is R = G Hᵀ and M[-1] = 0. With one, Aᵐ = w I, w being the product
-    of a, and M - A M Bᵀ = R - w R (Bᵐ)ᵀ if m <= n. So a first sweep, from zero, yields the last row, which holds no path
-    through the corner; a second one starts from there.
+    Without a corner of A, the source S of the recurrence is R = G Hᵀ and M[-1] = 0. With one, Aᵐ = w I, w being the
+    product of a, and M - A M Bᵀ = R - w R (Bᵐ)ᵀ if m <= n. So a first sweep, from zero, yields the last row, which
+    holds no path through the corner; a second one starts from there.
 
     Args:
         a: (m,), the corner of A and its subdiagonal.
@@ -52,8 +52,8 @@ def _cyclic_products(weights: Tensor, count: int) -> Tensor:
     return product
 
 
-# Columns that a row of the recurrence holds twice: so many rows can be computed by one operation each, a view of the row
-# before serving as the rolled one, before the copies must be renewed.
+# Columns that a row of the recurrence holds twice: so many rows can be computed by one operation each, a view of the
+# row before serving as the rolled one, before the copies must be renewed.
 _HALO = 64
 
 

@@ -4,12 +4,12 @@ M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m
 the transpose. Three methods compute the same:
 
 ``"scaled"``
-    With no zero below the diagonal, A = c D Z_w D⁻¹, D holding the cumulative products of its entries, divided by c each.
-    So M is a diagonally scaled Toeplitz-like matrix: one level of Fourier transforms, O(r n log n), where the paper has
-    log₂ n levels (Theorem 1). Digits are lost as the entries of D spread: see :func:`choose_subdiagonal_method`.
-    ``"scaled_float64"`` computes in float64.
+    With no zero below the diagonal, A = c D Z_w D⁻¹, D holding the cumulative products of its entries, divided by c
+    each. So M is a diagonally scaled Toeplitz-like matrix: one level of Fourier transforms, O(r n log n), where the
+    paper has log₂ n levels (Theorem 1). Digits are lost as the entries of D spread: see
+    :func:`choose_subdiagonal_method`. ``"scaled_float64"`` computes in float64.
 ``"dense"``
-    Forms M by its Stein equation, in O(mn), and multiplies by it. Exact for any entries.
+    Makes M by its Stein equation, in O(mn), and multiplies by it. Exact for any entries.
 ``"tree"``
     The paper's recursion over ranges of rows (Appendix C.2, Algorithm 1), with a large branching factor: O(r n log² n),
     without division, exact for any entries.
@@ -108,12 +108,12 @@ def subdiagonal_matmul(
             waits for the device.
 
     Returns:
-        (..., m), in the dtype to which G and x are promoted. Half precision is computed in float32. Where powers of A and B
-        overflow, so does M.
+        (..., m), in the dtype to which G and x are promoted. Half precision is computed in float32. Where powers of A
+        and B overflow, so does M.
 
     Raises:
-        ValueError: shapes do not fit, the method is unknown, or it is ``"scaled"`` and a subdiagonal on the CPU has a zero.
-            (On other devices, looking would mean to wait; there, and under vmap over a subdiagonal, the product is NaN.)
+        ValueError: shapes do not fit, the method is unknown, or it is ``"scaled"`` and a subdiagonal on the CPU has a
+            zero. (On other devices, looking would mean to wait; there, and under vmap over a subdiagonal, it is NaN.)
         TypeError: a tensor does not hold real floating-point numbers.
 
     Example:
@@ -183,7 +183,7 @@ def prepare_subdiagonal(
 
     Args:
         a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
-        method: as there, but ``"auto"`` keeps the matrix itself where multiplying a batch by it is faster than transforms.
+        method: as there, but ``"auto"`` keeps the matrix itself where that is faster than transforms.
         batch: how many rows x will have.
 
     Returns:
@@ -261,7 +261,7 @@ def _exact_scaled_method(
 
 
 def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """The nats by which errors of ``"scaled"`` exceed eps, relative to M, and the nats by which the entries of D spread.
+    """The nats by which errors of ``"scaled"`` exceed eps, relative to M, and the spread of the entries of D, in nats.
 
     Errors are of the size of the largest entry of D and of the corner, over the smallest, of both operators together. M
     is at least as large as its largest path of some length j, which is looked for among a few lengths.

@@ -20,9 +20,9 @@ from lightning_struct.functional.structured.scaled_toeplitz_spectra import Scale
 def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> Tensor:
     """x Mᵀ for M = Σᵢ K(Z_f, gᵢ) K(Z_g, hᵢ)ᵀ, with p = min(m, n) columns in each Krylov matrix.
 
-    This is equation (2) of Thomas et al. with A = Z_f and B = Z_gᵀ: its matrices are Toeplitz-like (section 2, Table 5),
-    Toeplitz matrices among them (r = 2). In 2 + 2r real Fourier transforms, O(r n log n), for each row of x. Differentiable in all tensors,
-    as often as wanted.
+    This is equation (2) of Thomas et al. with A = Z_f and B = Z_gᵀ: its matrices are Toeplitz-like (section 2, Table
+    5), Toeplitz matrices among them (r = 2). In 2 + 2r real Fourier transforms, O(r n log n), for each row of x.
+    Differentiable in all tensors, as often as wanted.
 
     Args:
         G: (m, r).

@@ -1,12 +1,13 @@
 """LDR-TD: matrices of low displacement rank whose operators are tridiagonal with corners (Thomas et al., section 3).
 
-M = Σ_i K(A, g_i) K(B', h_i)ᵀ, with p = min(m, n) columns in each Krylov matrix; A and B' = Bᵀ of equation (2) are both given
-as they multiply. All pr columns of both matrices are computed, O(pr(m + n)) numbers, in one of two ways:
+M = Σ_i K(A, g_i) K(B', h_i)ᵀ, with p = min(m, n) columns in each Krylov matrix; A and B' = Bᵀ of equation (2) are both
+given as they multiply. All pr columns of both matrices are computed, O(pr(m + n)) numbers, in one of two ways:
 
-- ``"recurrence"``: one column after the other, those of both matrices in one loop of p steps, in float64; what is kept of
-  them has the dtype of the arguments.
-- ``"giant_steps"``: 16 columns at once, by blocks of A¹⁶, which reaches no farther than 16 entries: p/16 steps of batched
-  small matrix products, with 16 times the multiplications. For devices on which the number of steps is what takes time.
+- ``"recurrence"``: one column after the other, those of both matrices in one loop of p steps, in float64; what is kept
+  of them has the dtype of the arguments.
+- ``"giant_steps"``: 16 columns at once, by blocks of A¹⁶, which reaches no farther than 16 entries: p/16 steps of
+  batched small matrix products, with 16 times the multiplications. For devices on which the number of steps is what
+  takes time.
 
 Powers of an operator whose norm is above 1 may overflow: the result is then not finite, and no error is raised.
 """
@@ -132,8 +133,8 @@ def _bands(operator: TridiagonalOperator) -> Tensor:
 def _giant_steps(bands: Tensor, v: Tensor, count: int) -> Tensor:
     """v, Av, ..., A^(count - 1)v one after the other: (count r, n) for v (n, r).
 
-    The n entries are cut into k blocks of n/k, rounded up or down; a block that is shorter than the longest ends in a zero.
-    Since no block is shorter than the reach of the power of A, that power is block-tridiagonal and cyclic.
+    The n entries are cut into k blocks of n/k, rounded up or down; a block that is shorter than the longest ends in a
+    zero. Since no block is shorter than the reach of the power of A, that power is block-tridiagonal and cyclic.
     """
     n, r = v.shape
     step = 2 ** (min(GIANT_STEP, n).bit_length() - 1)

@@ -149,7 +149,7 @@ def test_a_tree_of_several_levels():
     assert max(errors.values()) < 1e-12
 
 
-def test_auto_takes_the_scaled_form_for_what_training_yields():
+def test_auto_takes_the_scaled_method_for_what_training_yields():
     for n in (64, 784, 4096):
         inputs, _ = parameters("near one", n, n, 0.7)
         assert choose_subdiagonal_method(*(tensor.float() for tensor in inputs[:4]), rank=1, batch=1) == "scaled"
@@ -166,19 +166,19 @@ def test_auto_takes_the_scaled_form_for_what_training_yields():
         ("zeros", 8192, torch.float64, "tree"),
     ],
 )
-def test_auto_leaves_the_scaled_form_where_it_would_lose_too_much(family, n, dtype, expected):
+def test_auto_leaves_the_scaled_method_where_it_would_lose_too_much(family, n, dtype, expected):
     inputs, _ = parameters(family, n, n, 0.7)
     assert choose_subdiagonal_method(*(tensor.to(dtype) for tensor in inputs[:4]), rank=1, batch=64) == expected
 
 
-def test_auto_forms_the_matrix_for_many_rows_and_a_high_rank():
+def test_auto_makes_the_matrix_for_many_rows_and_a_high_rank():
     inputs, _ = parameters("near one", 256, 256, 0.0)
     assert choose_subdiagonal_method(*inputs[:4], rank=1, batch=1) == "scaled"
     assert choose_subdiagonal_method(*inputs[:4], rank=16, batch=256) == "dense"
 
 
 def test_a_corner_that_dwarfs_the_subdiagonal_is_noticed():
-    """A Z_w with a huge w: the scaled form would lose its digits though the subdiagonal is constant."""
+    """A Z_w with a huge w: the scaled method would lose its digits though the subdiagonal is constant."""
     inputs, u = parameters("ones", 50, 50, 0.7)
     inputs[0], inputs[2] = 1e-6 * inputs[0], 1e-6 * inputs[2]
     errors = relative_errors(
@@ -236,7 +236,7 @@ def test_vmap_over_operators(method):
 
 @pytest.mark.parametrize("method", ["auto", *SUBDIAGONAL_METHODS])
 @pytest.mark.parametrize("shape", [(20, 20), (30, 11)])
-def test_the_prepared_form_computes_the_same(method, shape):
+def test_the_prepared_matrix_computes_the_same(method, shape):
     inputs, _ = parameters("near one", *shape, 0.7)
     prepared = prepare_subdiagonal(*inputs[:6], method=method)
     x = torch.randn(2, 3, shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -244,7 +244,7 @@ def test_the_prepared_form_computes_the_same(method, shape):
 
 
 @pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
-def test_the_prepared_form_can_be_exported(method):
+def test_the_prepared_matrix_can_be_exported(method):
     inputs, _ = parameters("near one", 6, 8, 0.7)
 
     class Layer(torch.nn.Module):
@@ -276,7 +276,7 @@ def test_the_dtype_is_that_of_x_and_g(method):
         assert subdiagonal_matmul(*(tensor.to(dtype) for tensor in inputs), method=method).dtype == dtype
 
 
-def test_the_scaled_form_refuses_a_zero():
+def test_the_scaled_method_refuses_a_zero():
     inputs, _ = parameters("ones", 5, 5, 0.7)
     inputs[2][3] = 0
     for call in (

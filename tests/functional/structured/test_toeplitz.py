@@ -59,7 +59,7 @@ def test_it_is_the_definition(through, dtype, tolerance):
 
 @pytest.mark.parametrize("n", [256, 320, 1000])
 @pytest.mark.parametrize("rank, rows", [(1, 1), (1, 5), (3, 2), (3, 20)])
-def test_the_prepared_form_takes_few_rows_and_many(n, rank, rows):
+def test_the_prepared_matrix_takes_few_rows_and_many(n, rank, rows):
     G, H, x = factors(n, n, rank, rows)
     f, g = 0.7, -0.3
     product = prepare_toeplitz_like(G, H, f, g).matmul(x)
@@ -151,7 +151,7 @@ def test_forward_over_reverse():
     torch.testing.assert_close(hessian, expected)
 
 
-def test_the_prepared_form_can_be_exported():
+def test_the_prepared_matrix_can_be_exported():
     G, H, x = (tensor.float() for tensor in factors(6, 8))
 
     class Layer(torch.nn.Module):

@@ -48,12 +48,12 @@ class SolverIterations(L.Callback):
         shf = pl_module.shf
         inputs, targets = pl_module.inputs_and_targets(batch)
         weights = {name: p.detach() for name, p in pl_module.named_parameters()}
-        l2, damping = shf._l2, shf.damping
+        l2, damping = shf.settings.l2, shf.damping
         model = BatchModel(pl_module, shf.loss, weights, inputs, targets, l2=l2)
         preconditioners = {
             "none": None,
             "diagonal": model.scaling("diagonal", damping, seed=trainer.global_step),
-            "kronecker": shf._make_kronecker(*shf._factors_of(model), damping),
+            "kronecker": shf._preconditioner_of(model).at(damping),
         }
         counts = []
         for preconditioner in preconditioners.values():

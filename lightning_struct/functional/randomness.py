@@ -32,3 +32,14 @@ def restored_random_state(state: RandomState) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         set_random_state(state)
         yield
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers that depend on ``seed`` alone, on the CPU and on ``device``; afterwards the generators go on where they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

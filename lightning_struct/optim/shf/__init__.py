@@ -1,5 +1,12 @@
-"""SHF: stochastic Hessian-free optimization with LSMR."""
+"""SHF: stochastic Hessian-free optimization with LSMR.
 
-from lightning_struct.optim.shf.optimizer import SHF, StepReport
+`optimizer` is Algorithm 1, `settings` its arguments as a value that checks itself, `batch_model` and `objective` the
+least-squares model of a batch and the true objective, `solve` the subproblem, `merit` the end of a solve by validation
+data, `preconditioner` and `kronecker` what the solve is preconditioned with, `report` what a step reports.
+"""
 
-__all__ = ["SHF", "StepReport"]
+from lightning_struct.optim.shf.optimizer import SHF
+from lightning_struct.optim.shf.report import StepReport
+from lightning_struct.optim.shf.settings import Settings
+
+__all__ = ["SHF", "Settings", "StepReport"]

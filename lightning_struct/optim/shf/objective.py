@@ -1,0 +1,122 @@
+"""The objective of one batch, evaluated away from the current weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.collective import all_reduce
+from lightning_struct.functional.losses import GaussNewtonLoss
+from lightning_struct.functional.randomness import RandomState, restored_random_state
+from lightning_struct.functional.stateless import call_with
+from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.samples import Samples
+
+Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
+
+
+class FlatWeights:
+    """Weights by parameter name, and as one flat vector.
+
+    Attributes:
+        by_name: name -> weight.
+        vector: all weights, one after another.
+    """
+
+    def __init__(self, by_name: dict[str, Tensor]) -> None:
+        self.by_name = by_name
+        self._sizes = [p.numel() for p in by_name.values()]
+        self.vector = self.flat(by_name)
+
+    def flat(self, tensors: dict[str, Tensor]) -> Tensor:
+        """A dict of tensors by parameter name as one flat vector."""
+        return torch.cat([tensors[name].reshape(-1) for name in self.by_name])
+
+    def unflat(self, vector: Tensor) -> dict[str, Tensor]:
+        """The inverse of :meth:`flat`, as views."""
+        parts = vector.split(self._sizes)
+        return {name: part.view(p.shape) for (name, p), part in zip(self.by_name.items(), parts, strict=True)}
+
+
+class Objective:
+    """f(w) = mean loss of the batch + ½ l2 ‖w‖², truly evaluated, over all processes.
+
+    Args:
+        module: the network; neither its weights nor its buffers are changed.
+        loss: its mean over samples is f.
+        weights: w.
+        batch: the samples that f is the mean of.
+        held_out: samples of the batch that f leaves out.
+        random_state: the state that random numbers start from in each evaluation on ``batch``, for one dropout mask.
+        l2: weight of ½‖w‖².
+        chunk_size: samples that are evaluated at once; None for all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: GaussNewtonLoss,
+        weights: FlatWeights,
+        batch: Samples,
+        held_out: Samples,
+        random_state: RandomState,
+        *,
+        l2: float,
+        chunk_size: int | None,
+    ) -> None:
+        self._module, self._loss, self._weights = module, loss, weights
+        self._batch, self._held_out, self._random_state = batch, held_out, random_state
+        self._l2, self._chunk_size = l2, chunk_size
+        self._like = weights.vector
+
+    def value_at(self, d: Tensor, step: float = 1.0) -> float:
+        """f(w + s d), with the dropout masks of the linearisation."""
+        weights = self._weights.vector.add(d, alpha=step)
+        total = self._like.new_zeros((), dtype=torch.float64)
+        with restored_random_state(self._random_state):
+            for args, targets, _ in self._batch.chunks(self._chunk_size):
+                total += self._loss.value(self._outputs(weights, args), targets) * len(targets)
+        return all_reduce(total).item() / self._batch.total + self.penalty(weights)
+
+    def merit(self, d: Tensor, batches: Batches) -> float:
+        """φ(d) = f(w + d) on validation data, equation (20): the module in eval mode, without the penalty."""
+        weights = self._weights.vector + d
+        total = self._like.new_zeros(2, dtype=torch.float64)
+        with _eval_mode(self._module):
+            for inputs, targets in batches:
+                if len(targets) == 0:  # its mean is NaN
+                    continue
+                outputs = self._outputs(weights, inputs if isinstance(inputs, tuple) else (inputs,))
+                total[0] += self._loss.value(outputs, targets) * len(targets)
+                total[1] += len(targets)
+        loss, samples = all_reduce(total).tolist()
+        return loss / samples
+
+    def held_out_change(self, d: Tensor) -> float:
+        """f(w + d) - f(w) on the samples that are held out, the module in eval mode."""
+        batches = [(self._held_out.args, self._held_out.targets)]
+        loss = self.merit(d, batches) - self.merit(torch.zeros_like(d), batches)
+        return loss + self.penalty(self._weights.vector + d) - self.penalty(self._weights.vector)
+
+    def penalty(self, weights: Tensor) -> float:
+        """½ l2 ‖w‖² of a flat vector of weights."""
+        return 0.5 * self._l2 * inner(weights, weights).item() if self._l2 else 0.0
+
+    def _outputs(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
+        buffers = {name: b.clone() for name, b in self._module.named_buffers()}
+        return call_with(self._module, {**buffers, **self._weights.unflat(weights)}, args).to(self._like.dtype)
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    training = [layer for layer in module.modules() if layer.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True

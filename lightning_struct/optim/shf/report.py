@@ -1,0 +1,67 @@
+"""The report of one step of SHF."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Report of one iteration of Algorithm 1. Losses are means over the batch of all processes.
+
+    Attributes:
+        loss_before: f at the old weights.
+        loss_after: f at the new weights, on the same batch.
+        reduction_ratio: ρ of section 4.2, on the samples held out where there are any; 0 where no step was taken.
+        step_length: s of the line search; 0 where no step was taken.
+        damping: λ that the accepted direction was computed with.
+        solver_iterations: iterations of the solver, all tries together.
+        stop_reason: why the solver stopped, or ``"line_search"`` or ``"zero_gradient"`` where no step was taken.
+        merits: (solver iteration, validation value) as evaluated during the solve.
+        merit: the validation value at the new weights; None without validation data.
+        gradient_norm: ‖∇f‖ at the old weights.
+        gradient_variance: ‖Var‖₁ of the per-sample gradients; None where samples are coupled by batch normalisation,
+            and for a batch of one.
+        batch_size: samples over all processes, those held out among them.
+        predicted_batch_size: n̂ of the norm test; None where the variance is, or where the gradient is zero.
+        seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
+            evaluated in it; ``"line_search"``; ``"merit"``, after the step).
+    """
+
+    loss_before: float
+    loss_after: float
+    reduction_ratio: float
+    step_length: float
+    damping: float
+    solver_iterations: int
+    stop_reason: str
+    merits: tuple[tuple[int, float], ...]
+    merit: float | None
+    gradient_norm: float
+    gradient_variance: float | None
+    batch_size: int
+    predicted_batch_size: int | None
+    seconds: dict[str, float]
+
+
+class PhaseTimer:
+    """Wall time of one step by phase.
+
+    Attributes:
+        seconds: by name of the phase, in the order of their first entry.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time spent within to a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin

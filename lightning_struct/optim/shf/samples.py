@@ -1,0 +1,98 @@
+"""The samples of one batch, of which each process holds a share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_struct.collective import all_gather_rows, rank
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs and targets on this process, and the number of samples on each process.
+
+    Attributes:
+        args: the module's arguments; of those that are tensors row i belongs to sample i.
+        targets: row i belongs to sample i.
+        counts: samples of each process, by rank.
+    """
+
+    args: tuple[Any, ...]
+    targets: Tensor
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of_batch(inputs: Any, targets: Tensor, device: torch.device) -> Samples:
+        """The checked samples of a batch.
+
+        Args:
+            inputs: this process's share, a tensor (n, ...) or a tuple of the module's arguments.
+            targets: row i belongs to sample i.
+            device: where processes exchange their counts.
+
+        Raises:
+            ValueError: on any process the batch is empty, its rows do not match, or it holds NaN or infinity. All
+                processes raise alike.
+        """
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        tensors = [t for t in (*args, targets) if isinstance(t, Tensor)]
+        rows = len(targets)
+        mismatched = any(len(t) != rows for t in tensors)
+        finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+        shares = all_gather_rows(torch.tensor([rows, mismatched, not finite], device=device)).tolist()
+        for r, (samples, bad_shape, bad_value) in enumerate(shares):
+            where = f" on rank {r}" if len(shares) > 1 else ""
+            if samples == 0:
+                raise ValueError(f"the batch is empty{where}: SHF needs at least one sample on every process")
+            if bad_shape:
+                raise ValueError(f"inputs and targets differ in their number of samples{where}")
+            if bad_value:
+                raise ValueError(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
+        return Samples(args, targets, tuple(count for count, *_ in shares))
+
+    @property
+    def total(self) -> int:
+        """Number of samples over all processes."""
+        return sum(self.counts)
+
+    @property
+    def first_row(self) -> int:
+        """Number of samples on the processes before this one."""
+        return sum(self.counts[: rank()])
+
+    def split(self, counts: tuple[int, ...]) -> tuple[Samples, Samples]:
+        """The first ``counts[r]`` samples of each process r, and the others."""
+        begin, end = slice(counts[rank()]), slice(counts[rank()], None)
+        others = tuple(count - first for count, first in zip(self.counts, counts, strict=True))
+        first = self if counts == self.counts else Samples(self._rows_of_args(begin), self.targets[begin], counts)
+        return first, Samples(self._rows_of_args(end), self.targets[end], others)
+
+    def hold_out(self, share: float) -> tuple[Samples, Samples]:
+        """The samples that the model is made of, and those held out: the last ``share`` of each process.
+
+        Raises:
+            ValueError: the batch is too small for a share above 0.
+        """
+        kept, held_out = self.split(tuple(count - int(share * count) for count in self.counts))
+        if share > 0 and held_out.total == 0:
+            raise ValueError(
+                f"held_out={share} of a batch of {self.total} leaves no sample to measure the reduction ratio on: "
+                "enlarge the batch or the share"
+            )
+        return kept, held_out
+
+    def chunks(self, size: int | None) -> Iterator[tuple[tuple[Any, ...], Tensor, slice]]:
+        """Arguments, targets and rows of this process's samples, ``size`` at a time, or all at once for None."""
+        count = len(self.targets)
+        size = size or count
+        for first in range(0, count, size):
+            rows = slice(first, first + size)
+            yield self._rows_of_args(rows), self.targets[rows], rows
+
+    def _rows_of_args(self, rows: slice) -> tuple[Any, ...]:
+        return tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)

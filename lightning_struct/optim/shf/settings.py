@@ -1,0 +1,166 @@
+"""Settings of SHF: a value that checks itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.functional.gauss_newton import BACKENDS
+from lightning_struct.functional.least_squares import RightPreconditioner
+
+SOLVERS = ("lsmr", "lsqr", "cg")
+PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of :class:`~lightning_struct.optim.SHF`, whose keyword arguments they are and where each is described.
+
+    ``damping``, ``drop``, ``warm_start`` and ``maxiter`` are those of the first step: from then on they are in the
+    optimizer's parameter group.
+
+    Raises:
+        ValueError: a setting out of range, or two that exclude each other. The message names them.
+
+    Example:
+        >>> Settings(damping=10.0).damped_space
+        'y'
+        >>> Settings(damping=0.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: damping must be finite and > 0, got 0.0
+    """
+
+    damping: float
+    drop: float | None = 0.99
+    lower: float = 0.25
+    upper: float = 0.75
+    min_damping: float = 0.0
+    max_damping: float = math.inf
+    solver: str = "lsmr"
+    preconditioner: str | RightPreconditioner | None = "diagonal"
+    damping_center: str = "start"
+    damping_space: str | None = None
+    warm_start: float = 0.7
+    warm_start_growth: float = 1.002
+    max_warm_start: float = 0.95
+    maxiter: int = 150
+    scale_maxiter: bool = True
+    miniter: int = 50
+    recover: int = 100
+    atol: float = 1e-8
+    ftol: float = 1e-7
+    progress_tolerance: float = 5e-4
+    progress_window: int = 10
+    return_best: bool = False
+    armijo: float = 1e-4
+    l2: float = 0.0
+    theta: float = 0.5
+    dataset_size: int | None = None
+    backend: str | None = None
+    chunk_size: int | None = None
+    factor_decay: float = 0.8
+    factor_interval: int = 1
+    max_factor_size: int | None = None
+    exclude_factors: Sequence[str | nn.Module] = ()
+    held_out: float = 0.0
+    curvature_share: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+        self.check_drop(self.drop)
+        self._check_choices()
+        self._check_ranges()
+        self._check_combinations()
+
+    @property
+    def damped_space(self) -> str:
+        """``damping_space``, or where it is not given the one that the other settings allow."""
+        return self.damping_space or ("x" if self._damps_x_only else "y")
+
+    def check_drop(self, drop: float | None) -> None:
+        """Raise ValueError for a ``drop`` that the Levenberg-Marquardt rule has no meaning for."""
+        check_levenberg_marquardt(
+            1.0 if drop is None else drop, self.lower, self.upper, self.min_damping, self.max_damping
+        )
+
+    def adapted_damping(self, damping: float, reduction_ratio: float, drop: float) -> float:
+        """λ of the next step by the Levenberg-Marquardt rule (section 4.2)."""
+        return levenberg_marquardt(
+            damping,
+            reduction_ratio,
+            drop=drop,
+            lower=self.lower,
+            upper=self.upper,
+            min_damping=self.min_damping,
+            max_damping=self.max_damping,
+        )
+
+    @property
+    def _damps_x_only(self) -> bool:
+        # Damping on y around another point than the start needs C itself; an object has only its inverse.
+        is_object = self.preconditioner is not None and not isinstance(self.preconditioner, str)
+        off_start = self.damping_center == "origin" and is_object
+        return self.solver == "cg" or self.l2 > 0 or off_start or self.preconditioner == "kronecker"
+
+    def _check_choices(self) -> None:
+        _check_choice("solver", self.solver, SOLVERS)
+        _check_choice("damping_center", self.damping_center, ("start", "origin"))
+        _check_choice("damping_space", self.damping_space, (None, "y", "x"))
+        _check_choice("backend", self.backend, (None, *BACKENDS))
+        given = self.preconditioner
+        if isinstance(given, str):
+            _check_choice("preconditioner", given, (*PRECONDITIONERS, None))
+        elif given is not None and not (hasattr(given, "solve") and hasattr(given, "solve_transpose")):
+            raise ValueError(f"a preconditioner object needs solve and solve_transpose, got {given!r}")
+
+    def _check_ranges(self) -> None:
+        self._check("l2 atol ftol progress_tolerance miniter recover", ">= 0", lambda value: value >= 0)
+        self._check("maxiter factor_interval progress_window", ">= 1", lambda value: value >= 1)
+        self._check("factor_decay held_out", "in [0, 1)", lambda value: 0 <= value < 1)
+        self._check(
+            "dataset_size chunk_size max_factor_size", ">= 1 or None", lambda value: value is None or value >= 1
+        )
+        self._check("curvature_share", "in (0, 1]", lambda value: 0 < value <= 1)
+        self._check("armijo", "in (0, 1)", lambda value: 0 < value < 1)
+        self._check("theta", "> 0", lambda value: value > 0)
+
+    def _check(self, names: str, rule: str, holds: Callable[[Any], bool]) -> None:
+        for name in names.split():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{name} must be {rule}, got {value}")
+
+    def _check_combinations(self) -> None:
+        if self.curvature_share < 1 and self.solver != "cg":
+            raise ValueError(
+                f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares problem, "
+                "in which gradient and curvature come from the same samples"
+            )
+        if not (0 <= self.warm_start < 1 and 0 <= self.max_warm_start < 1 and self.warm_start_growth >= 1):
+            raise ValueError(
+                "warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got "
+                f"{self.warm_start}, {self.max_warm_start} and {self.warm_start_growth}"
+            )
+        if self.damping_space == "y" and self._damps_x_only:
+            raise ValueError(
+                "damping_space='y' is possible with LSMR and LSQR only, without l2, not with Kronecker factors, and with a "
+                "preconditioner object only around the start; leave it out"
+            )
+
+
+def check_damping(damping: float) -> None:
+    """Raise ValueError for a λ that is not finite and positive."""
+    if not (damping > 0 and math.isfinite(damping)):
+        raise ValueError(f"damping must be finite and > 0, got {damping}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

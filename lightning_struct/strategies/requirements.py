@@ -1,43 +1,88 @@
-"""Requirements of the mixins on a module, its batches and its Trainer."""
+"""Requirements of a mixin on the module, its batches and its Trainer."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
-OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 
+@dataclass(frozen=True)
+class Requirements:
+    """The optimizer of a mixin, and the ends of its error messages.
 
-def pair_of_tensors(batch: Any, name: str, remedy: str) -> tuple[Tensor, Tensor]:
-    """The two tensors of a batch of the module that is called ``name``.
-
-    Raises:
-        MisconfigurationException: the batch is not a sequence of two tensors; the message ends with ``remedy``.
+    Attributes:
+        optimizer: the class of the one optimizer; the mixin is named after it.
+        precision: why the other precisions do not work.
+        automatic: remedy for a module that sets ``automatic_optimization``.
+        batch: remedy for a batch that is not a pair of tensors.
+        optimizers: remedy for other optimizers.
     """
-    if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
-        return batch[0], batch[1]
-    held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
-    raise MisconfigurationException(
-        f"A batch for {name} is a {type(batch).__name__}{held}, not a pair of tensors: {remedy}"
-    )
 
+    optimizer: type[Optimizer]
+    precision: str
+    automatic: str
+    batch: str
+    optimizers: str
 
-def only_optimizer(module: L.LightningModule, kind: type[OptimizerType], remedy: str) -> OptimizerType:
-    """The optimizer that ``configure_optimizers`` returned to the Trainer.
+    @property
+    def mixin(self) -> str:
+        """Name of the mixin."""
+        return f"{self.optimizer.__name__}Optimization"
 
-    Raises:
-        MisconfigurationException: it returned anything but one of this kind; the message ends with ``remedy``.
-    """
-    optimizers = module.trainer.optimizers
-    if len(optimizers) == 1 and isinstance(optimizers[0], kind):
-        return optimizers[0]
-    returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-    raise MisconfigurationException(
-        f"{type(module).__name__} is trained by {kind.__name__}Optimization, which needs exactly one {kind.__name__} from "
-        f"configure_optimizers, but got {returned}: {remedy}"
-    )
+    def check_trainer(self, module: L.LightningModule) -> None:
+        """Refuse a Trainer that the mixin does not work with.
+
+        Raises:
+            MisconfigurationException: another precision, a strategy that shards the weights, or a module that sets
+                ``automatic_optimization``.
+        """
+        if module.trainer.precision not in PRECISIONS:
+            raise MisconfigurationException(
+                f"{self.mixin} does not work with Trainer(precision={module.trainer.precision!r}): {self.precision}. Use "
+                "'bf16-mixed', '32-true' or '64-true'"
+            )
+        refuse_sharded_weights(module.trainer, self.mixin)
+        if module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(module).__name__} sets automatic_optimization=True, but {self.mixin} is manual optimization: "
+                f"{self.automatic}"
+            )
+
+    def only_optimizer(self, module: L.LightningModule) -> Any:
+        """The optimizer that ``configure_optimizers`` returned to the Trainer.
+
+        Raises:
+            MisconfigurationException: it returned anything but one of this class.
+        """
+        optimizers = module.trainer.optimizers
+        if len(optimizers) == 1 and isinstance(optimizers[0], self.optimizer):
+            return optimizers[0]
+        name = self.optimizer.__name__
+        returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        raise MisconfigurationException(
+            f"{type(module).__name__} is trained by {self.mixin}, which needs exactly one {name} from "
+            f"configure_optimizers, but got {returned}: {self.optimizers}"
+        )
+
+    def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor]:
+        """The two tensors of a batch of the module.
+
+        Raises:
+            MisconfigurationException: the batch is not a sequence of two tensors.
+        """
+        if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+            return batch[0], batch[1]
+        held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
+        raise MisconfigurationException(
+            f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: {self.batch}"
+        )

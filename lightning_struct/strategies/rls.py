@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_struct.optim.rls import RLS
-from lightning_struct.strategies.requirements import PRECISIONS, only_optimizer, pair_of_tensors
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+from lightning_struct.strategies.manual import ManualOptimization
+from lightning_struct.strategies.requirements import Requirements
 
 
-class RLSOptimization(L.LightningModule):
+class RLSOptimization(ManualOptimization):
     """Trains a LightningModule by :class:`~lightning_struct.optim.RLS` in manual optimization. Put it before the module's
     own base, and return an RLS::
 
@@ -39,6 +39,13 @@ class RLSOptimization(L.LightningModule):
             weights and P are unchanged.
     """
 
+    _requirements = Requirements(
+        optimizer=RLS,
+        precision="P needs float32 weights, and its steps no GradScaler",
+        automatic="leave the attribute alone, or the mixin out: RLS works in automatic optimization too",
+        batch="define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)",
+        optimizers="return RLS(self), with an auxiliary optimizer within it where one is needed, or leave RLSOptimization out",
+    )
     _own_training_step: Any = None
     _asked_for_loss = False
 
@@ -47,25 +54,6 @@ class RLSOptimization(L.LightningModule):
         if cls.training_step is not RLSOptimization.training_step:
             cls._own_training_step = cls.training_step
             cls.training_step = RLSOptimization.training_step  # type: ignore[method-assign]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.automatic_optimization = False
-
-    def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
-        """How a batch becomes what the network reads and what the loss compares its outputs with.
-
-        Returns:
-            The inputs, and the targets, of the shape of the outputs.
-
-        Raises:
-            MisconfigurationException: the batch is not a sequence of two tensors.
-        """
-        inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
-        if inherited is not None:
-            return inherited(batch)
-        remedy = "define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)"
-        return pair_of_tensors(batch, type(self).__name__, remedy)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """One RLS step on the batch.
@@ -98,20 +86,10 @@ class RLSOptimization(L.LightningModule):
         Raises:
             MisconfigurationException: it returned anything but one RLS.
         """
-        remedy = (
-            "return RLS(self), with an auxiliary optimizer within it where one is needed, or leave RLSOptimization out"
-        )
-        return only_optimizer(self, RLS, remedy)
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "fit":
-            self._rls_check_trainer()
+        return self._requirements.only_optimizer(self)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._rls_check_trainer()
-        _ = self.rls
         if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in self.trainer.lr_scheduler_configs):
             raise MisconfigurationException(
                 "In manual optimization Lightning drops the monitor of ReduceLROnPlateau: leave RLSOptimization out, RLS works "
@@ -123,7 +101,7 @@ class RLSOptimization(L.LightningModule):
         self.rls.remove_hooks()
 
     def _rls_loss(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """Of the module's own training step, or the paper's."""
+        """The loss of the module's own training step, or the paper's, equation (57)."""
         if self._own_training_step is None and _is_missing(super().training_step):
             inputs, targets = self.inputs_and_targets(batch)
             loss = 0.5 * (self(inputs) - targets).square().sum() / len(targets)
@@ -138,23 +116,10 @@ class RLSOptimization(L.LightningModule):
         return output["loss"] if isinstance(output, Mapping) else output
 
     def _rls_step_schedulers(self, interval: str, number: int) -> None:
-        """Step those of an interval, when the Trainer does it in automatic optimization."""
+        """Step the schedulers of an interval, when the Trainer does it in automatic optimization."""
         for config in self.trainer.lr_scheduler_configs:
             if config.interval == interval and number % config.frequency == 0:
                 self.lr_scheduler_step(config.scheduler, None)
-
-    def _rls_check_trainer(self) -> None:
-        if self.trainer.precision not in PRECISIONS:
-            raise MisconfigurationException(
-                f"RLSOptimization does not work with Trainer(precision={self.trainer.precision!r}): P needs float32 weights, "
-                "and its steps no GradScaler. Use 'bf16-mixed', '32-true' or '64-true'"
-            )
-        refuse_sharded_weights(self.trainer, "RLSOptimization")
-        if self.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self).__name__} sets automatic_optimization=True, but RLSOptimization is manual optimization: leave "
-                "the attribute alone, or the mixin out: RLS works in automatic optimization too"
-            )
 
 
 def _is_missing(training_step: Any) -> bool:

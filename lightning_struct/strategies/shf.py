@@ -2,21 +2,19 @@
 
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.optim.shf import SHF, StepReport
-from lightning_struct.strategies.requirements import PRECISIONS, only_optimizer, pair_of_tensors
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+from lightning_struct.strategies.manual import ManualOptimization
+from lightning_struct.strategies.requirements import Requirements
 
 SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iterations")
 
 
-class SHFOptimization(L.LightningModule):
+class SHFOptimization(ManualOptimization):
     """Trains a LightningModule by :class:`~lightning_struct.optim.SHF`. Put it before the module's own base, and return
     an SHF::
 
@@ -44,6 +42,13 @@ class SHFOptimization(L.LightningModule):
             the weights are unchanged.
     """
 
+    _requirements = Requirements(
+        optimizer=SHF,
+        precision="half precision loses its steps, and a float16 GradScaler gives an optimizer no batch",
+        automatic="leave the attribute alone",
+        batch="define inputs_and_targets(self, batch), which returns (inputs, targets)",
+        optimizers="return SHF(self, 'mse', damping=10.0), or leave SHFOptimization out",
+    )
     _replaced_training_step: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -53,29 +58,8 @@ class SHFOptimization(L.LightningModule):
             cls._replaced_training_step = f"{owner.__name__}.training_step"
             cls.training_step = SHFOptimization.training_step  # type: ignore[method-assign]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.automatic_optimization = False
-
-    def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
-        """How a batch becomes what the network reads and what the loss compares its outputs with.
-
-        Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.
-
-        Returns:
-            The inputs, a tensor (n, ...) or a tuple of them, and the targets, row i belonging to row i of the inputs.
-
-        Raises:
-            MisconfigurationException: the batch is not a sequence of two tensors.
-        """
-        inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
-        if inherited is not None:
-            return inherited(batch)
-        remedy = "define inputs_and_targets(self, batch), which returns (inputs, targets)"
-        return pair_of_tensors(batch, type(self).__name__, remedy)
-
     def on_shf_step(self, report: StepReport) -> None:
-        """Called after each step with what it did; override it to look at more than is logged."""
+        """Called after each step with its report; override it to look at more than is logged."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One SHF iteration on the batch.
@@ -94,7 +78,7 @@ class SHFOptimization(L.LightningModule):
         return torch.tensor(report.loss_before, device=self.device)
 
     def gradient_statistics(self) -> GradientStatistics | None:
-        """Of the last step's batch; None before the first step of this fit."""
+        """Statistics of the last step's batch; None before the first step of this fit."""
         report = self.shf.report
         if report is None:
             return None
@@ -112,33 +96,13 @@ class SHFOptimization(L.LightningModule):
         Raises:
             MisconfigurationException: it returned anything but one SHF.
         """
-        return only_optimizer(self, SHF, "return SHF(self, 'mse', damping=10.0), or leave SHFOptimization out")
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "fit":
-            self._shf_check_trainer()
+        return self._requirements.only_optimizer(self)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._shf_check_trainer()
-        _ = self.shf
         if self._replaced_training_step is not None:
             rank_zero_info(
                 f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step after it"
-            )
-
-    def _shf_check_trainer(self) -> None:
-        if self.trainer.precision not in PRECISIONS:
-            raise MisconfigurationException(
-                f"SHFOptimization does not work with Trainer(precision={self.trainer.precision!r}): half precision loses its "
-                "steps, and a float16 GradScaler gives an optimizer no batch. Use 'bf16-mixed', '32-true' or '64-true'"
-            )
-        refuse_sharded_weights(self.trainer, "SHFOptimization")
-        if self.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self).__name__} sets automatic_optimization=True, but SHFOptimization is manual optimization: "
-                "leave the attribute alone"
             )
 
     def _shf_log_step(self, report: StepReport) -> None:

@@ -1,0 +1,45 @@
+"""The part that the mixins share: manual optimization by one optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import lightning as L
+from torch import Tensor
+
+from lightning_struct.strategies.requirements import Requirements
+
+
+class ManualOptimization(L.LightningModule):
+    """Base of the mixins, which say by ``_requirements`` what they need."""
+
+    _requirements: ClassVar[Requirements]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
+        """How a batch becomes what the network reads and what the loss compares its outputs with.
+
+        Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.
+
+        Returns:
+            The inputs, a tensor (n, ...) or for SHF also a tuple of them, and the targets, row i belonging to row i of the
+            inputs.
+
+        Raises:
+            MisconfigurationException: the batch is not a sequence of two tensors.
+        """
+        inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
+        return self._requirements.pair_of_tensors(self, batch) if inherited is None else inherited(batch)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self._requirements.check_trainer(self)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._requirements.check_trainer(self)
+        self._requirements.only_optimizer(self)

@@ -16,9 +16,16 @@ from lightning_struct.functional.vectors import Vector, dot, leaves, norm, struc
 
 @dataclass(frozen=True)
 class ConjugateGradientResult:
-    """What a solve ended with: ``quadratic`` is ½ xᵀB x - bᵀx; ``stop_reason`` one of ``"progress"`` (Martens' rule),
-    ``"residual"``, ``"zero_gradient"``, ``"curvature"`` (B is not positive definite along a direction), ``"callback"``,
-    ``"maxiter"``."""
+    """End of a solve by :func:`conjugate_gradient`.
+
+    Attributes:
+        x: the solution, structured like ``b``.
+        iterations: iterations done; each took one product with B.
+        residual_norm: ‖b - B x‖, by the recurrence.
+        quadratic: ½ xᵀB x - bᵀx.
+        stop_reason: ``"progress"`` (Martens' rule), ``"residual"``, ``"zero_gradient"`` (the start solves the system),
+            ``"curvature"`` (B is not positive definite along a direction), ``"callback"``, or ``"maxiter"``.
+    """
 
     x: Any
     iterations: int
@@ -59,6 +66,11 @@ def conjugate_gradient(
     Raises:
         ValueError: an option out of range, or a vector of the wrong structure.
         FloatingPointError: a product returned NaN or infinity.
+
+    Example:
+        >>> B = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> conjugate_gradient(B.matmul, torch.tensor([2.0, 8.0])).x.round(decimals=3)
+        tensor([1., 2.])
     """
     if progress_window < 1:
         raise ValueError(f"progress_window must be >= 1, got {progress_window}")

@@ -15,7 +15,7 @@ def levenberg_marquardt(
     min_damping: float = 0.0,
     max_damping: float = math.inf,
 ) -> float:
-    """The next λ (section 4.2 and Algorithm 1): λ/drop where ρ < lower, drop·λ where ρ > upper, else λ.
+    """The next λ (SHF paper, section 4.2 and Algorithm 1): λ/drop where ρ < lower, drop·λ where ρ > upper, else λ.
 
     Args:
         damping: λ > 0.
@@ -26,7 +26,12 @@ def levenberg_marquardt(
         upper: above it the model is trusted more; lower <= upper.
         min_damping: λ is never set below it.
         max_damping: λ is never set above it.
+
+    Example:
+        >>> [levenberg_marquardt(10.0, ratio, drop=0.5) for ratio in (0.1, 0.5, 0.9)]
+        [20.0, 10.0, 5.0]
     """
+    # λ <- λ/drop if ρ < 1/4, drop·λ if ρ > 3/4 (section 4.2)
     if math.isnan(reduction_ratio) or reduction_ratio < lower:
         damping = damping / drop
     elif reduction_ratio > upper:

@@ -38,7 +38,7 @@ class RightPreconditioner(Protocol):
 
 @dataclass(frozen=True)
 class LeastSquaresResult:
-    """What a solve ended with.
+    """End of a solve by :func:`lsmr` or :func:`lsqr`.
 
     Attributes:
         x: the solution, structured like ``x0`` (in the space of x, whatever the preconditioner).
@@ -74,7 +74,8 @@ def lsmr(
 ) -> LeastSquaresResult:
     """Solve min ‖A x - b‖² + damp² ‖x - center‖² by LSMR (Fong & Saunders 2011; Algorithm 6 of the SHF paper).
 
-    The norm of the normal residual falls at every step, and with it the residual, so stopping early is safe.
+    The norm of the normal residual (equation (17)) falls at every step, and with it the residual, so stopping early is
+    safe.
 
     Args:
         matvec: x -> A x, structured like ``b``.
@@ -83,7 +84,7 @@ def lsmr(
         damp: λ >= 0.
         x0: where to start; zero if not given.
         damping_center: ``"start"``: the damping pulls to ``x0`` (SciPy's meaning and Algorithm 6's); ``"origin"``: to 0
-            (equation 18); or a vector structured like x.
+            (equation (18)); or a vector structured like x.
         preconditioner: the vector c of Algorithm 3 (x = c∘y), or an object with ``solve`` and ``solve_transpose``
             for C (x = C⁻¹ y). ``x0`` and the result are always in the space of x.
         damping_space: ``"y"``: the damping is on y, as in the paper; ``"x"``: on x. No difference without preconditioner.
@@ -101,6 +102,11 @@ def lsmr(
     Raises:
         ValueError: an option out of range, or a vector of the wrong structure.
         FloatingPointError: a product returned NaN or infinity.
+
+    Example:
+        >>> A = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+        >>> lsmr(A.matmul, A.T.matmul, torch.tensor([2.0, 8.0, 1.0])).x.round(decimals=3)
+        tensor([1., 2.])
     """
     problem = _Problem(matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce)
     return _iterate(problem, _lsmr_steps, maxiter, atol, btol, callback)
@@ -126,6 +132,11 @@ def lsqr(
 
     Its iterates have the lowest residual in the Krylov space; the arguments, the result and the errors are those of
     :func:`lsmr`.
+
+    Example:
+        >>> A = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> lsqr(A.matmul, A.T.matmul, torch.tensor([2.0, 8.0])).x.round(decimals=3)
+        tensor([1., 2.])
     """
     problem = _Problem(matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce)
     return _iterate(problem, _lsqr_steps, maxiter, atol, btol, callback)
@@ -265,7 +276,7 @@ class _Problem:
 
 
 class _Bidiagonalisation:
-    """Golub-Kahan: β₁u₁ = r0, α₁v₁ = Aᵀu₁; then β u ← A v - α u, α v ← Aᵀu - β v, all of unit norm."""
+    """Golub-Kahan (Algorithm 6): β₁u₁ = r0, α₁v₁ = Aᵀu₁; then β u ← A v - α u, α v ← Aᵀu - β v, all of unit norm."""
 
     def __init__(self, problem: _Problem) -> None:
         self._problem = problem
@@ -296,7 +307,7 @@ class _Bidiagonalisation:
 
 @dataclass
 class _State:
-    """What the stopping rules read after a step."""
+    """Norms that the stopping rules read after a step."""
 
     residual_norm: float
     normal_residual_norm: float
@@ -305,7 +316,7 @@ class _State:
 
 
 def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
-    """Fong & Saunders (2011), section 2.8 and 5; ``z`` is updated in place. Names follow the paper: c, s, ρ, ζ, θ."""
+    """LSMR (Algorithm 6; Fong & Saunders 2011, sections 2.8 and 5); ``z`` is updated in place. The names are theirs."""
     alpha, beta = process.alpha, process.beta
     alpha_bar, zeta_bar = alpha, alpha * beta
     # Algorithm 6 sets rho_0 = 0, which divides by zero at k = 1; Fong & Saunders have rho_0 = 1.
@@ -319,23 +330,28 @@ def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         process.advance()
         alpha, beta = process.alpha, process.beta
 
+        # Algorithm 6, "construct rotation P̂": the damping.
         alpha_hat = math.hypot(alpha_bar, damp)
         c_hat, s_hat = (alpha_bar / alpha_hat, damp / alpha_hat) if alpha_hat else (1.0, 0.0)
+        # "Construct and apply rotation P".
         rho_old, rho = rho, math.hypot(alpha_hat, beta)
         c, s = alpha_hat / rho, beta / rho
         theta_new, alpha_bar = s * alpha, c * alpha
 
+        # "Construct and apply rotation P̄".
         rho_bar_old, zeta_old = rho_bar, zeta
         theta_bar, rho_temp = s_bar * rho, c_bar * rho
         rho_bar = math.hypot(rho_temp, theta_new)
         c_bar, s_bar = rho_temp / rho_bar, theta_new / rho_bar
         zeta, zeta_bar = c_bar * zeta_bar, -s_bar * zeta_bar
 
+        # "Update h̄, x, h".
         for x_, h_, hb, v in zip(z, h, h_bar, process.v, strict=True):
             torch.sub(h_, hb, alpha=theta_bar * rho / (rho_old * rho_bar_old), out=hb)
             x_.add_(hb, alpha=zeta / (rho * rho_bar))
             torch.sub(v, h_, alpha=theta_new / rho, out=h_)
 
+        # The estimate of ‖r̄‖ of equation (19).
         beta_acute, beta_check = c_hat * beta_dd, -s_hat * beta_dd
         beta_hat, beta_dd = c * beta_acute, -s * beta_acute
         theta_tilde_old = theta_tilde
@@ -355,7 +371,7 @@ def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
 
 
 def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
-    """Paige & Saunders (1982), section 5, with the damping rotated in; ``z`` is updated in place."""
+    """LSQR (Paige & Saunders 1982, section 5), with the damping rotated in; ``z`` is updated in place."""
     rho_bar, phi_bar, undamped = process.alpha, process.beta, 0.0
     w = [t.clone() for t in process.v]
     frobenius = process.alpha**2 + damp * damp
@@ -406,6 +422,7 @@ def _iterate(
     if maxiter > 0:
         for iteration, state in enumerate(steps(process, problem.damp, z), start=1):
             small = state.operator_norm * state.residual_norm
+            # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
             if state.normal_residual_norm <= atol * small or state.normal_residual_norm <= _EPS * small:
                 reason = "normal_residual"
             elif state.residual_norm <= btol * right_hand_side_norm + atol * state.operator_norm * state.z_norm:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LineSearchResult:
-    """``step_length`` s and the ``value`` there; s = 0 and the value at 0 where no step was good enough."""
+    """End of a line search.
+
+    Attributes:
+        step_length: s; 0 where no step was good enough.
+        value: f(w + s d).
+        evaluations: values looked at, a known ``first_value`` among them.
+    """
 
     step_length: float
     value: float
@@ -26,7 +32,7 @@ def armijo(
     max_backtracks: int = 30,
     first_value: float | None = None,
 ) -> LineSearchResult:
-    """Backtrack from s = 1 until function(s) <= value + alpha s slope (Algorithm 1).
+    """Backtrack from s = 1 until function(s) <= value + alpha s slope (Armijo; Algorithm 1 of the SHF paper).
 
     A value that is NaN or infinite is not good enough.
 
@@ -41,6 +47,10 @@ def armijo(
 
     Raises:
         ValueError: d is not a descent direction, or an argument is out of range.
+
+    Example:
+        >>> armijo(lambda s: (1 - 4 * s) ** 2, value=1.0, slope=-8.0)  # f(w) = w² from w = 1 along d = -4
+        LineSearchResult(step_length=0.25, value=0.0, evaluations=3)
     """
     if not slope < 0:
         raise ValueError(f"the slope along the direction must be negative, got {slope}: it is no descent direction")
@@ -51,6 +61,7 @@ def armijo(
     step = 1.0
     for evaluation in range(1, max_backtracks + 2):
         trial = first_value if evaluation == 1 and first_value is not None else function(step)
+        # f(w + s d) <= f(w) + α s d·∇f(w) (section 4, Algorithm 1)
         if math.isfinite(trial) and trial <= value + alpha * step * slope:
             return LineSearchResult(step, trial, evaluation)
         step *= shrink

@@ -18,7 +18,7 @@ from lightning_struct.functional.vectors import inner
 
 @runtime_checkable
 class GaussNewtonLoss(Protocol):
-    """What SHF asks of a loss. ``outputs`` are (n, ...), ``targets`` whatever the loss reads; sample i is row i."""
+    """A loss as SHF needs it. ``outputs`` are (n, ...), ``targets`` whatever the loss reads; sample i is row i."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over the n samples, a scalar tensor (float64 where rounding matters)."""
@@ -34,10 +34,15 @@ class GaussNewtonLoss(Protocol):
 
 
 class SquaredError:
-    """½‖outputs - targets‖², summed over everything but the batch and averaged over samples (section 3)."""
+    """½‖outputs - targets‖², summed over everything but the batch and averaged over samples (SHF paper, section 3).
+
+    Example:
+        >>> SquaredError().value(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2, 2))  # ½ (5 + 25)/2
+        tensor(7.5000, dtype=torch.float64)
+    """
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        residual = self.residual(outputs, targets)
+        residual = self.residual(outputs, targets)  # f_i = ½ r_iᵀr_i (section 3)
         return 0.5 * inner(residual, residual) / outputs.shape[0]
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -59,6 +64,10 @@ class CrossEntropy:
 
     Targets are class indices (n, ...) or probabilities shaped like the logits. S = diag(√p) - p√pᵀ and r = (p - y)/√p,
     so that S r = p - y; √p is bounded from below. The paper trains autoencoders only; this makes SHF train classifiers.
+
+    Example:
+        >>> CrossEntropy().value(torch.zeros(2, 4), torch.tensor([0, 3]))  # log 4
+        tensor(1.3863, dtype=torch.float64)
     """
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -110,7 +119,8 @@ class CrossEntropy:
 
 
 def get_loss(loss: str | GaussNewtonLoss) -> GaussNewtonLoss:
-    """``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`), or an object of the same methods.
+    """The loss of a name: ``"mse"`` (:class:`SquaredError`) or ``"cross_entropy"`` (:class:`CrossEntropy`); an object with
+    their methods as it is.
 
     Raises:
         ValueError: an unknown name.

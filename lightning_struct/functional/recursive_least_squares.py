@@ -1,8 +1,12 @@
-"""The inverse autocorrelation matrix P of recursive least squares (Zhang et al., equations 37 to 39 and 94 to 96).
+"""The inverse autocorrelation matrix P of recursive least squares (Zhang et al.).
 
-Of one trained matrix with d inputs, P is d x d; ``groups`` of outputs that read different inputs have one each. Everything
-here has the groups in the first dimension. The last ``constants`` of the d inputs are those of the biases: they are kept
-apart from the others, the features, where matrices are multiplied, so that weights and biases need not be joined.
+    u = P x̄                        equations (38), (54), (85), (95)
+    h = λ + kT x̄·u                 equations (39), (55), (86), (96), T = 1 but for sequences
+    P ← P/λ - kT/(λh) u uᵀ         equations (37), (53), (84), (94)
+
+The P of one trained matrix with d inputs is d x d; ``groups`` of outputs that read different inputs have one each. All
+tensors here have the groups in the first dimension. The last ``constants`` of the d inputs are those of the biases: they
+are kept apart from the others, the features, where matrices are multiplied, so that weights and biases need not be joined.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Of P where λ < 1; it starts at 1.
+# Bound on the diagonal of P where λ < 1; it starts at 1.
 LARGEST_DIAGONAL = 2.0
 
 
@@ -25,13 +29,13 @@ class InverseAutocorrelation(Protocol):
         """λ."""
 
     def apply(self, mean: Tensor) -> Tensor:
-        """u = P x̄: (groups, d) of (groups, d)."""
+        """u = P x̄, (groups, d), of x̄, (groups, d): equation (54)."""
 
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         """Rows times P: (groups, r, d - m) and (groups, r, m) of rows [features, constants] of the same shapes."""
 
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
-        """Replace A by λA + w x̄x̄ᵀ, in place.
+        """Replace A by λA + w x̄x̄ᵀ, equations (35) and (74), and so P by that of equation (53), in place.
 
         Args:
             mean: x̄, (groups, d).
@@ -42,13 +46,20 @@ class InverseAutocorrelation(Protocol):
 
 
 def gain(mean: Tensor, applied: Tensor, weight: float, forgetting: float) -> Tensor:
-    """h = λ + w x̄·u, (groups,), by which the step and the update are divided.
+    """h = λ + w x̄·u, (groups,), by which the step and the update are divided: equations (55) and (96).
 
     Args:
         mean: x̄, (groups, d).
         applied: u = P x̄, (groups, d).
         weight: w = kT.
         forgetting: λ.
+
+    Example:
+        >>> mean = torch.tensor([[1.0, 2.0]])
+        >>> inverse = FullInverse.identity(1, 2, mean)
+        >>> applied = inverse.apply(mean)  # P₀ = I
+        >>> gain(mean, applied, weight=0.1, forgetting=1.0)  # 1 + 0.1 · 5
+        tensor([1.5000])
     """
     return forgetting + weight * torch.linalg.vecdot(mean, applied)
 
@@ -82,7 +93,7 @@ class FullInverse:
         )
 
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
-        v = applied * (weight / gain).sqrt()[:, None]
+        v = applied * (weight / gain).sqrt()[:, None]  # P ← P - (kT/h) u uᵀ, equation (53) with λ = 1
         self.matrix.addcmul_(v[:, :, None], v[:, None, :], value=-1)
 
 

@@ -15,13 +15,7 @@ from lightning_struct.strategies.requirements import Requirements
 
 class RLSOptimization(ManualOptimization):
     """Trains a LightningModule by :class:`~lightning_struct.optim.RLS` in manual optimization. Put it before the module's
-    own base, and return an RLS::
-
-        class LitNet(RLSOptimization, L.LightningModule):
-            ...
-
-            def configure_optimizers(self):
-                return RLS(self, momentum=0.5)
+    own base, and return an RLS from ``configure_optimizers``.
 
     Every batch is one step and counts once in ``global_step``. The loss is the one that the module's own ``training_step``
     returns. A module without one is trained by that of the paper, ½‖outputs - targets‖² averaged over samples, of
@@ -37,6 +31,21 @@ class RLSOptimization(ManualOptimization):
             ``ReduceLROnPlateau``, or anything but one RLS from ``configure_optimizers``.
         ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers; the
             weights and P are unchanged.
+
+    Example:
+        >>> import torch
+        >>> class LitNet(RLSOptimization, L.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = torch.nn.Linear(3, 2)
+        ...
+        ...     def forward(self, inputs):
+        ...         return self.layers(inputs)
+        ...
+        ...     def configure_optimizers(self):
+        ...         return RLS(self, momentum=0.5)
+        >>> LitNet().automatic_optimization
+        False
     """
 
     _requirements = Requirements(

@@ -16,13 +16,7 @@ SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iteratio
 
 class SHFOptimization(ManualOptimization):
     """Trains a LightningModule by :class:`~lightning_struct.optim.SHF`. Put it before the module's own base, and return
-    an SHF::
-
-        class LitNet(SHFOptimization, L.LightningModule):
-            ...
-
-            def configure_optimizers(self):
-                return SHF(self, "mse", damping=10.0)
+    an SHF from ``configure_optimizers``.
 
     Every batch is one iteration of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. Logged in
     each step are ``train_loss`` (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``,
@@ -40,6 +34,21 @@ class SHFOptimization(ManualOptimization):
             anything but one SHF from ``configure_optimizers``.
         ValueError: in a step, for NaN or infinity in the batch, the outputs or the loss, with the index of the batch;
             the weights are unchanged.
+
+    Example:
+        >>> import lightning as L
+        >>> class LitNet(SHFOptimization, L.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = torch.nn.Linear(3, 2)
+        ...
+        ...     def forward(self, inputs):
+        ...         return self.layers(inputs)
+        ...
+        ...     def configure_optimizers(self):
+        ...         return SHF(self, "mse", damping=10.0)
+        >>> LitNet().automatic_optimization
+        False
     """
 
     _requirements = Requirements(

@@ -11,14 +11,14 @@ from torch import Tensor
 class MeritStopping:
     """A solver callback that evaluates a merit function over growing intervals of iterations (section 5).
 
-    Stops at iteration k when k > ``miniter`` and either the merit is the lowest so far but fell by less than ``ftol`` of
+    It stops at iteration k when k > ``miniter`` and either the merit is the lowest so far but fell by less than ``ftol`` of
     itself per iteration since the last evaluation, or it is not the lowest and was lowest more than ``recover``
     iterations ago.
 
     Args:
         merit: x -> φ(x).
         start: φ at the start of the solve.
-        maxiter: of the solver; the last iterate is always evaluated.
+        maxiter: bound on the solver's iterations; the last iterate is always evaluated.
         miniter: no stop before it.
         recover: iterations that the merit is given to fall below its minimum again.
         ftol: relative decrease per iteration.
@@ -59,6 +59,7 @@ class MeritStopping:
                 self.best = x
         lowest = value == self._lowest
         # Algorithm 6 divides by an undefined f_val here; the text of section 5 has f_k, the value of this iteration.
+        # (f_prev - f_k)/f_k < (k - k_prev) ftol, and k > k_min + recover (section 5)
         stagnates = lowest and self._previous_value - value < (iteration - self._previous) * self._ftol * value
         rises = not lowest and iteration > self._lowest_at + self._recover
         self._next = min(math.ceil(1.25 * self._next), self._maxiter)

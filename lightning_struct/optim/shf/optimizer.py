@@ -422,8 +422,8 @@ class SHF(torch.optim.Optimizer):
 
     @property
     def _memory(self) -> dict[str, Any]:
-        """What a resumed run needs beside the values of the group: under a string key, since torch casts the state of a
-        parameter to that parameter's dtype when it is loaded."""
+        """State that a resumed run needs beside the values of the group. It is under a string key: torch casts the state of
+        a parameter to that parameter's dtype when it is loaded."""
         return self.state.setdefault("shf", {"steps": 0, "largest_batch": 0, "direction": None})  # type: ignore[call-overload]
 
     def _seed(self, purpose: str) -> int:

@@ -835,6 +835,13 @@ def test_a_zero_gradient_is_a_warning_and_no_step() -> None:
     assert torch.equal(weights(module), before)
 
 
+def test_a_warning_points_at_the_line_that_called_the_step() -> None:
+    module, (inputs, _) = network(), batch()
+    with pytest.warns(UserWarning, match="gradient of this batch is zero") as caught:
+        SHF(module, "mse", damping=1.0).step(inputs=inputs, targets=module(inputs).detach())
+    assert caught[0].filename == __file__
+
+
 class Lying(SquaredError):
     """Its value has the opposite sign: along a direction of descent it rises."""
 

@@ -1,41 +1,46 @@
-"""SHF against Adam on the paper's autoencoders, both by the recipes that users run.
+"""SHF against Adam and other optimizers on the paper's autoencoders, both by the recipes that users run.
 
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY [--seeds 0 1] [--jobs 2]
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py mnist --data-dir DIRECTORY --seeds 0 --minutes 10
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py curves --seeds 0 --minutes 10
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY --kronecker --cpu-seconds 120
 
-Runs SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), SHF damped around the origin instead of the start (USPS
-only), and Adam over the rates, all from the same sparse start for a seed. With ``--kronecker`` SHF with Kronecker factors
-(``recipes/TASK_autoencoder/kronecker.yaml``), with its guards set by hand and measured, from weak damping, and with the
-curvature of whole batches (MNIST), against Adam at constant and at falling rates (to a hundredth at epoch
-``--adam-epochs``), SGD with momentum, L-BFGS and, where ``pytorch_optimizer`` is installed, SOAP (Shampoo with Adam in its
-eigenbasis), all with its L2 but L-BFGS and SOAP, which have none, and SHF and HF as in the papers; ``--only`` names the
-ways that are run. Each run is a process of its own with one thread, and is skipped where its file is in ``--output``
-already; the tables and the pictures are made of all files that are there. Time is CPU time of the process, which another
-job on the machine changes little. Errors are in full units, ‖x̂ - x‖² averaged over samples, twice those of the paper.
+Without ``--kronecker`` it compares SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), the same with damping around
+the origin instead of the start (USPS only), and Adam at each of ``--rates``. All begin with the same sparse weights for a
+seed. On USPS a seed takes about 40 minutes of one core.
+
+With ``--kronecker`` it compares SHF with Kronecker factors (``recipes/TASK_autoencoder/kronecker.yaml``) with
+
+- variants of itself: guards that measure instead of values set by hand, weak damping at the start, and the curvature of
+  whole batches (MNIST);
+- Adam at constant rates and at rates that fall to a hundredth until epoch ``--adam-epochs``, SGD with momentum, L-BFGS and,
+  where ``pytorch_optimizer`` is installed, SOAP (Shampoo with Adam in its eigenbasis). All have the L2 of SHF but L-BFGS and
+  SOAP, which have none;
+- SHF and HF as in the papers.
+
+``--only`` names the ways that are run. Each way takes ``--cpu-seconds`` a seed: with 120 all of them take about 40 minutes.
+
+Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on where it
+was. Time is CPU time of the process, validations included. Errors are ‖x̂ - x‖² averaged over samples, twice those of the
+paper.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import yaml
+import yaml  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+
+import harness
+from harness import Run
 
 ITERATIONS = (50, 100, 150, 200, 250, 300, 350, 390)
 CPU_SECONDS = (15, 30, 60, 120, 240, 480, 960)
@@ -51,58 +56,59 @@ DRAWN = {
 }
 
 
-class ProcessClock(L.Callback):
-    """CPU seconds of the process at each step and each validation, from the start of training on, which it ends."""
+class ErrorCurve(harness.TrainingClock):
+    """CPU seconds at each step and each validation, with what was reached then."""
 
     def __init__(self, bound: float | None = None) -> None:
-        self.bound = bound
+        super().__init__(bound)
         self.steps: list[dict[str, float]] = []
         self.validations: list[dict[str, float]] = []
-        self._begin = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begin = time.process_time()
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         names = ("batch_size", "damping", "solver_iterations", "train_loss")
         values = {name: float(trainer.callback_metrics[name]) for name in names if name in trainer.callback_metrics}
-        cpu = time.process_time() - self._begin
-        self.steps.append({"step": trainer.global_step, "cpu": cpu, **values})
-        if self.bound is not None and cpu > self.bound:
-            trainer.should_stop = True
+        self.steps.append({"step": trainer.global_step, "cpu": self.seconds, **values})
+        super().on_train_batch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.global_step:
             error = float(trainer.callback_metrics["val_squared_error"])
-            cpu = time.process_time() - self._begin
-            self.validations.append({"step": trainer.global_step, "cpu": cpu, "error": error})
+            self.validations.append({"step": trainer.global_step, "cpu": self.seconds, "error": error})
 
 
-def run_job(task: str, name: str, seed: int, arguments: list[str], bound: float | None, output: Path) -> None:
-    recipe = import_module(f"lightning_struct.recipes.{task}_autoencoder").main
-    fit = ["fit", *arguments, f"--seed_everything={seed}", f"--data.seed={seed}"]
-    with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)
-        clock_arguments = [
-            "--trainer.callbacks+=autoencoders.ProcessClock",
-            f"--trainer.callbacks.bound={bound or 'null'}",
-        ]
-        cli = recipe([*fit, "--trainer.enable_progress_bar=false", *clock_arguments])
-        (clock,) = (c for c in cli.trainer.callbacks if type(c).__name__ == "ProcessClock")
+def train(task: str, bound: float | None, name: str, seed: int, arguments: list[str]) -> Run:
+    seeds = [f"--seed_everything={seed}", f"--data.seed={seed}"]
+    with harness.fitted_recipe(f"{task}_autoencoder", [*arguments, *seeds], "autoencoders.ErrorCurve", bound=bound) as (
+        cli,
+        curve,
+    ):
         (tested,) = cli.trainer.test(cli.model, cli.datamodule, ckpt_path="best", verbose=False)
-    result = {
+    return {
         "name": name,
         "seed": seed,
         "arguments": arguments,
-        "steps": clock.steps if name.startswith(("shf", "hf", "kronecker")) else clock.steps[-1:],
-        "validations": clock.validations,
+        "steps": curve.steps if name.startswith(("shf", "hf", "kronecker")) else curve.steps[-1:],
+        "validations": curve.validations,
         "test_at_best": tested["test_squared_error"],
     }
-    output.write_text(json.dumps(result))
+
+
+def data_arguments(task: str, options: argparse.Namespace) -> list[str]:
+    """The recipe's arguments for where its data come from."""
+    if task == "curves":  # made by the recipe itself
+        return []
+    return [f"--data.data_dir={Path(options.data_dir).resolve()}", f"--data.synthetic={str(options.synthetic).lower()}"]
 
 
 def guarded(config: Path, directory: Path, *, held_out: bool, norm_test: bool) -> Path:
-    """The YAML with its hand-set guards replaced: the floor of λ by ρ on samples held out, the growth by the norm test."""
+    """A copy of the YAML in ``directory`` whose guards measure, instead of having values set by hand.
+
+    Args:
+        config: the YAML.
+        directory: of the copy.
+        held_out: a reduction ratio on samples held out takes the place of the lower bound of λ.
+        norm_test: the norm test decides on growth, not a fixed factor.
+    """
     settings = yaml.safe_load(config.read_text())
     callbacks = {c["class_path"].rsplit(".", 1)[1]: c for c in settings["trainer"]["callbacks"]}
     if held_out:
@@ -117,9 +123,9 @@ def guarded(config: Path, directory: Path, *, held_out: bool, norm_test: bool) -
     return file
 
 
-def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list[tuple[str, int, list[str]]]:
-    configs = Path(__file__).resolve().parents[1] / "recipes" / f"{task}_autoencoder"
-    data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if task != "curves" else []
+def kronecker_ways(task: str, options: argparse.Namespace, output: Path) -> dict[str, list[str]]:
+    """The ways of ``--kronecker``: name -> arguments of the recipe."""
+    configs, data = harness.CONFIGS / f"{task}_autoencoder", data_arguments(task, options)
     config = configs / "kronecker.yaml"
     settings = yaml.safe_load(config.read_text())["model"]["init_args"]["optimizer"]["init_args"]
     l2 = settings["l2"]
@@ -169,84 +175,75 @@ def kronecker_jobs(task: str, options: argparse.Namespace, output: Path) -> list
             ways[f"soap {rate} falling"] = [*first_order, *soap, *falling]
     if unknown := set(options.only or ()) - set(ways):
         raise SystemExit(f"--only names {', '.join(unknown)}; there are: {', '.join(ways)}")
-    return [(name, seed, ways[name]) for seed in options.seeds for name in options.only or ways]
+    return {name: ways[name] for name in options.only or ways}
 
 
-def jobs(task: str, options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
-    configs = Path(__file__).resolve().parents[1] / "recipes" / f"{task}_autoencoder"
-    shf, adam = (f"--config={configs / name}" for name in ("shf.yaml", "adam.yaml"))
-    data = [f"--data.data_dir={Path(options.data_dir).resolve()}"] if task != "curves" else []
+def paper_ways(task: str, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The ways without ``--kronecker``: name -> arguments of the recipe."""
+    configs, data = harness.CONFIGS / f"{task}_autoencoder", data_arguments(task, options)
+    shf, adam = ([f"--config={configs / name}", *data] for name in ("shf.yaml", "adam.yaml"))
     until = [f"--trainer.max_time=00:00:{options.minutes:02d}:00"] if options.minutes else []
-    listed = [
-        ("shf", seed, [shf, *data, *until, f"--trainer.max_steps={options.iterations}"]) for seed in options.seeds
-    ]
-    for seed in options.seeds:
-        for rate in options.rates:
-            change = [f"--model.init_args.optimizer.init_args.lr={rate}", f"--trainer.max_epochs={options.adam_epochs}"]
-            listed.append((f"adam {rate}", seed, [adam, *data, *until, *change]))
+    ways = {"shf": [*shf, *until, f"--trainer.max_steps={options.iterations}"]}
+    for rate in options.rates:
+        change = [f"--model.init_args.optimizer.init_args.lr={rate}", f"--trainer.max_epochs={options.adam_epochs}"]
+        ways[f"adam {rate}"] = [*adam, *until, *change]
     if task == "usps":
         change = ["--model.init_args.optimizer.init_args.damping_center=origin", "--trainer.max_steps=200"]
-        listed += [("shf origin", seed, [shf, *data, *change]) for seed in options.seeds]
-    return listed
+        ways["shf origin"] = [*shf, *change]
+    return ways
 
 
-def report(results: list[dict[str, Any]], output: Path) -> None:
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        by_name.setdefault(result["name"], []).append(result)
+def report(runs: Sequence[Run], output: Path) -> None:
+    by_name: dict[str, list[Run]] = {}
+    for run in runs:
+        by_name.setdefault(run["name"], []).append(run)
 
-    print("\n| run | seed | best validation | at iteration | CPU seconds there | test there |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in by_name.items():
-        for run in runs:
-            best = min(run["validations"], key=lambda v: v["error"])
-            print(
-                f"| {name} | {run['seed']} | {best['error']:.2f} | {best['step']} | {best['cpu']:.0f} "
-                f"| {run['test_at_best']:.2f} |"
-            )
+    harness.print_machines(runs)
+    harness.print_header("run", "seed", "best validation", "at iteration", "CPU seconds there", "test there")
+    for run in (run for of_name in by_name.values() for run in of_name):
+        best = min(run["validations"], key=lambda v: v["error"])
+        errors = (f"{best['error']:.2f}", best["step"], f"{best['cpu']:.0f}", f"{run['test_at_best']:.2f}")
+        harness.print_row(run["name"], run["seed"], *errors)
 
-    print("\n| SHF at iteration | " + " | ".join(map(str, ITERATIONS)) + " |")
-    print("|---" * (len(ITERATIONS) + 1) + "|")
+    harness.print_header("SHF at iteration", *ITERATIONS)
     for name in (n for n in by_name if n.startswith(("shf", "kronecker"))):
         for run in by_name[name]:
             at = {int(v["step"]): v for v in run["validations"]}
-            step = {int(s["step"]): s for s in run["steps"]}
-            cells = []
-            for k in ITERATIONS:
-                if k in at:
-                    s = step[k]
-                    cells.append(
-                        f"{at[k]['error']:.2f}; {at[k]['cpu']:.0f} s; n {s['batch_size']:.0f}; "
-                        f"{s['solver_iterations']:.0f} its; λ {s['damping']:.2f}"
-                    )
-                else:
-                    cells.append("")
-            print(f"| {name}, seed {run['seed']} | " + " | ".join(cells) + " |")
+            steps = {int(s["step"]): s for s in run["steps"]}
+            cells = [progress_of(at[k], steps[k]) if k in at else "" for k in ITERATIONS]
+            harness.print_row(f"{name}, seed {run['seed']}", *cells)
 
-    print("\n| validation error after CPU seconds | " + " | ".join(map(str, CPU_SECONDS)) + " |")
-    print("|---" * (len(CPU_SECONDS) + 1) + "|")
-    for name, runs in by_name.items():
+    harness.print_header("validation error after CPU seconds", *CPU_SECONDS)
+    for name, of_name in by_name.items():
         cells = []
         for seconds in CPU_SECONDS:
-            reached = [min((v["error"] for v in r["validations"] if v["cpu"] <= seconds), default=None) for r in runs]
-            finished = all(r["validations"][-1]["cpu"] < seconds for r in runs)
-            known = [value for value in reached if value is not None]
-            cell = " / ".join(f"{value:.2f}" for value in known)
+            errors_then = (lowest(run, seconds) for run in of_name)
+            cell = " / ".join(f"{error:.2f}" for error in errors_then if error < float("inf"))
+            finished = all(run["validations"][-1]["cpu"] < seconds for run in of_name)
             cells.append(f"({cell})" if finished else cell)
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    if by_name.keys() & {"kronecker"}:
+        harness.print_row(name, *cells)
+    if "kronecker" in by_name:
         compare_with_adam(by_name)
-    draw_errors(by_name).savefig(output / "errors.png", dpi=150)
+    draw_errors(by_name).savefig(output / "errors.png")
     if "shf" in by_name:
-        draw_sizes(by_name["shf"]).savefig(output / "sizes.png", dpi=150)
+        draw_sizes(by_name["shf"]).savefig(output / "sizes.png")
+    print(f"\npictures: {output}")
 
 
-def lowest(run: dict[str, Any], seconds: float = float("inf")) -> float:
-    """Validation error reached in so many CPU seconds."""
+def progress_of(validation: dict[str, float], step: dict[str, float]) -> str:
+    """How far SHF is at an iteration."""
+    return (
+        f"{validation['error']:.2f}; {validation['cpu']:.0f} s; n {step['batch_size']:.0f}; "
+        f"{step['solver_iterations']:.0f} its; λ {step['damping']:.2f}"
+    )
+
+
+def lowest(run: Run, seconds: float = float("inf")) -> float:
+    """The lowest validation error within so many CPU seconds; infinite before the first validation."""
     return min((v["error"] for v in run["validations"] if v["cpu"] <= seconds), default=float("inf"))
 
 
-def best_of(by_name: dict[str, list[dict[str, Any]]], kind: str) -> str | None:
+def best_of(by_name: dict[str, list[Run]], kind: str) -> str | None:
     """The way of a kind whose lowest error is the best, on the mean over seeds, of those with the most seeds."""
     names = [
         name for name in by_name if name == kind or (name.startswith(f"{kind} ") and kind not in ("kronecker", "shf"))
@@ -256,16 +253,16 @@ def best_of(by_name: dict[str, list[dict[str, Any]]], kind: str) -> str | None:
     return min(complete, key=lambda name: statistics.mean(map(lowest, by_name[name])), default=None)
 
 
-def compare_with_adam(by_name: dict[str, list[dict[str, Any]]]) -> None:
+def compare_with_adam(by_name: dict[str, list[Run]]) -> None:
     """For each seed: seconds to the lowest error that Adam's best way ever has, for both."""
     adam = best_of(by_name, "adam")
     if adam is None:
         return
 
-    def seconds_to(run: dict[str, Any], error: float) -> float:
+    def seconds_to(run: Run, error: float) -> float:
         return min((v["cpu"] for v in run["validations"] if v["error"] <= error), default=float("inf"))
 
-    print(f"\n| seed | {adam}: lowest error | at CPU s | ways: CPU s to that error, lowest error |\n|---|---|---|---|")
+    harness.print_header("seed", f"{adam}: lowest error", "at CPU s", "ways: CPU s to that error, lowest error")
     for run in by_name[adam]:
         error = lowest(run)
         others = []
@@ -275,49 +272,54 @@ def compare_with_adam(by_name: dict[str, list[dict[str, Any]]]) -> None:
                 for other in by_name[name]
                 if other["seed"] == run["seed"]
             ]
-        print(f"| {run['seed']} | {error:.3f} | {seconds_to(run, error):.0f} | {'; '.join(others)} |")
+        harness.print_row(run["seed"], f"{error:.3f}", f"{seconds_to(run, error):.0f}", "; ".join(others))
 
 
-def draw_errors(by_name: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Validation error against CPU seconds, the best way of each kind; a line for each seed."""
-    figure = Figure(figsize=(8.6, 4.2), layout="constrained")
+@harness.readable
+def draw_errors(by_name: dict[str, list[Run]]) -> Figure:
+    """Validation error against CPU seconds, the best way of each kind; a curve for each seed."""
+    figure = Figure(figsize=(harness.WIDTH, 5.5), layout="constrained")
     axes = figure.subplots()
+    drawn: list[Run] = []
     for kind, (color, label) in DRAWN.items():
         name = best_of(by_name, kind)
         for i, run in enumerate(by_name.get(name or "", [])):
             cpu, error = zip(*((v["cpu"], v["error"]) for v in run["validations"]), strict=True)
             details = f" {name[len(kind) + 1 :]}" if name and len(name) > len(kind) else ""
-            axes.plot(cpu, error, color=color, alpha=0.8, linewidth=1.2, label=None if i else label + details)
-    axes.set(xlabel="CPU seconds, one thread", ylabel="validation error ‖x̂ - x‖²", xscale="log", yscale="log")
-    axes.set_xlim(left=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.grid(which="both", alpha=0.25)
-    figure.legend(loc="outside right upper")
+            axes.plot(cpu, error, color=color, label=None if i else label + details, **harness.seed_style(i))
+            drawn.append(run)
+    axes.set(xlabel="CPU seconds, one thread", ylabel="validation error ‖x̂ - x‖², mean over images")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlim(left=max(2.0, 0.9 * min((run["validations"][0]["cpu"] for run in drawn), default=0.0)))
+    harness.plain_ticks(axes.xaxis, axes.yaxis)
+    axes.grid(alpha=0.25)
+    harness.legend_below(figure, axes, harness.explain_seeds({run["seed"] for run in drawn}), columns=3)
     return figure
 
 
-def draw_sizes(runs: list[dict[str, Any]]) -> Figure:
+@harness.readable
+def draw_sizes(runs: Sequence[Run]) -> Figure:
     """Batch size and solver iterations of SHF against CPU seconds."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(harness.WIDTH, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, run in enumerate(runs):
         columns = ((s["cpu"], s["batch_size"], s["solver_iterations"]) for s in run["steps"])
         cpu, size, iterations = zip(*columns, strict=True)
-        axes.plot(cpu, size, color="C0", alpha=1 - 0.4 * (i > 0), label=None if i else "samples in a batch")
-        axes.plot(cpu, iterations, color="C3", alpha=1 - 0.4 * (i > 0), label=None if i else "LSMR iterations")
-    axes.set(xlabel="CPU seconds, one thread", xscale="log", yscale="log")
+        style = harness.seed_style(i)
+        axes.plot(cpu, size, color="C0", label=None if i else "samples in a batch", **style)
+        axes.plot(cpu, iterations, color="C3", label=None if i else "LSMR iterations of a step", **style)
+    axes.set(xlabel="CPU seconds, one thread", ylabel="number of samples or iterations", xscale="log", yscale="log")
     axes.set_xlim(left=1)
-    axes.grid(which="both", alpha=0.25)
-    axes.legend()
+    harness.plain_ticks(axes.xaxis, axes.yaxis)
+    axes.grid(alpha=0.25)
+    harness.legend_below(figure, axes, harness.explain_seeds({run["seed"] for run in runs}), columns=2)
     return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("usps", "mnist", "curves"))
-    parser.add_argument("--data-dir", default="data", help="where the files of the data set are; curves needs none")
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("task", choices=("usps", "mnist", "curves"), help="curves needs no data files")
+    harness.add_data_options(parser)
     parser.add_argument("--output", type=Path, help="default: results/benchmarks/TASK")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--iterations", type=int, default=390, help="bound for SHF")
@@ -327,30 +329,27 @@ def main() -> None:
     parser.add_argument("--kronecker", action="store_true", help="SHF with Kronecker factors and its rivals")
     parser.add_argument("--only", nargs="+", metavar="WAY", help="run these ways of --kronecker only, e.g. 'adam 1e-3'")
     parser.add_argument("--cpu-seconds", type=float, help="bound for each run, CPU time")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
-        name, seed, arguments, bound, file = json.loads(options.job)
-        run_job(options.task, name, seed, arguments, bound, Path(file))
+        harness.answer_job(options.job, partial(train, options.task, options.cpu_seconds))
         return
-    output = (options.output or Path("results/benchmarks") / options.task).resolve()
-    output.mkdir(parents=True, exist_ok=True)
-
-    def start(job: tuple[str, int, list[str]]) -> Path:
-        name, seed, arguments = job
-        file = output / f"{name.replace(' ', '_')}_{seed}.json"
-        if not file.exists():
-            call = json.dumps([name, seed, arguments, options.cpu_seconds, str(file)])
-            command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), options.task, "--job", call]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            print(f"{name}, seed {seed}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
-        return file
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        listed = kronecker_jobs(options.task, options, output) if options.kronecker else jobs(options.task, options)
-        files = list(pool.map(start, listed))
-    report([json.loads(file.read_text()) for file in files if file.exists()], output)
+    output = harness.make_directory(options.output or harness.RESULTS / options.task)
+    if options.kronecker:
+        ways = kronecker_ways(options.task, options, output)
+    else:
+        ways = paper_ways(options.task, options)
+    jobs = [
+        harness.Job(
+            f"{name}, seed {seed}",
+            output / harness.file_name(name, seed),
+            {"name": name, "seed": seed, "arguments": arguments},
+        )
+        for seed in options.seeds
+        for name, arguments in ways.items()
+    ]
+    if runs := harness.run_jobs(jobs, options.jobs):
+        report(runs, output)
 
 
 if __name__ == "__main__":

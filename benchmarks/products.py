@@ -1,13 +1,14 @@
-"""What one solver iteration costs, in gradient evaluations of the same model on the same batch.
+"""What one solver iteration of SHF costs, in gradient evaluations of the same model on the same batch, and that of others.
 
-    python benchmarks/products.py [--samples 2000] [--threads 1] [--repeats 15]
+    OMP_NUM_THREADS=1 python benchmarks/products.py [--samples 2000] [--threads 1] [--repeats 7]
 
-The MNIST autoencoder (784-1000-500-250-30 and back), float32. Each rival runs in a process of its own, in which solver
-iterations and gradient evaluations alternate, so that a machine whose speed drifts does not change the ratio. An
-iteration is everything that a solver does per step, taken as the difference of a solve of 12 and one of 2: for ours one
-product with the Jacobian, one with its transpose and LSMR's vector work, diagonal preconditioner and damping included;
-for the rivals one product with the Gauss-Newton matrix and the vector work of plain CG. Peak memory is the highest resident set of the process less
-what it held with model and data loaded. Rivals that are not installed are said to be so:
+The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images, float32. Each way runs in a process of
+its own, in which solver iterations and gradient evaluations alternate, so that a machine whose speed drifts does not change
+the ratio. An iteration is everything that a solver does per step, taken as the difference of a solve of 12 and one of 2: for
+ours one product with the Jacobian, one with its transpose and LSMR's vector work, diagonal preconditioner and damping
+included; for the rivals one product with the Gauss-Newton matrix and the vector work of plain CG. Peak memory is the highest
+resident set of the process less what it held with model and data loaded. It takes about ten minutes of one core. Rivals that
+are not installed are said to be so:
 
     curvlinops           pip install curvlinops-for-pytorch
     PyTorchHessianFree   github.com/ltatzel/PyTorchHessianFree, on PYTHONPATH, with backpack-for-pytorch
@@ -17,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,12 +27,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+import harness
+from harness import Run
 from lightning_struct.functional import SquaredError
 from lightning_struct.functional.least_squares import lsmr
 from lightning_struct.optim.shf.batch_model import BatchModel
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
-VARIANTS = ("layer_rules", "linearize", "double_backward", "PyTorchHessianFree", "curvlinops")
+OURS = ("layer_rules", "linearize", "double_backward")
+VARIANTS = (*OURS, "PyTorchHessianFree", "curvlinops")
 FEW, MANY = 2, 12
 
 
@@ -74,7 +75,7 @@ def our_iterations(backend: str, model: nn.Module, x: Tensor) -> Callable[[int],
 
 
 def curvlinops_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:
-    from curvlinops import GGNLinearOperator
+    from curvlinops import GGNLinearOperator  # type: ignore[import-not-found]
 
     parameters = list(model.parameters())
     operator = GGNLinearOperator(
@@ -84,7 +85,7 @@ def curvlinops_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:
 
 
 def pytorch_hessian_free_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:
-    from hessianfree.optimizer import HessianFree
+    from hessianfree.optimizer import HessianFree  # type: ignore[import-not-found]
 
     parameters = list(model.parameters())
     outputs = model(x)
@@ -110,7 +111,7 @@ def conjugate_gradient_steps(product: Callable[[Tensor], Tensor], size: int) -> 
     return run
 
 
-def measure(variant: str, samples: int, threads: int, repeats: int) -> dict[str, object]:
+def measure(variant: str, samples: int, threads: int, repeats: int) -> Run:
     torch.set_num_threads(threads)
     model, x = model_and_data(samples)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -140,9 +141,7 @@ def measure(variant: str, samples: int, threads: int, repeats: int) -> dict[str,
         ratios.append((many - few) / (MANY - FEW) / gradients[-1])
     return {
         "variant": variant,
-        "ratio": statistics.median(ratios),
-        "low": min(ratios),
-        "high": max(ratios),
+        "ratios": ratios,
         "gradient_ms": 1e3 * statistics.median(gradients),
         "set_up": set_up / statistics.median(gradients),
         "peak_mib": (peak - base) / 1024,
@@ -150,7 +149,7 @@ def measure(variant: str, samples: int, threads: int, repeats: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
@@ -159,27 +158,24 @@ def main() -> None:
     if options.variant:
         print(json.dumps(measure(options.variant, options.samples, options.threads, options.repeats)))
         return
-    print(
-        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {options.threads} thread(s), ",
-        end="",
-    )
-    print(f"n = {options.samples}, float32, seed 0, {options.repeats} pairs; medians (lowest to highest)\n")
-    print("| products by | iteration / gradient | set-up / gradient | peak memory, MiB | gradient, ms |")
-    print("|---|---|---|---|---|")
+    torch.set_num_threads(options.threads)
+    print(harness.machine_line())
+    print(f"n = {options.samples}, float32, seed 0, {options.repeats} pairs; medians (lowest to highest)")
+    columns = ("iteration / gradient", "set-up / gradient", "peak memory, MiB", "gradient, ms")
+    harness.print_header("products by", *columns)
+    given = [f"--{name}={getattr(options, name)}" for name in ("samples", "threads", "repeats")]
     for variant in VARIANTS:
-        command = [sys.executable, "-W", "ignore", __file__, "--variant", variant]
-        for name in ("samples", "threads", "repeats"):
-            command += [f"--{name}", str(getattr(options, name))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            print(f"| {variant} | {done.stderr.strip().splitlines()[-1]} | | | |", flush=True)
+        try:
+            found = harness.measure_apart("--variant", variant, *given)
+        except ChildProcessError as error:
+            harness.print_row(variant, f"not measured: {error}", "", "", "")
             continue
-        row = json.loads(done.stdout.splitlines()[-1])
-        ours = f"lightning_struct, {variant}" if variant in VARIANTS[:3] else variant
-        print(
-            f"| {ours} | {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) | {row['set_up']:.1f} "
-            f"| {row['peak_mib']:.0f} | {row['gradient_ms']:.0f} |",
-            flush=True,
+        harness.print_row(
+            f"lightning_struct, {variant}" if variant in OURS else variant,
+            harness.spread(found["ratios"]),
+            f"{found['set_up']:.1f}",
+            f"{found['peak_mib']:.0f}",
+            f"{found['gradient_ms']:.0f}",
         )
 
 

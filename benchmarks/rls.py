@@ -1,4 +1,4 @@
-"""RLS against Adam on the tasks of Zhang et al.: accuracy for the same number of epochs, and the cost of a step.
+"""RLS against Adam on the tasks of Zhang et al.: accuracy after the same number of epochs, and the cost of a step.
 
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare mnist --data-dir DIRECTORY [--seeds 0 1] [--epochs 10]
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare cifar --data-dir DIRECTORY
@@ -9,45 +9,47 @@
 ``compare`` trains the ways of the paper's figures 2 and 3: Adam and RLS under the squared error, Adam and HRLS (RLS on
 the hidden layers, Adam on the output layer) under the cross-entropy; M is momentum, R the L1 term. ``sweep`` trains those
 of its figures 4 and 5: RLS with another k or another η. The settings are those of ``recipes/mnist_fnn``,
-``recipes/cifar_cnn`` and ``recipes/imdb_lstm``, but that nothing is kept for validation, and smaller for a CPU:
+``recipes/cifar_cnn`` and ``recipes/imdb_lstm``, but the validation images are trained on, too. Two of the tasks are smaller,
+for a CPU:
 
 - ``mnist``: 784-512-10 and all 60,000 training images, as in the paper;
 - ``cifar``: 16 channels, 512 hidden units, 10,000 training and 2,000 test images;
 - ``imdb``: two layers of 64 units, embedding of 64, 100 words, 5,000 training and 2,500 test reviews.
 
-``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed have the same weights at the start and
-the same batches, all of 128: what is left over of an epoch would be a step as long as the others by the gradient of a few
-samples. A run is skipped where its file is in ``--output`` already, so that seeds can be trained by several
-processes at a time; the table and the picture are made of all files that are there. Training loss: the average over an
-epoch, while it is trained. Seconds: CPU time of the process, which another job on the machine changes little (wall clock
-on a GPU), without the evaluations.
+``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed begin with the same weights and see the
+same batches. All batches have 128 samples: what is left over at the end of an epoch is dropped, since RLS would take as large
+a step from a few samples as from 128. The training loss is the mean over an epoch, while it is trained. Seconds are CPU time
+of training (wall time on a GPU), without the evaluations. An epoch takes from five to fifteen seconds of one core, the whole
+of ``compare`` about half an hour. Runs are kept in ``--output``: a benchmark that was stopped goes on where it was, and
+several processes can share the seeds. Table and picture are made of all runs that are there.
 
-``steps`` measures a whole step of the recipe's network, clipping included, against the same one with Adam: rounds of both
-in turn, and the ratio of each round; Adam's to itself shows the noise. Denormal numbers are flushed to zero: gradients that
-have come through 200 steps of an LSTM are so small that a step of either optimizer would take several times as long. Peak memory is that of a process of its own, over
-what is taken before the network is made.
+``steps`` measures a whole step of the recipe's network, clipping included, against the same one with Adam, in a few minutes:
+rounds of both in turn, and the ratio of each round. Adam's to itself shows the noise. Denormal numbers are flushed to zero:
+gradients that have come through 200 steps of an LSTM are so small that a step of either optimizer would take several times as
+long. Peak memory is that of a process of its own, over what is taken before the network is made.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import harness
+from harness import Run
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
 from lightning_struct.models import Classifier, RecurrentNetwork, RLSClassifier, fully_connected, mini_vgg
@@ -62,8 +64,16 @@ ADAM = partial(torch.optim.Adam, lr=1e-3)
 class Task:
     """What differs between the tasks.
 
-    ``level`` is the test accuracy of which the table says in which epoch it is first reached; ``l1`` and ``max_grad_norm``
-    are the paper's.
+    Attributes:
+        data: makes the data module.
+        subset: its arguments without ``--full-data``.
+        network: makes the network.
+        narrow: its arguments without ``--full-network``.
+        classes: outputs of the network.
+        inputs: a batch of random inputs on a device.
+        level: the test accuracy whose first epoch the table names.
+        epochs: by default.
+        l1, max_grad_norm: the paper's.
     """
 
     data: Callable[..., InMemoryDataModule]
@@ -169,24 +179,23 @@ CLOCKS = {"cpu": time.process_time, "cuda": synchronized_clock}
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class EpochRecord(L.Callback):
-    """What each epoch ended with."""
+class EpochCurve(harness.TrainingClock):
+    """Losses, accuracy and seconds of each epoch."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__(count_validation=False, now=now)
         self.epochs: list[dict[str, float]] = []
         self._loss = torch.zeros(())  # a sum over batches
         self._began = self._seconds = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._loss, self._began = torch.zeros((), device=pl_module.device), self.clock()
+        self._loss, self._began = torch.zeros((), device=pl_module.device), self.seconds
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
+        outputs, *_ = arguments
         self._loss += outputs["loss"].detach()
         if trainer.is_last_batch:
-            self._seconds = self.clock() - self._began
+            self._seconds = self.seconds - self._began
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = trainer.callback_metrics
@@ -198,10 +207,11 @@ class EpochRecord(L.Callback):
                 "test_accuracy": metrics["val_accuracy"].item(),
             }
         )
+        super().on_validation_end(trainer, pl_module)
 
 
 def load_data(task: Task, options: argparse.Namespace) -> tuple[BatchedTensorDataset, BatchedTensorDataset]:
-    """All that is not for the test, and the test set."""
+    """Training and validation set as one, and the test set."""
     sizes = {} if options.full_data else task.subset
     data = task.data(data_dir=options.data_dir, synthetic=options.synthetic, **sizes)
     data.prepare_data()
@@ -217,7 +227,7 @@ def train(
     seed: int,
     data: tuple[BatchedTensorDataset, BatchedTensorDataset],
     options: argparse.Namespace,
-) -> dict[str, Any]:
+) -> Run:
     """Losses and accuracies after each epoch, and the error that ended the run if one did."""
     L.seed_everything(seed, verbose=False)
     network = task.network(**({} if options.full_network else task.narrow))
@@ -225,18 +235,12 @@ def train(
     kind, optimizer = (
         (Classifier, ADAM) if arguments is None else (RLSClassifier, partial(make_rls, task=task, arguments=arguments))
     )
-    record = EpochRecord(CLOCKS[options.device])
-    trainer = L.Trainer(
+    curve = EpochCurve(CLOCKS[options.device])
+    trainer = harness.bare_trainer(
+        curve,
         max_epochs=options.epochs or task.epochs,
         gradient_clip_val=task.max_grad_norm if arguments is None else None,
         accelerator=options.device,
-        devices=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[record],
     )
     training, test = data
     error = None
@@ -248,40 +252,51 @@ def train(
         )
     except ValueError as not_finite:  # the way diverged, which is a result
         error = str(not_finite)
-    return {"epochs": record.epochs, "error": error}
+    return {"epochs": curve.epochs, "error": error}
 
 
 def run_all(task: Task, options: argparse.Namespace) -> None:
     columns = columns_of(options.what, task)
     full = [f"full_{what}" for what in ("network", "data") if getattr(options, f"full_{what}")]
-    output = (options.output or Path("results/benchmarks/rls")) / "_".join([options.what, options.task, *full])
-    output.mkdir(parents=True, exist_ok=True)
-    data = None
-    for seed in options.seeds:
-        for name, way in ((name, way) for ways in columns.values() for name, way in ways.items()):
-            file = output / f"{name.replace(' ', '_')}_{seed}.json"
-            if file.exists() or (options.ways and name not in options.ways):
-                continue
-            data = data or load_data(task, options)
-            result = {"way": name, "seed": seed, **train(task, way, seed, data, options)}
-            file.write_text(json.dumps(result))
+    output = harness.make_directory(
+        (options.output or harness.RESULTS / "rls") / "_".join([options.what, options.task, *full])
+    )
+    data: list[tuple[BatchedTensorDataset, BatchedTensorDataset]] = []  # loaded for the first run that is missing
+
+    def run(name: str, way: Way, seed: int) -> Run:
+        if not data:
+            data.append(load_data(task, options))
+        return {"way": name, "seed": seed, **train(task, way, seed, data[0], options)}
+
+    ways = {name: way for ways in columns.values() for name, way in ways.items()}
+    wanted = list(product(options.seeds, (name for name in ways if not options.ways or name in options.ways)))
+    for seed, name in harness.progress(wanted, len(wanted)):
+        result = harness.run_once(output / harness.file_name(name, seed), partial(run, name, ways[name], seed))
+        if result is not None:
             print(f"{name}, seed {seed}: {result['error'] or 'done'}", flush=True)
-    runs = [json.loads(file.read_text()) for file in sorted(output.glob("*.json"))]
+    runs = harness.load_runs(output)
     print_table(runs, columns, task.level)
-    draw(runs, columns).savefig(output / "curves.png", dpi=150)
+    draw(runs, columns).savefig(output / "curves.png")
     print(f"\ncurves: {output / 'curves.png'}")
 
 
-def print_table(runs: Sequence[dict[str, Any]], columns: dict[str, Ways], level: float) -> None:
-    def cells(of_way: Sequence[dict[str, Any]], value: Callable[[list[dict[str, float]]], str]) -> str:
+def print_table(runs: Sequence[Run], columns: dict[str, Ways], level: float) -> None:
+    def cells(of_way: Sequence[Run], value: Callable[[list[dict[str, float]]], str]) -> str:
         return " / ".join(value(run["epochs"]) if run["epochs"] else "-" for run in of_way)
 
     def first(epochs: list[dict[str, float]]) -> str:
         return next((str(i) for i, epoch in enumerate(epochs, 1) if epoch["test_accuracy"] >= level), "-")
 
-    print(
-        f"\n| way | seeds | test % after epoch 1 | best | last | first epoch with {level:.0%} | training loss of the last "
-        "| seconds an epoch |\n|---|---|---|---|---|---|---|---|"
+    harness.print_machines(runs)
+    harness.print_header(
+        "way",
+        "seeds",
+        "test % after epoch 1",
+        "best",
+        "last",
+        f"first epoch with {level:.0%}",
+        "training loss of the last",
+        "seconds an epoch",
     )
     for way in (way for ways in columns.values() for way in ways):
         of_way = [run for run in runs if run["way"] == way]
@@ -301,28 +316,27 @@ def print_table(runs: Sequence[dict[str, Any]], columns: dict[str, Ways], level:
         print(f"| {' | '.join(row)} |{' ' + ', '.join(diverged) if diverged else ''}")
 
 
-def draw(runs: Sequence[dict[str, Any]], columns: dict[str, Ways]) -> Figure:
-    """Training loss and test accuracy over epochs, a column for each loss or hyper-parameter; seeds in thin lines."""
-    figure = Figure(figsize=(11, 7), layout="constrained")
+@harness.readable
+def draw(runs: Sequence[Run], columns: dict[str, Ways]) -> Figure:
+    """Training loss and test accuracy over epochs, a column for each loss or hyper-parameter; a curve for each seed."""
+    figure = Figure(figsize=(harness.WIDTH, 7.5), layout="constrained")
     panels = figure.subplots(2, len(columns), squeeze=False)
     for (title, ways), losses, accuracies in zip(columns.items(), *panels, strict=True):
         for number, way in enumerate(ways):
             for i, run in enumerate(run for run in runs if run["way"] == way and run["epochs"]):
                 epochs = range(1, len(run["epochs"]) + 1)
-                style: dict[str, Any] = {
-                    "color": f"C{number}",
-                    "alpha": 1 - 0.4 * (i > 0),
-                    "marker": ".",
-                    "label": None if i else way,
-                }
-                losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **style)
+                style: dict[str, Any] = {**harness.seed_style(i), "color": f"C{number}", "marker": "."}
+                losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **style, label=None if i else way)
                 accuracies.plot(epochs, [100 * epoch["test_accuracy"] for epoch in run["epochs"]], **style)
-        losses.set(title=title, ylabel="training loss", yscale="log")
+        losses.set(title=title, xlabel="epoch", ylabel="training loss, mean of the epoch", yscale="log")
         accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
+        harness.plain_ticks(losses.yaxis)
         for axes in (losses, accuracies):
-            axes.grid(which="both", alpha=0.25)
-            if axes.lines:
-                axes.legend()
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.25)
+        if losses.lines:
+            losses.legend()
+    figure.supxlabel(harness.explain_seeds({run["seed"] for run in runs}), fontsize="medium")
     return figure
 
 
@@ -378,7 +392,7 @@ def peak_memory(task: Task, way: Way, device: str) -> float:
 
 
 def peak_kibibytes() -> int:
-    """Of this process on Linux; ``ru_maxrss`` would begin with what the process had that started it."""
+    """Peak memory of this process on Linux; ``ru_maxrss`` would begin with that of the process that started it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
@@ -389,26 +403,27 @@ def measure_steps(task: Task, options: argparse.Namespace) -> None:
     if options.memory_of:
         print(peak_memory(task, ways[options.memory_of], options.device))
         return
-    where = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{options.task}, batch {BATCH_SIZE}, {where}, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
-    print("| way | step / step with Adam (lowest to highest) | step, ms | with Adam, ms | peak memory, MiB |")
-    print("|---|---|---|---|---|")
+    print(harness.machine_line())
+    print(f"{options.task}, batch {BATCH_SIZE}, {options.device}, {options.rounds} rounds")
+    harness.print_header(
+        "way", "step / step with Adam (lowest to highest)", "step, ms", "with Adam, ms", "peak memory, MiB"
+    )
     for name in options.ways or ways:
-        command = [sys.executable, "-W", "ignore", __file__, "steps", options.task, f"--device={options.device}"]
-        done = subprocess.run([*command, "--memory-of", name], stdout=subprocess.PIPE, text=True, check=True)
+        memory = harness.measure_apart("steps", options.task, f"--device={options.device}", "--memory-of", name)
         adam = "Adam" if ways[name][0] == "mse" else "Adam, cross-entropy"
         steps = [make_step(task, ways[both], options.device) for both in (adam, name)]
         of_adam, of_way = time_rounds(steps, options.rounds, options.steps, CLOCKS[options.device])
-        ratios = [b / a for a, b in zip(of_adam, of_way, strict=True)]
-        print(
-            f"| {name} | **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}) "
-            f"| {statistics.median(of_way):.2f} | {statistics.median(of_adam):.2f} | {float(done.stdout):.0f} |",
-            flush=True,
+        harness.print_row(
+            name,
+            harness.spread([b / a for a, b in zip(of_adam, of_way, strict=True)], bold=True),
+            f"{statistics.median(of_way):.2f}",
+            f"{statistics.median(of_adam):.2f}",
+            f"{memory:.0f}",
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     for what in ("compare", "sweep", "steps"):
         command = commands.add_parser(what)
@@ -420,8 +435,7 @@ def main() -> None:
             command.add_argument("--steps", type=int, default=20, help="in a round, of each optimizer")
             command.add_argument("--memory-of", help=argparse.SUPPRESS)
             continue
-        command.add_argument("--data-dir", default="data", help="where the files of the data set are")
-        command.add_argument("--synthetic", action="store_true", help="procedural data, to try the script")
+        harness.add_data_options(command)
         command.add_argument("--full-network", action="store_true", help="the recipe's, also for cifar and imdb")
         command.add_argument("--full-data", action="store_true", help="all data, also for cifar and imdb")
         command.add_argument("--epochs", type=int, help="default: 10")

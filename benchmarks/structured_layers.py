@@ -2,21 +2,21 @@
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py [--output DIRECTORY] [--rival FILE] [--rounds 9]
 
-Float32, one thread, learned corners, entries of the operators near to what training leaves (1 + 0.01 N, see
-``--deviation``: the more their products spread, and the larger n, the more precision ``method="auto"`` takes). Forward in eval mode, what
-depends on the weights alone being kept, and forward + backward in training, to all parameters and to the input. Each round
-times the dense product (``F.linear``) and ours, one after the other, in CPU time; the ratios of the rounds are given as median
-(lowest to highest). Above 1, ours is faster. Tables go to standard output, the picture to ``--output``.
+Measured in float32 on one thread are the forward pass in evaluation, with all kept that depends on the weights alone, and
+forward and backward in training, to all parameters and to the input. The corners are learned. The entries of the operators
+are near to what training leaves (1 + 0.01 N, see ``--deviation``): the more their products spread, and the larger n, the more
+precision ``method="auto"`` takes. Each round times the dense product (``F.linear``) and ours, one after the other, in CPU
+time; the ratios of the rounds are given as median (lowest to highest). Above 1, ours is faster. Tables go to standard output,
+the picture to ``--output``. All sizes take about ten minutes and 9 GiB of memory.
 
-``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners, differentiable,
-which is timed beside.
+``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
+differentiable, which is timed beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+import harness
 from lightning_struct.nn import LDRSubdiagonal
+from paper_tables import TABLE_14
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 LARGEST_TRAINED = 4096
-# Thomas et al., Table 14: batch 1, rank 1.
-OF_THE_PAPER = {4096: 3.34, 8192: 9.71, 16384: 21.2, 32768: 46.1}
 Product = Callable[[], object]
 
 
@@ -46,7 +46,7 @@ def layer_of(size: int, rank: int, deviation: float) -> LDRSubdiagonal:
 
 
 def seconds(product: Product, at_least: float) -> float:
-    """CPU seconds of one call, of so many that they take some time."""
+    """CPU seconds of one call, on average over as many as take ``at_least`` seconds."""
     calls, begin = 0, time.process_time()
     while (passed := time.process_time() - begin) < at_least or not calls:
         product()
@@ -70,7 +70,7 @@ def products_of(
 ) -> dict[str, Product]:
     size = layer.in_features
     x, cotangent = torch.randn(batch, size), torch.randn(batch, size)
-    weights = list(layer.parameters())
+    weights: list[Tensor] = list(layer.parameters())
     entries = (layer.subdiagonal_a, layer.subdiagonal_b, layer.G, layer.H)
 
     def with_backward(forward: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Product:
@@ -89,16 +89,12 @@ def products_of(
     return {name: with_backward(*pair) if train else without(pair[0]) for name, pair in ours.items()}
 
 
-def cell(ratios: list[float]) -> str:
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
 def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[tuple[int, int, int], float]:
     """Print it; median speed-ups over dense by (size, batch, rank)."""
     rival = None if options.rival is None else load(options.rival)
-    print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}\n")
-    names = ["n", "batch", "r", "method", "dense, ms", "ours, ms", "dense / ours", *(["rival / ours"] if rival else [])]
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}")
+    ratios = ["dense / ours", *(["rival / ours"] if rival else [])]
+    harness.print_header("n", "batch", "r", "method", "dense, ms", "ours, ms", *ratios)
     found = {}
     for size in [size for size in options.sizes if not train or size <= LARGEST_TRAINED]:
         dense = (torch.randn(size, size) / size**0.5).requires_grad_(train)
@@ -113,15 +109,8 @@ def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[
                 }
                 found[size, batch, rank] = statistics.median(speedups["dense"])
                 milliseconds = (f"{1e3 * statistics.median(times[name]):.3f}" for name in ("dense", "ours"))
-                row = [
-                    size,
-                    batch,
-                    rank,
-                    layer.method_in_use,
-                    *milliseconds,
-                    *(cell(ratios) for ratios in speedups.values()),
-                ]
-                print(f"| {' | '.join(map(str, row))} |", flush=True)
+                cells = [*milliseconds, *(harness.spread(of_rounds) for of_rounds in speedups.values())]
+                harness.print_row(size, batch, rank, layer.method_in_use, *cells)
     return found
 
 
@@ -134,26 +123,29 @@ def load(path: Path) -> Callable[..., Tensor]:
     return module.matmul
 
 
-def draw(forward: dict[tuple[int, int, int], float], path: Path) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
+@harness.readable
+def draw(forward: dict[tuple[int, int, int], float]) -> Figure:
+    """Speed-up of the forward pass of one vector against the size, a curve for each rank."""
+    figure = Figure(figsize=(harness.WIDTH, 5.0), layout="constrained")
     axes = figure.subplots()
     for rank in sorted({rank for _, _, rank in forward}):
         points = sorted((size, ratio) for (size, batch, r), ratio in forward.items() if batch == 1 and r == rank)
         axes.loglog(*zip(*points, strict=True), marker="o", label=f"ours, rank {rank}")
-
-    axes.loglog(list(OF_THE_PAPER), list(OF_THE_PAPER.values()), "kx", label="Thomas et al., rank 1")
-    axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set(xlabel="n", ylabel="speed-up over a dense layer", title="LDR-SD, forward of one vector, one CPU thread")
-    axes.set_xticks(
-        sorted({size for size, _, _ in forward}), [str(size) for size in sorted({s for s, _, _ in forward})]
-    )
+    axes.loglog(list(TABLE_14), list(TABLE_14.values()), "kx", markersize=8, label="Thomas et al., rank 1")
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set(xlabel="n, inputs and outputs of the layer", ylabel="times faster than a dense layer")
+    axes.set_title("LDR-SD against a dense layer: forward pass of one vector, one CPU thread")
+    harness.plain_ticks(axes.yaxis, form="{x:,g}×")
+    sizes = sorted({size for size, _, _ in forward})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
+    axes.grid(alpha=0.25)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--output", type=Path, help="directory of the picture, structured_speed.png")
     parser.add_argument("--rival", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
@@ -163,12 +155,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 64))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, one thread, float32")
+    print(f"{harness.machine_line()}, float32")
     print(f"{options.rounds} rounds; medians (lowest to highest)")
     forward = table(False, list(options.batches), options)
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        draw(forward, options.output / "structured_speed.png")
+        draw(forward).savefig(harness.make_directory(options.output) / "structured_speed.png")
     table(True, list(options.batches), options)
 
 

@@ -1,0 +1,355 @@
+"""What the benchmarks share: a file for each run, a process for each run, a clock, tables and pictures.
+
+A run is a dict that goes to a JSON file of its own, with the machine that it ran on. A run whose file is there is not
+repeated, so a benchmark that was stopped goes on where it was, and several processes can share its runs. Two ways of running:
+
+- :func:`run_jobs` starts the script anew for each run that is missing, with ``--job``; there :func:`answer_job` runs it.
+- :func:`run_once` runs it in this process.
+
+Tables go to standard output in Markdown, row by row; the progress bar to standard error, on a terminal alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Run = dict[str, Any]
+T = TypeVar("T")
+CONFIGS = Path(__file__).resolve().parents[1] / "recipes"
+RESULTS = Path("results/benchmarks")
+WIDTH = 8.0  # inches of a picture; at the 800 pixels of a page's column its letters are about 15 pixels high
+# A decorator of what draws, since a text takes its size when it is made.
+readable = rc_context({"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "figure.dpi": 150})
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def make_parser(documentation: str | None) -> argparse.ArgumentParser:
+    """The parser of a script, whose help begins with the script's docstring as it stands."""
+    return argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """``--data-dir`` and ``--synthetic``."""
+    parser.add_argument("--data-dir", default="data", help="where the files of the data set are")
+    parser.add_argument("--synthetic", action="store_true", help="procedural data without files, to try the script")
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """``--jobs``, and ``--job`` for the processes that :func:`run_jobs` starts."""
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, str | int]:
+    """What a time depends on: the processor, the versions, and how many threads this process computes with."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    found: dict[str, str | int] = {
+        "cpu": next(models, platform.processor() or platform.machine()),
+        "threads": torch.get_num_threads(),
+        **{package: version(package) for package in ("torch", "lightning", "lightning-struct")},
+    }
+    if torch.cuda.is_initialized():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def machine_line(found: Mapping[str, str | int] | None = None) -> str:
+    """A machine on one line, by default this one."""
+    found = found or machine()
+    threads = f"{found['threads']} thread{'' if found['threads'] == 1 else 's'}"
+    packages = (f"{package} {found[package]}" for package in ("torch", "lightning", "lightning-struct"))
+    return ", ".join([str(found[kind]) for kind in ("gpu", "cpu") if kind in found] + [threads, *packages])
+
+
+def print_machines(runs: Iterable[Run]) -> None:
+    """The machines of the runs, a line each; runs of older files do not say theirs."""
+    for line in dict.fromkeys(machine_line(run["machine"]) for run in runs if "machine" in run):
+        print(line)
+
+
+def make_directory(path: Path) -> Path:
+    """The folder, made if it is not there, as an absolute path."""
+    path = path.resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def file_name(*parts: object) -> str:
+    """The name of a run's file: the parts that tell it from the others, joined by underscores."""
+    return "_".join(str(part) for part in parts).replace(" ", "_") + ".json"
+
+
+def keep_run(file: Path, run: Run) -> None:
+    """Write a run with its machine; the file appears when it is complete."""
+    unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
+    unfinished.write_text(json.dumps(run | {"machine": machine()}))
+    unfinished.replace(file)
+
+
+def run_once(file: Path, run: Callable[[], Run]) -> Run | None:
+    """Run and keep what comes out; None, and nothing is run, where the file is there already."""
+    if file.exists():
+        return None
+    keep_run(file, result := run())
+    return result
+
+
+def load_runs(directory: Path) -> list[Run]:
+    """All runs of a folder, by the names of their files."""
+    return [json.loads(file.read_text()) for file in sorted(directory.glob("*.json"))]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run in a process of its own.
+
+    Attributes:
+        title: its name in what is printed.
+        file: where its run is kept.
+        arguments: by name, of the function that runs it; what JSON can hold.
+    """
+
+    title: str
+    file: Path
+    arguments: Mapping[str, Any]
+
+
+def run_jobs(jobs: Sequence[Job], workers: int, command: Sequence[str] = ()) -> list[Run]:
+    """Run the jobs whose files are missing.
+
+    Args:
+        jobs: what is to be run.
+        workers: how many at a time.
+        command: what is started for a job, with ``--job`` added; by default this script with its own arguments.
+
+    Returns:
+        The runs of all jobs that have a file, in the order of the jobs. A job that failed has printed its error.
+    """
+    command = command or this_script(*sys.argv[1:])
+
+    def start(job: Job) -> None:
+        call = json.dumps({"file": str(job.file), **job.arguments})
+        done = subprocess.run([*command, "--job", call], capture_output=True, text=True, check=False)
+        print(f"{job.title}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
+
+    missing = [job for job in jobs if not job.file.exists()]
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for _ in progress(pool.map(start, missing), len(missing)):
+            pass
+    finally:  # where the benchmark is stopped, no further job begins
+        pool.shutdown(cancel_futures=True)
+    return [json.loads(job.file.read_text()) for job in jobs if job.file.exists()]
+
+
+def answer_job(call: str, run: Callable[..., Run]) -> None:
+    """Do the job that ``--job`` describes: call ``run`` with the job's arguments, and keep what it returns."""
+    arguments = json.loads(call)
+    file = Path(arguments.pop("file"))
+    keep_run(file, run(**arguments))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def this_script(*arguments: str) -> list[str]:
+    """The command that runs this script with other arguments, in silence about warnings."""
+    return [sys.executable, "-W", "ignore", str(Path(sys.argv[0]).resolve()), *arguments]
+
+
+def measure_apart(*arguments: str, threads: int | None = None) -> Any:
+    """Run this script in a new process, whose memory and caches are its own.
+
+    Returns:
+        Its last line, read as JSON.
+
+    Raises:
+        ChildProcessError: it failed; the message is the last line of its errors.
+    """
+    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    done = subprocess.run(this_script(*arguments), capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ChildProcessError(lines[-1].replace("|", "/")[:160])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def fitted_recipe(name: str, arguments: Sequence[str], callback: str, **options: object) -> Iterator[tuple[Any, Any]]:
+    """Train by a recipe with one more callback, in a temporary folder that is the current one until the context ends.
+
+    Args:
+        name: of the recipe.
+        arguments: of its command line, after ``fit``.
+        callback: its class with its module, as in ``autoencoders.ErrorCurve``.
+        options: arguments of the callback.
+
+    Yields:
+        The recipe's command line after the fit, and the callback.
+    """
+    run = import_module(f"lightning_struct.recipes.{name}").main
+    given = [f"--trainer.callbacks.{key}={'null' if value is None else value}" for key, value in options.items()]
+    added = ["--trainer.enable_progress_bar=false", f"--trainer.callbacks+={callback}", *given]
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            cli = run(["fit", *arguments, *added])
+            # By name: the script that runs is __main__, and its classes are others than those of the module.
+            (found,) = (c for c in cli.trainer.callbacks if type(c).__name__ == callback.rsplit(".", 1)[1])
+            yield cli, found
+        finally:
+            os.chdir(before)
+
+
+def bare_trainer(*callbacks: L.Callback, **options: Any) -> L.Trainer:
+    """A Trainer that writes nothing and shows nothing, on one device."""
+    return L.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, **options},
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+class TrainingClock(L.Callback):
+    """Seconds of training so far, from the start of the fit on, and its end when they reach a bound.
+
+    CPU time of the process, by default: another job on the machine changes it little.
+
+    Args:
+        bound: ends the training with the step that is under way then; None for no bound.
+        count_validation: whether validations take time.
+        now: the clock.
+    """
+
+    def __init__(
+        self,
+        bound: float | None = None,
+        *,
+        count_validation: bool = True,
+        now: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.bound, self.count_validation = bound, count_validation
+        self._now = now
+        self._before = 0.0
+        self._since: float | None = None  # when what is counted now began
+
+    @property
+    def seconds(self) -> float:
+        """What has been counted so far."""
+        return self._before + (0.0 if self._since is None else self._now() - self._since)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = self._now()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self.bound is not None and self.seconds > self.bound:
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.count_validation:
+            self._before, self._since = self.seconds, None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.count_validation and not trainer.sanity_checking:
+            self._since = self._now()
+
+
+def progress(items: Iterable[T], total: int, description: str = "runs") -> Iterator[T]:
+    """The items, with a bar on standard error that counts them; without one where that is no terminal."""
+    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    hidden = not console.is_terminal or total == 0
+    with Progress(*columns, console=console, disable=hidden, redirect_stdout=sys.stdout.isatty()) as bar:
+        yield from bar.track(items, total=total)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def print_header(*columns: object) -> None:
+    """The head of a Markdown table, after an empty line."""
+    print()
+    print_row(*columns)
+    print("|" + "---|" * len(columns), flush=True)
+
+
+def print_row(*cells: object) -> None:
+    """One row of a Markdown table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}", bold: bool = False) -> str:
+    """The median, with the lowest and the highest in brackets where they differ from it."""
+    middle, low, high = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
+    shown = f"**{middle}**" if bold else middle
+    return shown if low == high else f"{shown} ({low} to {high})"
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def seed_style(number: int) -> dict[str, Any]:
+    """The look of the curve of one seed: those after the first are paler."""
+    return {"linewidth": 1.5, "alpha": 1.0 if number == 0 else 0.45}
+
+
+def explain_seeds(seeds: Collection[int]) -> str:
+    """What a legend says about several curves of one colour."""
+    listed = ", ".join(map(str, sorted(seeds)))
+    return f"seed {listed}" if len(seeds) == 1 else f"one curve for each seed ({listed}), the first in full colour"
+
+
+def legend_below(figure: Figure, axes: Axes, title: str, columns: int) -> None:
+    """The legend of all panels, from the curves of one of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
+
+
+def plain_ticks(*axes: Axis, form: str = "{x:,g}") -> None:
+    """Ticks of logarithmic axes as numbers without powers of ten, at 1, 2 and 5 times these."""
+    for axis in axes:
+        low, high = sorted(axis.get_view_interval())
+        steps = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
+        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_major_formatter(StrMethodFormatter(form))
+        axis.set_minor_locator(NullLocator())

@@ -1,0 +1,194 @@
+"""What the benchmarks share does what it promises, and each script says how it is used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+DIRECTORY = Path(__file__).resolve().parents[1] / "benchmarks"
+SCRIPTS = sorted(file.stem for file in DIRECTORY.glob("*.py") if "def main(" in file.read_text())
+
+
+@pytest.fixture(autouse=True)
+def directory_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DIRECTORY)
+
+
+@pytest.fixture
+def harness() -> ModuleType:
+    return import_module("harness")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_help_of_each_script_names_its_command(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        import_module(script).main()
+    assert f"python benchmarks/{script}.py" in capsys.readouterr().out
+
+
+def test_a_run_whose_file_is_there_is_not_repeated(harness: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / harness.file_name("adam 1e-3", 0)
+    assert harness.run_once(file, lambda: {"error": 2.5}) == {"error": 2.5}
+    assert harness.run_once(file, lambda: pytest.fail("the run was repeated")) is None
+    (run,) = harness.load_runs(tmp_path)
+    assert (file.name, run["error"]) == ("adam_1e-3_0.json", 2.5)
+    assert torch.__version__.startswith(run["machine"]["torch"]) and run["machine"]["cpu"]
+
+
+def test_a_run_that_fails_leaves_no_file(harness: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        harness.run_once(tmp_path / "run.json", lambda: {"error": 1 / 0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_run_in_processes_of_their_own_where_their_files_are_missing(
+    harness: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        "job = json.loads(sys.argv[-1])\n"
+        "answer = json.dumps({'square': job['x'] ** 2, 'process': os.getpid()})\n"
+        "pathlib.Path(job['file']).write_text(answer)\n"
+    )
+    jobs = [harness.Job(f"job {x}", tmp_path / f"{x}.json", {"x": x}) for x in (3, 4, "text")]
+    jobs[0].file.write_text(json.dumps({"square": 0}))
+    runs = harness.run_jobs(jobs, workers=2, command=[sys.executable, str(script)])
+    assert [run["square"] for run in runs] == [0, 16]
+    assert runs[1]["process"] not in (None, harness.os.getpid())
+    printed = capsys.readouterr().out
+    assert "job 4: done" in printed and "TypeError" in printed and "job 3" not in printed
+
+
+def test_a_job_is_answered_by_its_arguments(harness: ModuleType, tmp_path: Path) -> None:
+    call = json.dumps({"file": str(tmp_path / "run.json"), "way": "adam", "seed": 3})
+    harness.answer_job(call, lambda way, seed: {"way": way, "seed": seed + 1})
+    (run,) = harness.load_runs(tmp_path)
+    assert (run["way"], run["seed"]) == ("adam", 4)
+
+
+def test_the_table_of_known_numbers(harness: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    harness.print_header("way", "seconds")
+    harness.print_row("adam", harness.spread([3.0, 1.0, 2.5], "{:.1f}"))
+    harness.print_row("shf", harness.spread([2.0, 2.0], "{:,.0f} s", bold=True))
+    table = ["", "| way | seconds |", "|---|---|", "| adam | 2.5 (1.0 to 3.0) |", "| shf | **2 s** |", ""]
+    assert capsys.readouterr().out.split("\n") == table
+
+
+class Readings:
+    """A clock that is a second later at each reading."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class OneWeight(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return (self.weight * batch[0]).mean()
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(harness: ModuleType, clock: L.Callback) -> L.Trainer:
+    loader = DataLoader(TensorDataset(torch.ones(5, 1)))
+    trainer = harness.bare_trainer(clock, max_epochs=2, val_check_interval=1, num_sanity_val_steps=1)
+    trainer.fit(OneWeight(), loader, loader)
+    return trainer
+
+
+def test_the_clock_never_goes_back_and_begins_with_training(harness: ModuleType) -> None:
+    seconds: list[float] = []
+
+    class Recorded(harness.TrainingClock):
+        def on_train_batch_end(self, *arguments: object) -> None:
+            seconds.append(self.seconds)
+
+    clock = Recorded()
+    assert clock.seconds == 0.0
+    fit(harness, clock)
+    assert len(seconds) == 10 and seconds[0] >= 0.0
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("count_validation, expected", [(True, 1), (False, 11)])
+def test_the_clock_stands_still_in_validation_if_told_to(
+    harness: ModuleType, count_validation: bool, expected: int
+) -> None:
+    # By the readings: one between the start and the question, and without validation one for each of 10 pieces, too.
+    clock = harness.TrainingClock(count_validation=count_validation, now=Readings())
+    fit(harness, clock)
+    assert clock.seconds == expected
+
+
+def test_the_clock_ends_the_training_at_its_bound(harness: ModuleType) -> None:
+    assert fit(harness, harness.TrainingClock(3.5, now=Readings())).global_step == 4
+
+
+def test_the_growing_batch_is_reported_with_medians_and_those_that_did_not_arrive(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(way: str, seed: int, seconds: float, loss: float) -> dict[str, object]:
+        point = {"samples": 1000 * seconds, "steps": 10 * seconds, "seconds": seconds, "loss": loss, "accuracy": 0.5}
+        return {"way": way, "rate": 0.1, "seed": seed, "validations": [point], "sizes": []}
+
+    runs = [run("fixed 32", seed, 2.0 + seed, 0.09) for seed in range(3)] + [run("fixed 1024", 0, 7.0, 0.3)]
+    import_module("growing_batch_size").report(runs, target=0.1)
+    printed = capsys.readouterr().out
+    assert "| fixed 32 | 0.1 | 3,000 (2,000 to 4,000) | 30 (20 to 40) | 3.0 (2.0 to 4.0) | 50.0 % | 32 |" in printed
+    assert "| fixed 1024 | 0.1 | 0 of 1 seeds got there; best 0.300 in 7 CPU seconds |" in printed
+
+
+def test_of_several_ways_of_a_kind_the_best_of_those_with_most_seeds_is_drawn() -> None:
+    def runs(*errors: float) -> list[dict[str, object]]:
+        return [{"seed": i, "validations": [{"cpu": 1.0, "error": error}]} for i, error in enumerate(errors)]
+
+    module = import_module("autoencoders")
+    by_name = {"adam 1e-3": runs(3.0, 3.0), "adam 2e-3": runs(2.0, 2.5), "adam 5e-4": runs(1.0), "shf": runs(9.0)}
+    assert module.best_of(by_name, "adam") == "adam 2e-3"
+    (axes,) = module.draw_errors(by_name).axes
+    assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == [
+        "Adam 2e-3",
+        "SHF of the paper",
+    ]
+
+
+def test_figures_of_the_paper_are_found_by_class_rank_and_data() -> None:
+    tables = import_module("paper_tables")
+    assert tables.paper_accuracy(("ldr_sd", 1), "noise", "shl") == 78.80
+    assert tables.paper_accuracy(("low_rank", 1), "cifar", "shl") is None
+    assert tables.paper_perplexity(("low_rank", 2)) == "205.72"  # the budget of LDR-SD of rank 1
+    assert tables.paper_perplexity(("low_rank", 3)) == "179.46"
+    assert tables.paper_perplexity(("ldr_sd", 3)) == ""
+
+
+def test_a_script_measures_and_prints_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = import_module("structured_layers")
+    options = SimpleNamespace(rival=None, sizes=[64], ranks=[1], deviation=0.01, rounds=1)
+    found = module.table(False, [1], options)
+    assert list(found) == [(64, 1, 1)] and found[64, 1, 1] > 0
+    assert "| n | batch | r | method |" in capsys.readouterr().out

@@ -35,7 +35,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -345,11 +345,17 @@ def legend_below(figure: Figure, axes: Axes, title: str, columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=title)
 
 
-def plain_ticks(*axes: Axis, form: str = "{x:,g}") -> None:
-    """Ticks of logarithmic axes as numbers without powers of ten, at 1, 2 and 5 times these."""
+def plain_ticks(*axes: Axis, unit: str = "") -> None:
+    """Ticks of logarithmic axes as numbers (20, 5k, 1M) instead of powers of ten, three a decade where there is room."""
+
+    def short(value: float, _: int) -> str:
+        for size, letter in ((1e6, "M"), (1e3, "k")):
+            if value >= size:
+                return f"{value / size:g}{letter}{unit}"
+        return f"{value:g}{unit}"
+
     for axis in axes:
         low, high = sorted(axis.get_view_interval())
-        steps = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
-        axis.set_major_locator(LogLocator(subs=steps))
-        axis.set_major_formatter(StrMethodFormatter(form))
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
+        axis.set_major_formatter(FuncFormatter(short))
         axis.set_minor_locator(NullLocator())

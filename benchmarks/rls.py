@@ -32,6 +32,7 @@ long. Peak memory is that of a process of its own, over what is taken before the
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -442,6 +443,7 @@ def main() -> None:
         command.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
         command.add_argument("--output", type=Path, help="default: results/benchmarks/rls")
     options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     (measure_steps if options.what == "steps" else run_all)(TASKS[options.task], options)
 
 

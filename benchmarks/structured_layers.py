@@ -135,7 +135,7 @@ def draw(forward: dict[tuple[int, int, int], float]) -> Figure:
     axes.axhline(1, color="gray", linewidth=1)
     axes.set(xlabel="n, inputs and outputs of the layer", ylabel="times faster than a dense layer")
     axes.set_title("LDR-SD against a dense layer: forward pass of one vector, one CPU thread")
-    harness.plain_ticks(axes.yaxis, form="{x:,g}×")
+    harness.plain_ticks(axes.yaxis, unit="×")
     sizes = sorted({size for size, _, _ in forward})
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()

@@ -3,8 +3,6 @@ import math
 import lightning as L
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,9 +22,6 @@ from tests.strategies.helpers import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-
-SIZES = st.integers(1, 10_000)
-VALUES = st.floats(-1e6, 1e6)
 
 
 class ScriptedNetwork(Network):
@@ -63,91 +58,6 @@ def fit(tmp_path, module, callback, loader=None, validation=None, **options):
     loader = draw_loader(batch_size=10, draws=12) if loader is None else loader
     trainer.fit(module, loader, validation)
     return trainer
-
-
-# The decision
-
-
-def test_the_batch_grows_to_the_mean_of_the_last_predictions():
-    assert next_batch_size(10, [1000, 10, 20, 30, 40, 51], [], max_batch_size=100) == 31
-
-
-def test_there_is_no_decision_within_the_first_window():
-    assert next_batch_size(10, [50] * 5, [1.0] * 6, max_batch_size=100) == 10
-
-
-def test_smaller_predictions_do_not_shrink_the_batch():
-    assert next_batch_size(10, [1] * 6, [], max_batch_size=100) == 10
-
-
-def test_predictions_are_cut_at_the_limit():
-    assert next_batch_size(10, [500] * 6, [], max_batch_size=100) == 100
-
-
-def test_a_stalling_validation_lets_the_batch_grow_by_the_factor():
-    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=500) == 201
-
-
-def test_a_small_batch_grows_by_one_sample_at_least():
-    assert next_batch_size(10, [1] * 6, [1.0] * 6, max_batch_size=500) == 11
-
-
-def test_validation_that_rises_stalls():
-    assert next_batch_size(200, [1] * 6, [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], max_batch_size=500) == 201
-
-
-def test_validation_that_falls_enough_does_not_stall():
-    assert next_batch_size(200, [1] * 6, [1.006, 1, 1, 1, 1, 1.0], max_batch_size=500) == 200
-
-
-def test_validation_is_compared_with_five_checks_before():
-    assert next_batch_size(200, [1] * 6, [2.0, 1.0, 1.0, 1.0, 1.0, 1.0], max_batch_size=500) == 200
-
-
-def test_validation_of_too_few_checks_does_not_stall():
-    assert next_batch_size(200, [1] * 6, [1.0] * 5, max_batch_size=500) == 200
-
-
-def test_validation_at_zero_does_not_stall_on_its_way_there():
-    assert next_batch_size(200, [1] * 6, [1.0, 0, 0, 0, 0, 0.0], max_batch_size=500) == 200
-
-
-def test_negative_values_stall_too():
-    assert next_batch_size(200, [1] * 6, [-1.0] * 6, max_batch_size=500) == 201
-
-
-def test_a_batch_above_the_limit_stays():
-    assert next_batch_size(200, [500] * 6, [], max_batch_size=100) == 200
-
-
-def test_growth_by_validation_is_cut_at_the_limit():
-    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=210, growth=1.5) == 210
-
-
-@given(SIZES, st.lists(SIZES, max_size=8), st.lists(VALUES, max_size=8), SIZES, st.integers(1, 6))
-def test_the_size_never_falls_nor_passes_the_limit(size, predictions, values, limit, window):
-    decided = next_batch_size(size, predictions, values, max_batch_size=limit, window=window)
-    assert size <= decided <= max(size, limit)
-
-
-@given(SIZES, st.lists(SIZES, min_size=6, max_size=6), st.lists(VALUES, max_size=8), SIZES)
-def test_larger_predictions_never_give_a_smaller_batch(size, predictions, values, more):
-    large = next_batch_size(size, [p + more for p in predictions], [], max_batch_size=100_000)
-    assert large >= next_batch_size(size, predictions, [], max_batch_size=100_000)
-
-
-@given(SIZES, st.lists(SIZES, min_size=6, max_size=6), st.lists(VALUES, min_size=6, max_size=6), SIZES)
-def test_algorithm_1_to_the_letter(size, predictions, values, limit):
-    average = math.ceil(sum(predictions[1:]) / 5)
-    if average > size:
-        expected = min(average, limit)
-    elif values[5] > 0 and (values[0] - values[5]) / values[5] < 0.005:
-        expected = min(math.ceil(1.005 * size), limit)
-    elif values[5] > 0:
-        expected = size
-    else:
-        return  # the paper's losses are positive
-    assert next_batch_size(size, predictions, values, max_batch_size=limit) == max(size, expected)
 
 
 # The callback
@@ -253,18 +163,6 @@ def test_shf_grows_the_batches_of_an_ordinary_loader(tmp_path):
     make_trainer(tmp_path, callbacks=[GrowingBatchSize(max_batch_size=30)], max_epochs=2).fit(module, loader)
     sizes = [report.batch_size for report in module.reports]
     assert sizes[0] == 4 and max(sizes) > 20 and sum(sizes) == 120
-
-
-def test_a_batch_shrinks_where_it_may():
-    assert next_batch_size(50, [20] * 6, [], max_batch_size=100, allow_shrinking=True) == 20
-
-
-def test_a_batch_does_not_shrink_below_two():
-    assert next_batch_size(50, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 2
-
-
-def test_the_validation_rule_comes_before_shrinking():
-    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=500, allow_shrinking=True) == 201
 
 
 # What is logged, drawn and saved

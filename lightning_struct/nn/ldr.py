@@ -39,7 +39,7 @@ class LearnedOperatorLinear(GeneratorLinear):
 
     The Krylov matrices K(A, v) = [v, Av, A²v, ...] have p = min(m, n) columns. Equation (2) has Bᵀ where B is here.
     With B subdiagonal, equation (2) spans the Hankel-like matrices; with Bᵀ subdiagonal, as here and in the authors'
-    code, it contains the Toeplitz-like ones. They differ by the order of the outputs.
+    code, it contains the Toeplitz-like ones. They differ by the order of the inputs.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.

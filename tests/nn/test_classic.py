@@ -140,6 +140,14 @@ def test_toeplitz_hankel_vandermonde_and_cauchy_matrices_are_members():
         assert CauchyLike.from_linear(linear_of(cauchy), 1, refine=0).approximation_error < 1e-10
 
 
+def test_toeplitz_like_matrices_with_rows_in_reverse_order_are_hankel_like_too():
+    """As the authors' code has them, where HankelLike reverses columns."""
+    torch.manual_seed(0)
+    matrix = ToeplitzLike(12, 12, 2, dtype=torch.float64).to_dense().detach()
+    assert HankelLike.from_linear(linear_of(matrix.flip(0)), 2, refine=0).approximation_error < 1e-10
+    assert HankelLike.from_linear(linear_of(matrix), 2, refine=0).approximation_error > 0.1
+
+
 def test_low_rank_start_is_the_best():
     torch.manual_seed(0)
     linear = nn.Linear(12, 9)

@@ -276,6 +276,15 @@ def test_the_dtype_is_that_of_x_and_g(method):
         assert subdiagonal_matmul(*(tensor.to(dtype) for tensor in inputs), method=method).dtype == dtype
 
 
+@pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
+def test_the_prepared_matrix_keeps_the_dtype_of_x_and_computes_in_float32_at_least(method):
+    inputs, _ = parameters("near one", 6, 6, 0.7)
+    half = [tensor.bfloat16() for tensor in inputs]
+    product = prepare_subdiagonal(*half[:6], method=method).matmul(half[6])
+    assert product.dtype == torch.bfloat16
+    torch.testing.assert_close(product, definition(*(tensor.double() for tensor in half)).bfloat16())
+
+
 def test_the_scaled_method_refuses_a_zero():
     inputs, _ = parameters("ones", 5, 5, 0.7)
     inputs[2][3] = 0

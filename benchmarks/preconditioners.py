@@ -12,6 +12,7 @@ minutes of one core on USPS, and longer on the larger networks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,7 @@ import harness
 from autoencoders import data_arguments
 from lightning_struct.functional import conjugate_gradient
 from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.kronecker import BlockPreconditioner, KroneckerFactors, averaged
 
 
 class SolverIterations(L.Callback):
@@ -49,7 +51,7 @@ class SolverIterations(L.Callback):
         preconditioners = {
             "none": None,
             "diagonal": model.scaling("diagonal", damping, seed=trainer.global_step),
-            "kronecker": shf._preconditioner_of(model).at(damping),
+            "kronecker": self._kronecker(pl_module, model, math.hypot(damping, math.sqrt(l2))),
         }
         counts = []
         for preconditioner in preconditioners.values():
@@ -63,6 +65,16 @@ class SolverIterations(L.Callback):
             )
             counts.append(f"{result.iterations}" if result.stop_reason == "residual" else f"> {self.maxiter}")
         harness.print_row(trainer.global_step, model.n, f"{damping:.3g}", *counts)
+
+    def _kronecker(self, module: Any, model: BatchModel, damping: float) -> BlockPreconditioner:
+        """The preconditioner of this step: the averages of the steps before, with this batch in them."""
+        shf = module.shf
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        kronecker = KroneckerFactors(module, trained)
+        factors = kronecker.measure(model, seed=module.global_step)
+        if module.global_step:
+            factors = averaged(shf.state["shf"]["factors"], factors, shf.settings.factor_decay)
+        return kronecker.preconditioner(factors, damping)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         self.seconds.update(pl_module.shf.report.seconds)

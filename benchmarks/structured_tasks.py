@@ -98,6 +98,13 @@ BUDGETED = ("pruned", "reduced")  # their rank is that of the LDR-SD layer whose
 CLASSES = ("unstructured", *RANKED, "fastfood", "circulant", *BUDGETED)
 DEFAULT_CLASSES = tuple(name for name in CLASSES if name not in ("cauchy_like", *BUDGETED))
 DEFAULT_RANKS: dict[str, Sequence[int]] = {"ldr_td": (1,), "ldr_sd": (1,), **dict.fromkeys(BUDGETED, (1,))}
+TITLES = {
+    "background_rotation": "MNIST with background and rotation",
+    "noise": "MNIST with noise",
+    "cifar": "CIFAR-10",
+    "norb": "NORB",
+    "rectangles": "rectangles",
+}
 LABELS = {
     "ldr_td": "LDR-TD",
     "ldr_sd": "LDR-SD",
@@ -368,7 +375,7 @@ def draw(runs: Sequence[Run], data: str) -> Figure:
     axes.grid(alpha=0.25)
     seeds = sorted({run["seed"] for run in runs})
     over = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean of {len(seeds)} seeds, band of two standard deviations"
-    harness.legend_below(figure, axes, f"{data.replace('_', ' and ')}: {over}; dashed: no rank to choose", columns=4)
+    harness.legend_below(figure, axes, f"{TITLES[data]}, {over}; dashed: no rank", columns=4)
     return figure
 
 

@@ -153,6 +153,11 @@ CASES = (
 )  # fmt: skip
 
 
+def gaussian(*shape: int, seed: int) -> Tensor:
+    """Standard normal numbers in float64, the same ones for the same seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def trainable(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 

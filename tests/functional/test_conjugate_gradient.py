@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_struct.functional.conjugate_gradient import conjugate_gradient
-
-
-def gaussian(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import gaussian
 
 
 def positive_definite(n: int, seed: int, condition: float = 100.0) -> Tensor:

@@ -23,10 +23,7 @@ from lightning_struct.functional import (
     per_sample_gradient_norms,
     required_batch_size,
 )
-
-
-def gaussian(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import gaussian
 
 
 def network(bias: bool = True) -> nn.Sequential:

@@ -17,14 +17,11 @@ from torch import Tensor
 
 from lightning_struct.functional import LeastSquaresResult, lsmr, lsqr
 from lightning_struct.functional.conjugate_gradient import conjugate_gradient
+from tests.cases import gaussian
 
 SOLVERS = [pytest.param(lsmr, id="lsmr"), pytest.param(lsqr, id="lsqr")]
 SHAPES = [pytest.param((9, 5), id="tall"), pytest.param((5, 9), id="wide"), pytest.param((6, 6), id="square")]
 Solver = Callable[..., LeastSquaresResult]
-
-
-def gaussian(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def operators(matrix: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

@@ -9,10 +9,7 @@ from torch.nn import functional as F
 
 from lightning_struct.functional import CrossEntropy, GaussNewtonLoss, SquaredError
 from lightning_struct.functional.losses import get_loss
-
-
-def gaussian(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import gaussian
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:

@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from lightning_struct.functional.vectors import inner, norm
-
-
-def gaussian(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import gaussian
 
 
 @pytest.mark.parametrize("shape", [(0,), (), (1,), (1023,), (1024,), (1025,), (3, 1000), (2, 3, 4)], ids=str)

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.functional.losses import get_loss
-from tests.cases import dense_jacobian, flat, trainable
-
-
-def gaussian(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.cases import dense_jacobian, flat, gaussian, trainable  # noqa: F401  # gaussian: for the tests beside
 
 
 def set_weights(module: nn.Module, weights: Tensor) -> None:

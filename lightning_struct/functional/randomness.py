@@ -13,6 +13,17 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 RandomState: TypeAlias = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers that depend on ``seed`` alone, on the CPU and on ``device``; afterwards the generators go on where they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
 def random_state(*args: Any) -> RandomState:
     """The state of the CPU's generator and of those of the devices on which tensors among ``args`` live."""
     return torch.get_rng_state(), get_device_states(*args)
@@ -31,15 +42,4 @@ def restored_random_state(state: RandomState) -> Iterator[None]:
     _, (devices, _) = state
     with torch.random.fork_rng(devices=devices):
         set_random_state(state)
-        yield
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers that depend on ``seed`` alone, on the CPU and on ``device``; afterwards the generators go on where they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
         yield

@@ -18,6 +18,8 @@ from lightning_struct.functional.gradient_norms import (
     per_sample_gradient_norms,
     required_batch_size,
 )
+from lightning_struct.functional.layer_call import LayerCall
+from lightning_struct.functional.layers import Matrix, register_layer, unregister_layer
 from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import LineSearchResult, armijo
 from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError
@@ -64,9 +66,11 @@ __all__ = [
     "DisplacementOperator",
     "GaussNewtonLoss",
     "GradientNormRecorder",
+    "LayerCall",
     "LeastSquaresResult",
     "LineSearchResult",
     "Linearization",
+    "Matrix",
     "ParameterNorms",
     "RightPreconditioner",
     "ShiftOperator",
@@ -98,6 +102,7 @@ __all__ = [
     "per_sample_gradient_norms",
     "prepare_subdiagonal",
     "randomized_gauss_newton_diagonal",
+    "register_layer",
     "required_batch_size",
     "subdiagonal_matmul",
     "subdiagonal_to_dense",
@@ -105,5 +110,6 @@ __all__ = [
     "toeplitz_like_matmul",
     "tridiagonal_matmul",
     "tridiagonal_to_dense",
+    "unregister_layer",
     "vandermonde_like_matmul",
 ]

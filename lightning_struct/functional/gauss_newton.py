@@ -27,15 +27,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
+from lightning_struct.functional.layers import coupling_layer as batch_normalising_layer
+from lightning_struct.functional.per_sample.contributions import sample_chunks
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
 
 Parameters = Mapping[str, Tensor]
 BACKENDS = ("layer_rules", "linearize", "double_backward")
-
-# Per-sample gradients are materialised for so many samples at a time that they hold at most this many numbers.
-_PER_SAMPLE_NUMBERS = 2**25
 
 
 class Linearization(ABC):
@@ -198,9 +197,7 @@ class _Autograd(Linearization):
             return torch_vjp(lambda p: self._call(p, *batch_of_one), point)[1](u_i[None])[0]
 
         in_dims = (0, *(0 if isinstance(a, Tensor) else None for a in self._args))
-        size = max(1, _PER_SAMPLE_NUMBERS // sum(p.numel() for p in point.values()))
-        for start in range(0, u.shape[0], size):
-            rows = slice(start, start + size)
+        for rows in sample_chunks(u.shape[0], sum(p.numel() for p in point.values())):
             arguments = (u[rows], *(a[rows] if isinstance(a, Tensor) else a for a in self._args))
             with _twice_differentiable(self._module), restored_random_state(self._random_state):
                 try:
@@ -374,17 +371,6 @@ class _Chunked(Linearization):
 
     def squared_norms(self, u: Tensor) -> Tensor:
         return torch.cat([chunk.squared_norms(u[rows]) for rows, chunk in self._chunks()])
-
-
-def batch_normalising_layer(module: nn.Module) -> str | None:
-    """The name of a layer that couples the samples of a batch, None if there is none.
-
-    That is batch normalisation in training mode, and without running statistics in eval mode too.
-    """
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
-            return name or type(layer).__name__
-    return None
 
 
 def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.per_sample.checksums import Checksums
 from lightning_struct.functional.per_sample.contributions import linear_squared_norms
-from lightning_struct.functional.per_sample.recorder import Checksums, GradientNormRecorder, ParameterNorms
+from lightning_struct.functional.per_sample.recorder import GradientNormRecorder, ParameterNorms
 
 __all__ = [
     "Checksums",

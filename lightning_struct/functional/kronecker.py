@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from lightning_struct.functional.layer_call import LayerCall, tensors_in
 from lightning_struct.functional.per_sample.attention import RowBlocks
 from lightning_struct.functional.per_sample.contributions import (
     Contribution,
@@ -30,13 +31,12 @@ from lightning_struct.functional.per_sample.contributions import (
     Outer,
     Uncovered,
     at_least_float32,
+    sample_chunks,
 )
-from lightning_struct.functional.per_sample.rules import contributions, draws_random_numbers, tensors_in
+from lightning_struct.functional.per_sample.rules import contributions, draws_random_numbers
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 from lightning_struct.functional.stateless import call_with
 
-# Per-sample gradients of a diagonal block hold at most this many numbers at a time.
-_NUMBERS_AT_A_TIME = 2**25
 # An explicit inverse is used where its relative error is below this.
 _LARGEST_ERROR = 0.1
 
@@ -62,15 +62,17 @@ def second_moments(
     use: Contribution,
     *,
     groups: int = 1,
+    transposed: bool = False,
     bias: bool = False,
     diagonal_inputs: bool = False,
     diagonal_outputs: bool = False,
 ) -> SecondMoments:
-    """Of one use of a weight, or of a bias alone, for which ã is 1 and f the sum over positions.
+    """Second moments of one use of a weight, or of a bias alone, for which ã is 1 and f the sum over positions.
 
     Args:
         use: what the back-propagated probe adds to the weight, as rows ã and f.
         groups: matrices that are stacked in the rows of the weight, each with inputs of its own.
+        transposed: the weight is stored as (in, out).
         bias: ã ends in a 1.
         diagonal_inputs: keep the diagonal of Σ ã ãᵀ only.
         diagonal_outputs: keep the diagonal of Σ f fᵀ only.
@@ -78,6 +80,8 @@ def second_moments(
     Raises:
         Uncovered: the use is no product of a matrix with rows.
     """
+    if transposed and isinstance(use, Outer):
+        use = Outer(use.cotangents, use.inputs)
     if isinstance(use, RowBlocks):
         of_blocks = [
             second_moments(block, bias=bias, diagonal_inputs=diagonal_inputs, diagonal_outputs=diagonal_outputs)
@@ -129,8 +133,7 @@ def squared_shares(use: Contribution) -> Tensor:
         delta = at_least_float32(use.cotangents)
         shares = delta.new_zeros(len(keys), delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
         return delta.new_zeros(use.shape).index_add_(0, keys % use.table_rows, shares.square())
-    size = max(1, _NUMBERS_AT_A_TIME // max(1, torch.Size(use.shape).numel()))
-    chunks = (slice(start, start + size) for start in range(0, use.samples, size))
+    chunks = sample_chunks(use.samples, torch.Size(use.shape).numel())
     return torch.stack([use.per_sample(chunk).square().sum(0) for chunk in chunks]).sum(0)
 
 
@@ -274,11 +277,10 @@ def _solved_rows(root: Tensor, matrix: Tensor, *, transpose: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Call:
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any
+class _ProbedCall:
+    """A call, the edges of the graph that lead to its outputs, and the random generators as they were before it."""
+
+    call: LayerCall
     edges: list[GradientEdge | None]
     random_state: RandomState | None
 
@@ -314,7 +316,7 @@ def probe_layers(
         parameters: of which the whole gradient is wanted.
         cotangent: from the module's outputs to what is back-propagated from them.
     """
-    calls: list[_Call] = []
+    calls: list[_ProbedCall] = []
     states: dict[nn.Module, RandomState] = {}
 
     def before(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -324,7 +326,7 @@ def probe_layers(
     def after(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         # An edge of the graph, and not the tensor, which may be written over by the next layer.
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(outputs)]
-        calls.append(_Call(layer, inputs, kwargs, outputs, edges, states.pop(layer, None)))
+        calls.append(_ProbedCall(LayerCall(layer, inputs, kwargs, outputs), edges, states.pop(layer, None)))
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     handles += [layer.register_forward_hook(after, prepend=True, with_kwargs=True) for layer in layers]
@@ -336,28 +338,28 @@ def probe_layers(
         for handle in handles:
             handle.remove()
 
-    wanted: list[Any] = [edge for call in calls for edge in call.edges if edge is not None]
+    wanted: list[Any] = [edge for probed in calls for edge in probed.edges if edge is not None]
     found = iter(
         torch.autograd.grad(
             outputs, [*wanted, *parameters.values()], cotangent(outputs.detach()).to(outputs.dtype), allow_unused=True
         )
     )
     uses = []
-    for call in calls:
-        cotangents = [None if edge is None else next(found) for edge in call.edges]
+    for probed in calls:
+        cotangents = [None if edge is None else next(found) for edge in probed.edges]
         if any(t is not None for t in cotangents):
-            uses += [(call.layer, name, use) for name, use in _contributions(call, cotangents).items()]
+            uses += [(probed.call.layer, name, use) for name, use in _contributions(probed, cotangents).items()]
     gradients = {
         name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)
     }
     return Probe(uses, gradients)
 
 
-def _contributions(call: _Call, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+def _contributions(probed: _ProbedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
     with ExitStack() as stack:
-        if call.random_state is not None:
-            stack.enter_context(restored_random_state(call.random_state))
+        if probed.random_state is not None:
+            stack.enter_context(restored_random_state(probed.random_state))
         try:
-            return contributions(call.layer, call.args, call.kwargs, call.outputs, cotangents)
+            return contributions(replace(probed.call, cotangents=cotangents))
         except Uncovered:
             return {}

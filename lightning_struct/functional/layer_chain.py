@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.gradient_norms import linear_squared_norms
+from lightning_struct.functional.per_sample.contributions import linear_squared_norms, sample_chunks
 from lightning_struct.functional.stateless import call_with
 
 _ELEMENTWISE = (
@@ -24,9 +24,6 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _RESHAPING = (nn.Identity, nn.Flatten, nn.Unflatten)
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-
-# Per-sample gradients, where they must be formed, hold at most this many numbers at a time.
-_PER_SAMPLE_NUMBERS = 2**25
 
 
 @dataclass
@@ -178,9 +175,8 @@ def _per_sample(uses: list[tuple[Tensor | None, Tensor]]) -> Iterator[Tensor]:
     """Per-sample gradients of one parameter, all its uses summed, a few samples at a time."""
     inputs, cotangent = uses[0]
     numbers = cotangent.shape[-1] * (1 if inputs is None else inputs.shape[-1])
-    size = max(1, _PER_SAMPLE_NUMBERS // numbers)
-    for start in range(0, cotangent.shape[0], size):
-        yield sum(_per_sample_gradient(a, f, slice(start, start + size)) for a, f in uses)  # type: ignore[misc]
+    for rows in sample_chunks(cotangent.shape[0], numbers):
+        yield sum(_per_sample_gradient(a, f, rows) for a, f in uses)  # type: ignore[misc]
 
 
 def _per_sample_gradient(inputs: Tensor | None, cotangent: Tensor, rows: slice) -> Tensor:

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from lightning_struct.functional.gauss_newton import Linearization
 from lightning_struct.functional.losses import GaussNewtonLoss
-
-
-def random_signs(*shape: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """±1 with equal probability, of the dtype and device of ``like``; the generator is one of that device."""
-    bits = torch.randint(0, 2, shape, generator=generator, device=like.device, dtype=torch.int8)
-    return bits.mul_(2).sub_(1).to(like.dtype)
+from lightning_struct.functional.randomness import random_signs
 
 
 def randomized_gauss_newton_diagonal(

@@ -1,4 +1,4 @@
-"""The state of the random generators, kept and put back, so that dropout has one mask in every evaluation of a step."""
+"""Random signs; and the state of the random generators, kept and put back, so that dropout repeats its masks."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ def restored_random_state(state: RandomState) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         set_random_state(state)
         yield
+
+
+def random_signs(*shape: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """±1 with equal probability, of the dtype and device of ``like``; the generator is one of that device."""
+    bits = torch.randint(0, 2, shape, generator=generator, device=like.device, dtype=torch.int8)
+    return bits.mul_(2).sub_(1).to(like.dtype)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine
 from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ def replace_linear(
     include: Selection | Iterable[Selection] | None = None,
     exclude: Selection | Iterable[Selection] | None = None,
 ) -> nn.Module:
-    """Put a structured layer where each ``nn.Linear`` stands, in place. ::
+    """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by its
+    matrix (see :func:`~lightning_struct.functional.layers.register_layer`). ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
@@ -42,7 +44,7 @@ def replace_linear(
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
         factory: called as ``factory(in_features, out_features, bias=bias)``; or the ``from_linear`` of a class, by itself
-            or in a ``functools.partial``, called on the old layer.
+            or in a ``functools.partial``, called on the old layer, or on an ``nn.Linear`` with its weight and bias.
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a module
             stands for all that is below it, too. None: all.
         exclude: likewise, what is left as it is.
@@ -62,32 +64,32 @@ def replace_linear(
     """
     included = None if include is None else _Selector("include", include, model)
     excluded = _Selector("exclude", () if exclude is None else exclude, model)
-    in_attention = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    in_attention = set(map(id, hidden_layers(model, of_other_forwards=True)))
     replacements: dict[int, nn.Module] = {}
     places: list[tuple[str, nn.Module]] = []
-    for name, linear in model.named_modules(remove_duplicate=False):
-        if not isinstance(linear, nn.Linear):
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if not is_affine(layer):
             continue
-        if (included is not None and not included.has(name, linear)) or excluded.has(name, linear):
+        if (included is not None and not included.has(name, layer)) or excluded.has(name, layer):
             continue
-        if id(linear) in in_attention:
+        if id(layer) in in_attention:
             _log.info("%s is left as it is: nn.MultiheadAttention reads its weight", name)
             continue
-        if id(linear) not in replacements:
-            replacements[id(linear)] = _replacement(linear, factory)
-            _log.info("%s: %s -> %s", name or "the model", linear, _described(replacements[id(linear)]))
-        places.append((name, replacements[id(linear)]))
+        if id(layer) not in replacements:
+            replacements[id(layer)] = _replacement(as_linear(layer), factory)
+            _log.info("%s: %s -> %s", name or "the model", layer, _described(replacements[id(layer)]))
+        places.append((name, replacements[id(layer)]))
     if not replacements:
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear that is included and not excluded (and not inside of an "
             f"nn.MultiheadAttention) is in {type(model).__name__}"
         )
     _warn_of_ties(model, [name for name, _ in places])
-    for name, layer in places:  # only now: an error leaves the model as it was
+    for name, replacement in places:  # only now: an error leaves the model as it was
         if not name:
-            return layer
+            return replacement
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, layer)
+        setattr(model.get_submodule(parent), attribute, replacement)
     return model
 
 

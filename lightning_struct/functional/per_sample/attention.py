@@ -9,48 +9,39 @@ are all that it costs. The layer never calls ``out_proj`` as a module, so its pa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered
 from lightning_struct.functional.per_sample.rerun import by_sample, check_rerun, draws_random_numbers
 
 
-def attention_contributions(
-    layer: nn.MultiheadAttention,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: int | None,
-) -> dict[str, Contribution]:
-    """What one call of an attention layer adds to the gradients of its parameters, for every sample.
+def attention_contributions(call: LayerCall) -> dict[str, Contribution]:
+    """Each sample's share of the gradients that one call of an attention layer gives its parameters.
 
     Self and cross attention with every option of the layer and every mask. Dropout needs the random generators as they
     were before the call (see :func:`~lightning_struct.functional.randomness.restored_random_state`).
 
     Args:
-        layer: the attention.
-        args: with ``kwargs``, what it was called with.
-        kwargs: see ``args``.
-        outputs: what it returned, the attention's output and its weights or None.
-        cotangents: of the tensors among the outputs; None for what got none.
-        samples: n; as many as there are sequences if None. Of k·n sequences each k in a row are one sample.
+        call: of ``nn.MultiheadAttention``. Its outputs are the attention's output and its weights or None. Its ``samples``
+            are n, or None for as many as there are sequences; of k·n sequences each k in a row are one sample.
 
     Returns:
         By the name of the parameter, ``out_proj.weight`` and ``out_proj.bias`` among them.
 
     Raises:
-        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of
-            ``samples``; dropout took another mask than in the call.
+        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of n; dropout
+            took another mask than in the call.
     """
-    call = _Call(*args, **kwargs)
-    if call.query.dim() != 3:
+    layer, outputs, cotangents, samples = call.layer, call.outputs, call.cotangents, call.samples
+    assert samples is None or isinstance(samples, int)
+    given = _Arguments(*call.args, **call.kwargs)
+    if given.query.dim() != 3:
         raise Uncovered("it read one sequence without a batch dimension")
 
     def time_first(tensor: Tensor) -> Tensor:
@@ -62,10 +53,10 @@ def attention_contributions(
 
     device = outputs[0].device.type
     with torch.autocast(device, enabled=False), torch.no_grad():
-        inputs = [time_first(tensor) for tensor in (call.query, call.key, call.value)]
+        inputs = [time_first(tensor) for tensor in (given.query, given.key, given.value)]
         points = _projected(layer, inputs)
         with torch.enable_grad():
-            attended, weights = _attend(layer, call, *(point.requires_grad_() for point in points))
+            attended, weights = _attend(layer, given, *(point.requires_grad_() for point in points))
         out_weight = layer.out_proj.weight.detach().to(attended.dtype)
         if draws_random_numbers(layer):
             bias = None if layer.out_proj.bias is None else layer.out_proj.bias.detach().to(attended.dtype)
@@ -92,7 +83,7 @@ def attention_contributions(
         if layer.in_proj_weight is None:
             for name, tensor, delta in zip("qkv", read, deltas, strict=True):
                 contributions[f"{name}_proj_weight"] = Outer(tensor, delta)
-        elif call.query is call.key is call.value:
+        elif given.query is given.key is given.value:
             contributions["in_proj_weight"] = Outer(read[0], torch.cat(deltas, 2))
         else:
             shape, size = tuple(layer.in_proj_weight.shape), layer.embed_dim
@@ -137,7 +128,7 @@ class RowBlocks(Contribution):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Arguments:
     """The arguments of ``nn.MultiheadAttention.forward``, in its order."""
 
     query: Tensor
@@ -168,7 +159,7 @@ def _projected(layer: nn.MultiheadAttention, inputs: Sequence[Tensor]) -> list[T
 
 
 def _attend(
-    layer: nn.MultiheadAttention, call: _Call, query: Tensor, key: Tensor, value: Tensor
+    layer: nn.MultiheadAttention, given: _Arguments, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """What ``out_proj`` reads, (L, N, E), and the weights that the layer returns; the random numbers drawn are the layer's.
 
@@ -180,9 +171,9 @@ def _attend(
     if layer.add_zero_attn:
         k, v = (torch.cat([tensor, tensor.new_zeros(tensor.shape[0], 1, tensor.shape[2])], 1) for tensor in (k, v))
     probability = layer.dropout if layer.training else 0.0
-    causal = call.is_causal and call.key_padding_mask is None and not call.need_weights
-    mask = None if causal else _mask(call, heads, sequences, k)
-    if not call.need_weights:
+    causal = given.is_causal and given.key_padding_mask is None and not given.need_weights
+    mask = None if causal else _mask(given, heads, sequences, k)
+    if not given.need_weights:
         q, k, v = (tensor.reshape(sequences, heads, *tensor.shape[1:]) for tensor in (q, k, v))
         if mask is not None:
             mask = mask[None] if mask.shape[0] == 1 else mask.view(sequences, heads, -1, k.shape[2])
@@ -195,17 +186,17 @@ def _attend(
         weights = F.dropout(weights, probability)
     attended = torch.bmm(weights.to(v.dtype), v).transpose(0, 1).reshape(length, sequences, width)
     weights = weights.view(sequences, heads, length, -1)
-    return attended, weights.mean(1) if call.average_attn_weights else weights
+    return attended, weights.mean(1) if given.average_attn_weights else weights
 
 
-def _mask(call: _Call, heads: int, sequences: int, key: Tensor) -> Tensor | None:
+def _mask(given: _Arguments, heads: int, sequences: int, key: Tensor) -> Tensor | None:
     """What is added to the scores, (1 or N·heads, 1 or L, keys); keys beyond those of the call are not masked."""
     parts = []
-    if call.attn_mask is not None:
-        mask = _additive(call.attn_mask, key)
+    if given.attn_mask is not None:
+        mask = _additive(given.attn_mask, key)
         parts.append(mask[None] if mask.dim() == 2 else mask)
-    if call.key_padding_mask is not None:
-        padding = _additive(call.key_padding_mask, key)[:, None, None].expand(-1, heads, -1, -1)
+    if given.key_padding_mask is not None:
+        padding = _additive(given.key_padding_mask, key)[:, None, None].expand(-1, heads, -1, -1)
         parts.append(padding.reshape(sequences * heads, 1, -1))
     return sum(parts[1:], parts[0]) if parts else None
 

@@ -17,12 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Per-sample quantities hold at most this many numbers at a time.
-_NUMBERS_AT_A_TIME = 2**25
+from lightning_struct.functional.randomness import random_signs
+
+# Per-sample quantities hold at most this many numbers at a time, here and wherever else they are formed.
+NUMBERS_AT_A_TIME = 2**25
 
 # Exact norms are kept up to this part of the multiply-adds that training the layer takes; beyond it they are estimated
 # where estimates were asked for.
 _FREE_PART = 0.1
+
+
+def sample_chunks(samples: int, numbers: int) -> Iterator[slice]:
+    """Slices of the samples, so many at a time that they hold :data:`NUMBERS_AT_A_TIME` numbers, of ``numbers`` for each."""
+    size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
+    return (slice(start, start + size) for start in range(0, samples, size))
 
 
 class Uncovered(Exception):
@@ -84,8 +92,7 @@ class Contribution(ABC):
 
     def _chunks(self, numbers: int | None = None) -> Iterator[slice]:
         """The samples, so many at a time that ``numbers`` for each (default: a gradient) are not too many."""
-        size = max(1, _NUMBERS_AT_A_TIME // max(1, math.prod(self.shape) if numbers is None else numbers))
-        return (slice(start, start + size) for start in range(0, self.samples, size))
+        return sample_chunks(self.samples, math.prod(self.shape) if numbers is None else numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -430,7 +437,7 @@ def squared_norms(
         # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
         rows, (r, every) = contributions[0].shape[0], part
         of_probes, of_rows = (
-            torch.randint(0, 2, size, generator=generator, device=device, dtype=torch.float32).mul_(2).sub_(1)
+            random_signs(*size, like=torch.empty(0, device=device), generator=generator)
             for size in ((rows, probes), (every * n, rows, 1))
         )
         signs = of_rows[r::every] * of_probes.mul_(probes**-0.5)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_struct.functional.layer_call import Samples
+from lightning_struct.functional.layers import kind_of
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered, at_least_float32
 from lightning_struct.functional.per_sample.rerun import by_sample
 
@@ -64,7 +66,8 @@ def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 def is_recorded(layer: nn.Module) -> bool:
     """Whether all parameters of the layer are used in calls of ``linear``: an attention layer's, but for ``add_bias_kv``."""
-    return isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None
+    kind = kind_of(layer)
+    return kind is not None and kind.base is nn.MultiheadAttention and layer.bias_k is None
 
 
 class Projection:
@@ -88,7 +91,7 @@ class Projection:
                 if used is not None and (rows := _rows(used, parameter)) is not None:
                     self._rows[name], self.parameters[name] = rows, parameter
 
-    def contributions(self, cotangents: Tensor, samples: int | Collection[int] | None) -> dict[str, Contribution]:
+    def contributions(self, cotangents: Tensor, samples: Samples) -> dict[str, Contribution]:
         """What the call adds to the gradients of its parameters.
 
         Args:

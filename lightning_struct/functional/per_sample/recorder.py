@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +15,19 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.per_sample.contributions import (
-    Contribution,
-    Uncovered,
-    at_least_float32,
-    squared_norms,
-)
+from lightning_struct.functional.layer_call import LayerCall, Samples, map_items, tensors_in
+from lightning_struct.functional.layers import couples_samples, owned_parameters
+from lightning_struct.functional.per_sample.checksums import Checksums, checksum_of_shares, checksums
+from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
 from lightning_struct.functional.per_sample.projections import Projection, is_recorded, start_recording, stop_recording
 from lightning_struct.functional.per_sample.rules import (
     CannotRunAgain,
-    Samples,
     compares_outputs,
     contributions,
-    couples_samples,
     draws_random_numbers,
     has_rule,
-    map_items,
-    owned_parameters,
+    keeps_outputs,
     runs_again,
-    tensors_in,
 )
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 
@@ -42,28 +35,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _DIFFERENTIATED_TWICE = "it is differentiated twice, as by a penalty on gradients"
-
-
-class Checksums(NamedTuple):
-    """Of one parameter with gradient G and four pairs of vectors of random signs, r over its rows and s over its columns.
-
-    Attributes:
-        measured: (4,), rᵀ(Σᵢ cᵢ)s; linear in the gradient: the mean over processes is that of the mean gradient.
-        gradient: (4,), rᵀGs.
-        scale: what both are compared by, ‖G‖ or a tenth of (Σᵢ‖cᵢ‖²)^½ if that is larger (then G is mostly rounding).
-        tolerance: the largest ``relative_error`` that is rounding.
-    """
-
-    measured: Tensor
-    gradient: Tensor
-    scale: Tensor
-    tolerance: float
-
-    @property
-    def relative_error(self) -> Tensor:
-        """A scalar, an estimate of ‖Σᵢ cᵢ - G‖ / ``scale``; 0 if both are 0."""
-        error = torch.linalg.vector_norm(self.measured - self.gradient) / math.sqrt(len(self.gradient))
-        return error / self.scale.clamp(min=torch.finfo(self.scale.dtype).tiny)
 
 
 @dataclass
@@ -142,8 +113,8 @@ class GradientNormRecorder:
         self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
         self._recording: set[nn.Module] = set()
-        self._silent = False
-        self._said: set[str] = set()
+        self._rerunning = False
+        self._warned: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
         self._failed: dict[nn.Module, str] = {}
         self._arrived: dict[nn.Parameter, _Arrived] = {}
@@ -241,19 +212,7 @@ class GradientNormRecorder:
             gradient, measured = parameter.grad, self._measured.get(parameter)
             if gradient is None or measured is None or measured.checksum is None or parameter in self._uncovered:
                 continue
-            gradient = at_least_float32(gradient.detach())
-            left, right = (vector.to(gradient.dtype) for vector in self._signs(parameter))
-            if gradient.is_sparse:
-                gradient = gradient.coalesce()
-                projected = (left[gradient.indices()[0]] * (gradient.values() @ right)).sum(0)
-                norm = torch.linalg.vector_norm(gradient.values())
-            else:
-                projected = ((gradient.reshape(left.shape[0], -1) @ right) * left).sum(0)
-                norm = torch.linalg.vector_norm(gradient)
-            spread = torch.stack([norms.sum() for norms in measured.squared_norms]).sum().sqrt()
-            scale = torch.maximum(norm, 0.1 * spread.to(norm.dtype))
-            tolerance = 1e-6 if gradient.dtype == torch.float64 else 0.05
-            sums[name] = Checksums(measured.checksum, projected, scale, tolerance)
+            sums[name] = checksums(parameter, measured.checksum, measured.squared_norms, self._seed)
         return sums
 
     def verify(self) -> None:
@@ -286,7 +245,7 @@ class GradientNormRecorder:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
             state = self._random_states.pop(layer, None) if self._random_states else None
             parameters = self._layers.get(layer)
-            if parameters is None or self._silent or not torch.is_grad_enabled():
+            if parameters is None or self._rerunning or not torch.is_grad_enabled():
                 return
             trainable = {name: p for name, p in parameters.items() if p.requires_grad}
             tensors = tensors_in(outputs)
@@ -296,7 +255,7 @@ class GradientNormRecorder:
             for parameter in trainable.values():
                 if parameter not in self._watched:
                     self._watch(parameter)
-            call = self._recorded(layer, trainable, args, kwargs, outputs, state)
+            call = self._recorded(LayerCall(layer, args, kwargs, outputs, samples=self.samples), trainable, state)
             number = len(tensors)
             if number == 1:
                 tensors[0].register_hook(lambda cotangent: self._arrive(call, [cotangent]))
@@ -314,7 +273,7 @@ class GradientNormRecorder:
 
     def _before_projections(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if layer in self._layers and torch.is_grad_enabled() and not self._silent:
+            if layer in self._layers and torch.is_grad_enabled() and not self._rerunning:
                 self._recording.add(layer)
                 start_recording()
 
@@ -337,26 +296,21 @@ class GradientNormRecorder:
                 if not made.outputs.requires_grad or not parameters:
                     continue
                 projection = Projection(made, parameters, sequences)
-                call = _Call(layer, projection.parameters, (), {}, self.samples, _current_backward())
+                call = _AwaitedCall(LayerCall(layer, samples=self.samples), projection.parameters, _current_backward())
                 call.projection = projection
                 made.outputs.register_hook(partial(self._arrive_at_one, call))
 
         return hook
 
-    def _arrive_at_one(self, call: _Call, cotangent: Tensor) -> None:
+    def _arrive_at_one(self, call: _AwaitedCall, cotangent: Tensor) -> None:
         self._arrive(call, [cotangent])
 
     def _recorded(
-        self,
-        layer: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: Any,
-        state: RandomState | None,
-    ) -> _Call:
+        self, call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None
+    ) -> _AwaitedCall:
+        layer, args, kwargs = call.layer, call.args, call.kwargs
         if couples_samples(layer):
-            self._say(
+            self._warn_once(
                 "batch normalisation in training couples the samples of a batch through their statistics: of the layers "
                 "before it, what is measured is each sample's share of the gradient, and not its own gradient"
             )
@@ -364,18 +318,21 @@ class GradientNormRecorder:
             args, kwargs = _detached((args, kwargs))
         else:
             args = (args[0].detach(),)
-        call = _Call(layer, parameters, args, kwargs, self.samples, _current_backward())
+        outputs = _detached(call.outputs, copy=compares_outputs(layer)) if keeps_outputs(layer) else None
+        awaited = _AwaitedCall(
+            replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, _current_backward()
+        )
         if runs_again(layer):
             device = tensors_in(outputs)[0].device.type
             autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            call.again = _Again(_detached(outputs, copy=compares_outputs(layer)), autocast, state)
-        return call
+            awaited.rerun = _Rerun(autocast, state)
+        return awaited
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: _Call, cotangents: list[Tensor | None]) -> None:
+    def _arrive(self, call: _AwaitedCall, cotangents: list[Tensor | None]) -> None:
         """The cotangents of a layer's outputs are known; those of its parameters are about to be."""
-        if self._silent or not self._handles:
+        if self._rerunning or not self._handles:
             return
         if torch.is_grad_enabled():
             self._differentiated_twice.update(call.parameters.values())
@@ -397,33 +354,32 @@ class GradientNormRecorder:
             if reason is None:
                 arrived.shares.append(shares[name])
 
-    def _contributions(self, call: _Call, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+    def _contributions(self, awaited: _AwaitedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+        call = replace(awaited.call, cotangents=cotangents)
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
-        if call.projection is not None:
-            (cotangent,) = cotangents
-            assert cotangent is not None
-            return call.projection.contributions(cotangent, call.samples)
-        if call.again is None:
-            return contributions(call.layer, call.args, call.kwargs, None, cotangents, call.samples)
+        if awaited.projection is not None:
+            return awaited.projection.contributions(call.cotangent, call.samples)
+        if awaited.rerun is None:
+            return contributions(call)
         if call.layer in self._without_rule:
-            self._say(
-                "these layers have no rule for per-sample gradients and are run again under torch.func.vmap, which takes "
-                f"longer: {', '.join(self._without_rule.values())}"
+            self._warn_once(
+                "these layers have no rule for per-sample gradients (see register_layer) and are run again under "
+                f"torch.func.vmap, which takes longer: {', '.join(self._without_rule.values())}"
             )
-        device, dtype, enabled = call.again.autocast
-        self._silent = True
+        device, dtype, enabled = awaited.rerun.autocast
+        self._rerunning = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-                if call.again.random_state is not None:
-                    stack.enter_context(restored_random_state(call.again.random_state))
-                return contributions(call.layer, call.args, call.kwargs, call.again.outputs, cotangents, call.samples)
+                if awaited.rerun.random_state is not None:
+                    stack.enter_context(restored_random_state(awaited.rerun.random_state))
+                return contributions(call)
         except CannotRunAgain as reason:
             self._failed[call.layer] = str(reason)
             raise
         finally:
-            self._silent = False
+            self._rerunning = False
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Be told when the gradient of ``parameter`` has been accumulated, once for each backward pass."""
@@ -435,7 +391,7 @@ class GradientNormRecorder:
     def _after_accumulation(self) -> Any:
         def hook(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
-            if not self._silent:
+            if not self._rerunning:
                 self._accumulate(parameter)
 
         return hook
@@ -476,7 +432,7 @@ class GradientNormRecorder:
 
     def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
         """Of the samples of all uses. Uses by different numbers of samples, where there may be, are by different samples."""
-        shares, may_be = arrived.shares, arrived.calls[0].samples
+        shares, may_be = arrived.shares, arrived.calls[0].call.samples
         options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
         sizes = sorted({share.samples for share in shares}) if len(shares) > 1 else []
         if len(sizes) < 2 or not isinstance(may_be, Collection) or not set(sizes) <= set(may_be):
@@ -490,54 +446,43 @@ class GradientNormRecorder:
             return
         if measured.checksum is None and len(measured.passes) > 1:
             return  # earlier passes were not checked
-        left, right = self._signs(parameter)
-        with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
-            pairs = list(zip(left.unbind(1), right.unbind(1), strict=True))
-            total = torch.stack([torch.stack([share.projection(r, s) for r, s in pairs]) for share in shares]).sum(0)
+        total = checksum_of_shares(parameter, shares, self._seed)
         measured.checksum = total if measured.checksum is None else measured.checksum + total
-
-    def _signs(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """r over the rows of the parameter and s over its columns, (rows, 4) and (columns, 4) of ±1, always the same."""
-        generator = torch.Generator().manual_seed(self._seed)
-        rows = parameter.shape[0] if parameter.ndim else 1
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        left, right = (
-            (torch.randint(0, 2, (size, 4), generator=generator) * 2 - 1).to(parameter.device, dtype)
-            for size in (rows, parameter.numel() // max(1, rows))
-        )
-        return left, right
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._projection_seed)
         return self._generators[device]
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
 @dataclass
-class _Again:
-    """What running a layer again needs: its outputs, (device, dtype, enabled) of autocast, and the random generators."""
+class _Rerun:
+    """What running a layer again needs: (device, dtype, enabled) of autocast, and the state of the random generators."""
 
-    outputs: Any
     autocast: tuple[str, torch.dtype, bool]
     random_state: RandomState | None
 
 
 @dataclass(eq=False)
-class _Call:
-    """One call of a layer. ``backward``: the pass within which it was made, by a checkpoint, or -1."""
+class _AwaitedCall:
+    """One call of a layer whose cotangents are awaited.
 
-    layer: nn.Module
+    Attributes:
+        call: without cotangents.
+        parameters: those that it uses, by name.
+        backward: the pass within which it was made, by a checkpoint, or -1.
+        accumulated: the parameters whose gradients it has taken part in.
+    """
+
+    call: LayerCall
     parameters: dict[str, nn.Parameter]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    samples: Samples
     backward: int
-    again: _Again | None = None
+    rerun: _Rerun | None = None
     projection: Projection | None = None
     accumulated: set[nn.Parameter] = field(default_factory=set)
 
@@ -553,7 +498,7 @@ class _Arrived:
     backward: int
     outer: int
     fresh: bool
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_AwaitedCall] = field(default_factory=list)
     shares: list[Contribution] = field(default_factory=list)
     reason: str | None = None
 

@@ -9,7 +9,7 @@ cotangent δ_t for each pre-activation: a weight's share of one sample is Σ_t �
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,55 +19,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_struct.functional.layer_call import LayerCall
+from lightning_struct.functional.layers import recurrent_places
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered
 from lightning_struct.functional.per_sample.rerun import by_sample, check_rerun
 
 
-def recurrent_contributions(
-    layer: nn.RNNBase,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: int | None,
-) -> dict[str, Contribution]:
-    """What one call of a recurrent layer adds to the gradients of its weights and biases, for every sample.
+def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
+    """Each sample's share of the gradients that one call of a recurrent layer gives its weights and biases.
 
     Stacked, bidirectional, batch first or not, with projections, with or without an initial state; of packed sequences the
     samples are in the order that they had before sorting. Dropout between the layers needs the random generators as they
     were before the call (see :func:`~lightning_struct.functional.randomness.restored_random_state`).
 
     Args:
-        layer: ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``.
-        args: with ``kwargs``, what it was called with.
-        kwargs: see ``args``.
-        outputs: what it returned.
-        cotangents: of the tensors among the outputs in their order, first that of the output sequence, last those of h_n
-            or of h_n and c_n; None for what got none.
-        samples: n; as many as there are sequences if None. Of k·n sequences each k in a row are one sample.
+        call: of ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``. Its cotangents are first that of the output sequence, last those of
+            h_n or of h_n and c_n. Its ``samples`` are n, or None for as many as there are sequences; of k·n sequences each
+            k in a row are one sample.
 
     Returns:
         By the name of the parameter, in float32 at least.
 
     Raises:
-        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of
-            ``samples``; dropout took another mask than in the call.
+        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of n; dropout
+            took another mask than in the call.
     """
+    layer, outputs, cotangents = call.layer, call.outputs, call.cotangents
+    assert call.samples is None or isinstance(call.samples, int)
     parameter = next(layer.parameters())
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
-        inputs, initial, layout = _arguments(layer, dtype, *args, **kwargs)
+        inputs, initial, layout = _arguments(layer, dtype, call.argument(0, "input"), call.argument(1, "hx", None))
         levels, masks = _forward(layer, dtype, inputs, initial, layout)
         if masks:
             recorded = outputs[0].data if isinstance(outputs[0], PackedSequence) else outputs[0]
             check_rerun(layout.time_first(recorded.detach()), layout.padded(_joined(levels[-1], layout)))
         of_outputs = None if cotangents[0] is None else layout.time_first(cotangents[0]).to(dtype)
         of_final = [None if final is None else layout.sorted(final).to(dtype) for final in cotangents[-len(initial) :]]
-        return _backward(layer, levels, masks, of_outputs, of_final, layout, samples)
+        return _backward(layer, levels, masks, of_outputs, of_final, layout, call.samples)
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _SequenceLayout:
     """How the caller's tensors become (T, N, ...), time first; sequences are sorted by length where they are packed.
 
     Attributes:
@@ -129,15 +122,15 @@ class _Layout:
 
 
 def _arguments(
-    layer: nn.RNNBase, dtype: torch.dtype, input: Tensor | PackedSequence, hx: Any = None
-) -> tuple[Tensor, list[Tensor], _Layout]:
+    layer: nn.RNNBase, dtype: torch.dtype, input: Tensor | PackedSequence, hx: Any
+) -> tuple[Tensor, list[Tensor], _SequenceLayout]:
     """The input (T, N, in), the initial states, each (layers·directions, N, features), and the layout."""
     if isinstance(input, PackedSequence):
         data, sizes, sorting, unsorting = input
         present = (torch.arange(int(sizes[0])) < sizes[:, None]).to(data.device)
-        layout = _Layout(False, present, sorting, unsorting)
+        layout = _SequenceLayout(False, present, sorting, unsorting)
     elif input.dim() == 3:
-        data, layout = input, _Layout(layer.batch_first)
+        data, layout = input, _SequenceLayout(layer.batch_first)
     else:
         raise Uncovered("it read one sequence without a batch dimension")
     inputs = layout.time_first(data.detach()).to(dtype)
@@ -152,7 +145,7 @@ def _arguments(
 
 
 def _forward(
-    layer: nn.RNNBase, dtype: torch.dtype, inputs: Tensor, initial: Sequence[Tensor], layout: _Layout
+    layer: nn.RNNBase, dtype: torch.dtype, inputs: Tensor, initial: Sequence[Tensor], layout: _SequenceLayout
 ) -> tuple[list[list[_Cell]], list[Tensor]]:
     """The directions of each level, and the masks of the dropout between the levels; none without dropout."""
     levels: list[list[_Cell]] = []
@@ -164,7 +157,7 @@ def _forward(
                 masks.append(layout.dropout(inputs, layer.dropout))
                 inputs = inputs * masks[-1]
         cells = []
-        for direction, place in enumerate(_places(layer, level)):
+        for direction, place in enumerate(recurrent_places(layer, level)):
             states = [state[level * (1 + layer.bidirectional) + direction] for state in initial]
             along = layout.reversed(inputs) if direction else inputs
             cells.append(_CELLS[layer.mode](along, _weights(layer, place, dtype), states))
@@ -178,13 +171,13 @@ def _backward(
     masks: list[Tensor],
     of_outputs: Tensor | None,
     of_final: Sequence[Tensor | None],
-    layout: _Layout,
+    layout: _SequenceLayout,
     samples: int | None,
 ) -> dict[str, Contribution]:
     contributions: dict[str, Contribution] = {}
     for level in range(layer.num_layers - 1, -1, -1):
         of_inputs: list[Tensor] = []
-        for direction, (cell, place) in enumerate(zip(levels[level], _places(layer, level), strict=True)):
+        for direction, (cell, place) in enumerate(zip(levels[level], recurrent_places(layer, level), strict=True)):
             of_sequence = torch.zeros_like(cell.states[1:])
             if of_outputs is not None:
                 mine = of_outputs.chunk(len(levels[level]), 2)[direction]
@@ -216,19 +209,14 @@ def _backward(
     return contributions
 
 
-def _places(layer: nn.RNNBase, level: int) -> list[str]:
-    """How the names of the parameters end, of each direction."""
-    return [f"l{level}", f"l{level}_reverse"][: 1 + layer.bidirectional]
-
-
-def _joined(cells: Sequence[_Cell], layout: _Layout) -> Tensor:
+def _joined(cells: Sequence[_Cell], layout: _SequenceLayout) -> Tensor:
     """(T, N, directions·features), the output of a level."""
     return torch.cat(
         [layout.reversed(cell.states[1:]) if direction else cell.states[1:] for direction, cell in enumerate(cells)], 2
     )
 
 
-class _Weights(NamedTuple):
+class _CellWeights(NamedTuple):
     """Of one direction: weight_ih (gates·hidden, in), weight_hh (gates·hidden, state), weight_hr (state, hidden)."""
 
     weight_ih: Tensor
@@ -238,13 +226,13 @@ class _Weights(NamedTuple):
     weight_hr: Tensor | None = None
 
 
-def _weights(layer: nn.RNNBase, place: str, dtype: torch.dtype) -> _Weights:
+def _weights(layer: nn.RNNBase, place: str, dtype: torch.dtype) -> _CellWeights:
     weights = {
         name: getattr(layer, f"{name}_{place}").detach().to(dtype)
-        for name in _Weights._fields
+        for name in _CellWeights._fields
         if hasattr(layer, f"{name}_{place}")
     }
-    return _Weights(**weights)
+    return _CellWeights(**weights)
 
 
 class _Cell(ABC):
@@ -262,7 +250,7 @@ class _Cell(ABC):
 
     projected: Tensor | None = None
 
-    def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
         self.inputs, self.weights = inputs, weights
         self.states = _states(inputs.shape[0], initial[0])
 
@@ -284,7 +272,7 @@ class _Cell(ABC):
 class _Plain(_Cell):
     """h_t = φ(W_ih x_t + b_ih + W_hh h_{t-1} + b_hh) with φ = tanh, or relu."""
 
-    def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor], *, relu: bool) -> None:
+    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor], *, relu: bool) -> None:
         super().__init__(inputs, weights, initial)
         squash, recurrent = torch.relu if relu else torch.tanh, weights.weight_hh.t().contiguous()
         for t, activation in enumerate(F.linear(inputs, weights.weight_ih, self._both_biases())):
@@ -304,7 +292,7 @@ class _Plain(_Cell):
 class _LongShortTermMemory(_Cell):
     """c_t = f∘c_{t-1} + i∘g and h_t = o∘tanh(c_t), or W_hr times it; σ for i, f, o and tanh for g."""
 
-    def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
         super().__init__(inputs, weights, initial)
         cells = _states(inputs.shape[0], initial[1])
         squashed, recurrent = torch.empty_like(cells[1:]), weights.weight_hh.t().contiguous()
@@ -340,7 +328,7 @@ class _LongShortTermMemory(_Cell):
 class _GatedUnit(_Cell):
     """h_t = (1 - z)∘n + z∘h_{t-1} with n = tanh(W_n x_t + b_n + r∘q) and q = U_n h_{t-1} + d_n; σ for r and z."""
 
-    def __init__(self, inputs: Tensor, weights: _Weights, initial: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
         super().__init__(inputs, weights, initial)
         gates = F.linear(inputs, weights.weight_ih, weights.bias_ih).unflatten(2, (3, -1))
         candidates, recurrent = torch.empty_like(self.states[1:]), weights.weight_hh.t().contiguous()
@@ -369,7 +357,7 @@ class _GatedUnit(_Cell):
         return torch.cat([deltas[:, :, :2].flatten(2), of_candidates], 2), deltas.flatten(2)
 
 
-_CELLS: dict[str, Callable[[Tensor, _Weights, Sequence[Tensor]], _Cell]] = {
+_CELLS: dict[str, Callable[[Tensor, _CellWeights, Sequence[Tensor]], _Cell]] = {
     "RNN_TANH": partial(_Plain, relu=False),
     "RNN_RELU": partial(_Plain, relu=True),
     "LSTM": _LongShortTermMemory,

@@ -7,11 +7,10 @@ again under ``torch.func.vmap``, where that gives the outputs that it gave befor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
-from functools import cache
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,19 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lightning_struct.functional.layer_call import LayerCall, Samples, map_items, tensors_in
+from lightning_struct.functional.layers import (
+    Rule,
+    base_call,
+    has_plain_parameters,
+    kind_of,
+    owned_parameters,
+    padding,
+)
 from lightning_struct.functional.per_sample import rerun
 from lightning_struct.functional.per_sample.attention import attention_contributions
 from lightning_struct.functional.per_sample.contributions import (
+    NUMBERS_AT_A_TIME,
     Contribution,
     Convolution,
     Dense,
@@ -34,91 +43,67 @@ from lightning_struct.functional.per_sample.contributions import (
 )
 from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
 
-# n, or the sizes that n may have, or None: the first dimension of every input.
-Samples: TypeAlias = int | Collection[int] | None
-
-# Per-sample gradients of a layer without a rule are formed, of so many numbers at a time ...
-_NUMBERS_AT_A_TIME = 2**25
-# ... and, as they are all kept until the layer's other uses are known, of so many at most (1 GiB in float32).
+# Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers at
+# most (1 GiB in float32).
 _NUMBERS_AT_MOST = 2**28
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class CannotRunAgain(Uncovered):
-    """Of a layer without a rule, whatever the batch."""
+    """A layer without a rule can never be run again, whatever the batch."""
 
 
-def contributions(
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples = None,
-) -> dict[str, Contribution]:
-    """What one call of ``layer`` adds to the gradients of its own parameters, for every sample.
+def contributions(call: LayerCall) -> dict[str, Contribution]:
+    """Each sample's share of the gradients that one call of a layer gives its own parameters.
 
-    In which dimension of the layer's input the samples are: the first, if its size may be n; else the second, of what is
-    read with the sequence first, if its size may be n; else the first again, if its size is a multiple of n: then each
-    k rows in a row belong to one sample. Batch normalisation in training couples the samples; there the share is what
-    the sample adds to the gradient, the statistics of the batch being as they are.
+    The samples are sought in the dimensions of the layer's input in this order:
+
+    1. the first dimension, if its size may be n;
+    2. the second, of what is read with the sequence first, if its size may be n;
+    3. the first again, if its size is a multiple k·n: then each k rows in a row belong to one sample.
+
+    Batch normalisation in training couples the samples; there the share is what the sample adds to the gradient, the
+    statistics of the batch being as they are.
 
     Args:
-        layer: one that has been called. Layers that are run again must find the autocast state of the call and, where
+        call: of any layer. Layers that are run again must find the autocast state of the call and, where
             :func:`draws_random_numbers`, the random generators as they were before it.
-        args: with ``kwargs``, what it was called with.
-        kwargs: see ``args``.
-        outputs: what it returned.
-        cotangents: of :func:`tensors_in` the outputs; None for those that got none.
-        samples: n, or the sizes that n may have; if None, the size of the first dimension, whatever it is.
 
     Returns:
-        By the name of the parameter below ``layer``; of all that are trainable.
+        By the name of the parameter below the layer; of all that are trainable.
 
     Raises:
         Uncovered: the shares of the samples cannot be told apart.
+        ValueError: a rule that was declared did not return one contribution for each trainable parameter.
     """
-    rule = _rule(layer)
-    return (rule.function if rule else _by_vmap)(layer, args, kwargs, outputs, cotangents, samples)
-
-
-def owned_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a call of ``layer`` uses itself, by their names below it; not those of layers that it calls."""
-    if isinstance(layer, nn.MultiheadAttention) and has_rule(layer):
-        return dict(layer.named_parameters())
-    own = dict(layer.named_parameters(recurse=False))
-    if (parametrizations := getattr(layer, "parametrizations", None)) is not None:
-        own.update(parametrizations.named_parameters("parametrizations"))
-    return own
-
-
-def called_layers(module: nn.Module) -> list[nn.Module]:
-    """All modules from ``module`` down, but the output projections of attentions, which are never called as modules."""
-    attention = {
-        child.out_proj for child in module.modules() if isinstance(child, nn.MultiheadAttention) and has_rule(child)
-    }
-    return [layer for layer in module.modules() if layer not in attention]
+    layer = call.layer
+    reader = _reader(layer)
+    if reader is None:
+        return _by_vmap(call)
+    if reader.declared:
+        return _checked(layer, reader.rule(call))
+    try:
+        return reader.rule(base_call(call))
+    except ValueError as problem:
+        raise Uncovered(f"its call cannot be read: {problem}") from problem
 
 
 def has_rule(layer: nn.Module) -> bool:
     """Whether the shares are read off without another run under ``torch.func.vmap``."""
-    return _rule(layer) is not None
+    return _reader(layer) is not None
 
 
 def runs_again(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again."""
-    rule = _rule(layer)
-    return rule is None or rule.runs_again
+    reader = _reader(layer)
+    return reader is None or reader.runs_again
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again and needs the random generators as they were before the call."""
-    rule = _rule(layer)
-    return rule is not None and rule.runs_again and rerun.draws_random_numbers(layer)
+    reader = _reader(layer)
+    return reader is not None and reader.runs_again and rerun.draws_random_numbers(layer)
 
 
 def compares_outputs(layer: nn.Module) -> bool:
@@ -126,55 +111,47 @@ def compares_outputs(layer: nn.Module) -> bool:
     return not has_rule(layer) or draws_random_numbers(layer)
 
 
-def couples_samples(layer: nn.Module) -> bool:
-    """Whether the layer is a batch normalisation with the statistics of the batch."""
-    return isinstance(layer, _BATCH_NORMS) and (layer.training or layer.running_mean is None)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists, mappings and data classes, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value):
-        value = list(vars(value).values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+def keeps_outputs(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` needs the outputs at all."""
+    reader = _reader(layer)
+    return reader is None or reader.runs_again or reader.declared
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """``parameters``: the names that a layer has whose parameters are what its forward uses."""
+class _Reader:
+    """The rule of a layer. ``declared``: by :func:`~lightning_struct.functional.layers.register_layer`."""
 
-    function: Callable[..., dict[str, Contribution]]
-    parameters: Callable[[Any], Collection[str]] = lambda layer: ("weight", "bias")
+    rule: Rule
     runs_again: bool = False
+    declared: bool = False
 
 
-def _rule(layer: nn.Module) -> _Rule | None:
-    """The rule of the layer's type, or of the base whose forward it has, if its parameters are the plain ones."""
-    rule = _rule_of_type(type(layer))  # type: ignore[arg-type]  # a type is hashable
-    if rule is None or "parametrizations" in layer._modules:
+def _reader(layer: nn.Module) -> _Reader | None:
+    kind = kind_of(layer)
+    if kind is None or not has_plain_parameters(layer, kind):
         return None
-    return rule if layer._parameters.keys() <= set(rule.parameters(layer)) else None
+    if kind.rule is not None:
+        return _Reader(kind.rule, declared=True)
+    return None if kind.base is None else _READERS.get(kind.base)
 
 
-@cache
-def _rule_of_type(kind: type[nn.Module]) -> _Rule | None:
-    for base in kind.__mro__:
-        if (rule := _RULES.get(base)) is not None:
-            names = ("forward", "_conv_forward")
-            return rule if all(getattr(kind, name, None) is getattr(base, name, None) for name in names) else None
-    return None
+def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
+    """What a declared rule returned, if it is what a rule returns."""
+    expected = {name: tuple(p.shape) for name, p in owned_parameters(layer).items() if p.requires_grad}
+    found = {name: tuple(share.shape) for name, share in shares.items() if name in expected}
+    if found != expected:
+        raise ValueError(
+            f"the rule declared for {type(layer).__name__} returned contributions of the shapes {found}; its trainable "
+            f"parameters have {expected}"
+        )
+    return {name: shares[name] for name in expected}
 
 
 # --- where the samples are -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _SampleLayout:
     """``dimension``: of the samples. If that is 0 and larger than n, consecutive rows belong to one sample."""
 
     samples: int
@@ -188,7 +165,7 @@ class _Layout:
         return tensor.reshape(self.samples, -1, *features)
 
 
-def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool = True) -> _Layout:
+def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool = True) -> _SampleLayout:
     """Where the samples are among the first ``leading`` dimensions of an input of this size; see :func:`contributions`.
 
     Raises:
@@ -197,66 +174,44 @@ def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool
     if leading < 1:
         raise Uncovered(f"it read a tensor of shape {tuple(size)}, which has no dimension of samples")
     if samples is None:
-        return _Layout(size[0], 0, leading)
+        return _SampleLayout(size[0], 0, leading)
     admissible = [samples] if isinstance(samples, int) else sorted(samples)
     for dimension in range(min(leading, 2)):
         if size[dimension] in admissible:
-            return _Layout(size[dimension], dimension, leading)
+            return _SampleLayout(size[dimension], dimension, leading)
     if groups and len(admissible) == 1 and size[0] % admissible[0] == 0:
-        return _Layout(admissible[0], 0, leading)
+        return _SampleLayout(admissible[0], 0, leading)
     numbers = " or ".join(map(str, admissible))
     raise Uncovered(f"it read a tensor of shape {tuple(size)}, in which no dimension is that of {numbers} samples")
-
-
-def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    return (args[0] if args else kwargs["input"]).detach()
-
-
-def _cotangent(cotangents: Sequence[Tensor | None]) -> Tensor:
-    (cotangent,) = cotangents
-    assert cotangent is not None  # the only output
-    return cotangent
-
-
-def _trainable(layer: nn.Module, name: str) -> bool:
-    parameter = layer._parameters.get(name)
-    return parameter is not None and parameter.requires_grad
 
 
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
-def _linear(
-    layer: nn.Linear,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
-    inputs = _input(args, kwargs)
-    layout = _layout(inputs.shape, inputs.ndim - 1, samples)
-    delta = layout.arranged(_cotangent(cotangents))
+def _affine(call: LayerCall) -> dict[str, Contribution]:
+    """The rule of ``nn.Linear`` and of every layer that was declared by a matrix."""
+    kind = kind_of(call.layer)
+    assert kind is not None
+    (matrix,) = kind.matrices(call.layer)
+    inputs = call.input
+    layout = _layout(inputs.shape, inputs.ndim - 1, call.samples)
+    delta = layout.arranged(call.cotangent)
     norms = row_norms(delta) if delta.shape[1] == 1 else None
     shares: dict[str, Contribution] = {}
-    if _trainable(layer, "weight"):
-        shares["weight"] = Outer(layout.arranged(inputs), delta, cotangent_norms=norms)
-    if _trainable(layer, "bias"):
-        shares["bias"] = Dense(at_least_float32(delta).sum(1) if norms is None else delta.squeeze(1), norms)
+    if call.trains(matrix.weight):
+        if matrix.transposed:
+            shares[matrix.weight] = Outer(delta, layout.arranged(inputs))
+        else:
+            shares[matrix.weight] = Outer(layout.arranged(inputs), delta, cotangent_norms=norms)
+    if matrix.bias is not None and call.trains(matrix.bias):
+        shares[matrix.bias] = Dense(at_least_float32(delta).sum(1) if norms is None else delta.squeeze(1), norms)
     return shares
 
 
-def _embedding(
-    layer: nn.Embedding,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
-    indices, delta = _input(args, kwargs), _cotangent(cotangents)
+def _embedding(call: LayerCall) -> dict[str, Contribution]:
+    layer, indices, delta = call.layer, call.input, call.cotangent
     # One dimension that is not n counts positions, most likely, and the table's rows were spread over the samples.
-    layout = _layout(indices.shape, indices.ndim, samples, groups=indices.ndim > 1)
+    layout = _layout(indices.shape, indices.ndim, call.samples, groups=indices.ndim > 1)
     if layer.padding_idx is not None:
         delta = delta.masked_fill((indices == layer.padding_idx)[..., None], 0)
     if layer.scale_grad_by_freq:
@@ -265,44 +220,28 @@ def _embedding(
     return {"weight": Lookup(layout.arranged(indices), delta, layer.num_embeddings)}
 
 
-def _convolution(
-    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
-    inputs = _input(args, kwargs)
-    padding = _padding(layer)
+def _convolution(call: LayerCall) -> dict[str, Contribution]:
+    layer, inputs, pads = call.layer, call.input, padding(call.layer)
     if layer.padding_mode != "zeros":
-        inputs = F.pad(inputs, [number for pair in reversed(padding) for number in pair], layer.padding_mode)
-        padding = [(0, 0)] * len(padding)
-    return _of_convolution(layer, inputs, _cotangent(cotangents), padding, samples, transposed=False)
+        inputs = F.pad(inputs, [number for pair in reversed(pads) for number in pair], layer.padding_mode)
+        pads = [(0, 0)] * len(pads)
+    return _of_convolution(call, inputs, pads, transposed=False)
 
 
-def _transposed_convolution(
-    layer: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
+def _transposed_convolution(call: LayerCall) -> dict[str, Contribution]:
     """Its weight has the gradient of a convolution's that reads the cotangents and has the inputs for cotangents."""
-    return _of_convolution(
-        layer, _input(args, kwargs), _cotangent(cotangents), _padding(layer), samples, transposed=True
-    )
+    return _of_convolution(call, call.input, padding(call.layer), transposed=True)
 
 
 def _of_convolution(
-    layer: Any, inputs: Tensor, delta: Tensor, padding: Sequence[tuple[int, int]], samples: Samples, *, transposed: bool
+    call: LayerCall, inputs: Tensor, pads: Sequence[tuple[int, int]], *, transposed: bool
 ) -> dict[str, Contribution]:
+    layer, delta = call.layer, call.cotangent
     dimensions = len(layer.kernel_size)
-    layout = _layout(inputs.shape, inputs.ndim - 1 - dimensions, samples)
+    layout = _layout(inputs.shape, inputs.ndim - 1 - dimensions, call.samples)
     images, rows = (delta, inputs) if transposed else (inputs, delta)
     shares: dict[str, Contribution] = {}
-    if _trainable(layer, "weight"):
+    if call.trains("weight"):
         frames = inputs.shape[0] // layout.samples
         kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
         if frames > 1:
@@ -311,146 +250,129 @@ def _of_convolution(
                 raise Uncovered(f"it read {frames} volumes for each sample")
             images, rows = (layout.arranged(tensor).transpose(1, 2) for tensor in (images, rows))
             kernel, stride, dilation = (1, *kernel), (1, *stride), (1, *dilation)
-            padding = [(0, 0), *padding]
+            pads = [(0, 0), *pads]
         shares["weight"] = Convolution(
-            images, rows, kernel, stride, dilation, tuple(padding), layer.groups, tuple(layer.weight.shape)
+            images, rows, kernel, stride, dilation, tuple(pads), layer.groups, tuple(layer.weight.shape)
         )
-    if _trainable(layer, "bias"):
+    if call.trains("bias"):
         shares["bias"] = Dense(at_least_float32(layout.arranged(delta)).flatten(3).sum((1, 3)))
     return shares
 
 
-def _padding(layer: Any) -> list[tuple[int, int]]:
-    """(before, after) of each dimension."""
-    if layer.padding == "valid":
-        return [(0, 0)] * len(layer.kernel_size)
-    if layer.padding == "same":
-        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(number, number) for number in layer.padding]
-
-
-def _normalized(layer: Any, inputs: Tensor) -> Tensor:
-    """What the layer multiplies by its weight."""
-    if isinstance(layer, nn.LayerNorm):
-        return F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    if isinstance(layer, nn.RMSNorm):
-        return F.rms_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    if isinstance(layer, nn.GroupNorm):
-        return F.group_norm(inputs, layer.num_groups, eps=layer.eps)
-    if isinstance(layer, _INSTANCE_NORMS) and (layer.training or not layer.track_running_stats):
-        return F.instance_norm(inputs, eps=layer.eps)
-    if couples_samples(layer):
-        return F.batch_norm(inputs, None, None, training=True, eps=layer.eps)
-    return F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
-
-
-def _normalization(
-    layer: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
-    inputs, delta = at_least_float32(_input(args, kwargs)), at_least_float32(_cotangent(cotangents))
-    over_features = isinstance(layer, (nn.LayerNorm, nn.RMSNorm))
+def _normalization(call: LayerCall) -> dict[str, Contribution]:
+    layer, base = call.layer, _base(call.layer)
+    inputs, delta = at_least_float32(call.input), at_least_float32(call.cotangent)
+    over_features = base in (nn.LayerNorm, nn.RMSNorm)
     if over_features:
-        leading = inputs.ndim - len(layer.normalized_shape)
+        leading = inputs.ndim - _scale(layer).ndim
     else:
-        leading = 0 if _is_unbatched_instance_norm(layer, inputs) else 1
-    layout = _layout(inputs.shape, leading, samples)
+        leading = 0 if _is_unbatched_instance_norm(base, inputs) else 1
+    layout = _layout(inputs.shape, leading, call.samples)
 
     def share(product: Tensor) -> Dense:
         gradients = layout.arranged(product).sum(1)
         return Dense(gradients if over_features else gradients.reshape(*gradients.shape[:2], -1).sum(2))
 
     shares: dict[str, Contribution] = {}
-    if _trainable(layer, "weight"):
-        shares["weight"] = share(_normalized(layer, inputs) * delta)
-    if _trainable(layer, "bias"):
+    if call.trains("weight"):
+        shares["weight"] = share(_normalized(layer, base, inputs) * delta)
+    if call.trains("bias"):
         shares["bias"] = share(delta)
     return shares
 
 
-def _is_unbatched_instance_norm(layer: nn.Module, inputs: Tensor) -> bool:
-    return any(isinstance(layer, kind) and inputs.ndim == 1 + d for d, kind in enumerate(_INSTANCE_NORMS, start=1))
+def _normalized(layer: Any, base: type[nn.Module], inputs: Tensor) -> Tensor:
+    """The inputs as the layer multiplies them by its weight."""
+    eps = layer.eps if hasattr(layer, "eps") else layer.variance_epsilon  # the name in transformers
+    if base is nn.LayerNorm:
+        return F.layer_norm(inputs, _scale(layer).shape, eps=eps)
+    if base is nn.RMSNorm:
+        return F.rms_norm(inputs, _scale(layer).shape, eps=eps)
+    if base is nn.GroupNorm:
+        return F.group_norm(inputs, layer.num_groups, eps=eps)
+    if base in _INSTANCE_NORMS and (layer.training or not layer.track_running_stats):
+        return F.instance_norm(inputs, eps=eps)
+    if base not in _INSTANCE_NORMS and (layer.training or layer.running_mean is None):
+        return F.batch_norm(inputs, None, None, training=True, eps=eps)
+    return F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=eps)
 
 
-def _parametric_relu(
-    layer: nn.PReLU,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
-    inputs, delta = at_least_float32(_input(args, kwargs)), at_least_float32(_cotangent(cotangents))
-    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if layer.num_parameters == 1 else 1, samples)
+def _scale(layer: Any) -> Tensor:
+    """A parameter of the shape that is normalised."""
+    return layer.weight if layer.weight is not None else layer.bias
+
+
+def _is_unbatched_instance_norm(base: type[nn.Module], inputs: Tensor) -> bool:
+    return base in _INSTANCE_NORMS and inputs.ndim == 2 + _INSTANCE_NORMS.index(base)
+
+
+def _base(layer: nn.Module) -> type[nn.Module]:
+    kind = kind_of(layer)
+    assert kind is not None and kind.base is not None
+    return kind.base
+
+
+def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
+    parameters, inputs, delta = (
+        call.layer.num_parameters,
+        at_least_float32(call.input),
+        at_least_float32(call.cotangent),
+    )
+    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if parameters == 1 else 1, call.samples)
     gradients = layout.arranged(inputs.clamp(max=0) * delta).sum(1)
-    if layer.num_parameters == 1:
+    if parameters == 1:
         return {"weight": Dense(gradients.reshape(layout.samples, -1).sum(1, keepdim=True))}
-    return {"weight": Dense(gradients.reshape(layout.samples, layer.num_parameters, -1).sum(2))}
+    return {"weight": Dense(gradients.reshape(layout.samples, parameters, -1).sum(2))}
 
 
-def _of_one_size(function: Callable[..., dict[str, Contribution]]) -> Callable[..., dict[str, Contribution]]:
-    """The rule of a ``function`` that knows one number of samples or None."""
+def _of_one_size(rule: Rule) -> Rule:
+    """The rule made of one that knows one number of samples or None."""
 
-    def rule(*arguments: Any) -> dict[str, Contribution]:
-        *call, samples = arguments
+    def of_any_size(call: LayerCall) -> dict[str, Contribution]:
+        samples = call.samples
         if samples is None or isinstance(samples, int):
-            return function(*call, samples)
+            return rule(call)
         if len(samples) == 1:
-            return function(*call, *samples)
-        shares = function(*call, None)
+            return rule(replace(call, samples=next(iter(samples))))
+        shares = rule(replace(call, samples=None))
         for share in shares.values():
             if share.samples not in samples:
                 raise Uncovered(f"it read {share.samples} samples, not {' or '.join(map(str, sorted(samples)))}")
         return shares
 
-    return rule
+    return of_any_size
 
 
-_ATTENTION_PARAMETERS = (
-    "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
-)  # fmt: skip
+def _for_all(types: Collection[type[nn.Module]], reader: _Reader) -> dict[type[nn.Module], _Reader]:
+    return dict.fromkeys(types, reader)
 
-_RULES: dict[type[nn.Module], _Rule] = {
-    nn.Linear: _Rule(_linear),
-    nn.Embedding: _Rule(_embedding),
-    nn.PReLU: _Rule(_parametric_relu),
-    **dict.fromkeys(_CONVOLUTIONS, _Rule(_convolution)),
-    **dict.fromkeys(_TRANSPOSED_CONVOLUTIONS, _Rule(_transposed_convolution)),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Rule(_normalization)),
-    **dict.fromkeys((*_BATCH_NORMS, *_INSTANCE_NORMS), _Rule(_normalization)),
-    **dict.fromkeys(
-        (nn.RNN, nn.LSTM, nn.GRU),
-        _Rule(_of_one_size(recurrent_contributions), lambda layer: layer._flat_weights_names, runs_again=True),
-    ),
-    nn.MultiheadAttention: _Rule(
-        _of_one_size(attention_contributions), lambda layer: _ATTENTION_PARAMETERS, runs_again=True
-    ),
+
+# By the base of the kind of layer.
+_READERS: dict[type[nn.Module], _Reader] = {
+    nn.Linear: _Reader(_affine),
+    nn.Embedding: _Reader(_embedding),
+    nn.PReLU: _Reader(_parametric_relu),
+    **_for_all((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Reader(_convolution)),
+    **_for_all((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_transposed_convolution)),
+    **_for_all((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
+    **_for_all((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
+    **_for_all((nn.RNN, nn.LSTM, nn.GRU), _Reader(_of_one_size(recurrent_contributions), runs_again=True)),
+    nn.MultiheadAttention: _Reader(_of_one_size(attention_contributions), runs_again=True),
 }
 
 
 # --- layers without a rule -------------------------------------------------------------------------------------------
 
 
-def _by_vmap(
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    cotangents: Sequence[Tensor | None],
-    samples: Samples,
-) -> dict[str, Contribution]:
+def _by_vmap(call: LayerCall) -> dict[str, Contribution]:
     """One vector-Jacobian product for each sample with respect to the layer's own parameters.
 
     Every tensor among the arguments whose first dimension has n entries is taken to hold one for each sample, any other
     to be common to all.
     """
+    layer, cotangents, samples = call.layer, call.cotangents, call.samples
     params = {f"layer.{name}": p.detach() for name, p in owned_parameters(layer).items() if p.requires_grad}
-    recorded = tensors_in(outputs)
+    recorded = tensors_in(call.outputs)
     reached = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
     sizes = {recorded[i].shape[0] if recorded[i].ndim else 0 for i in reached}
     n = sizes.pop()
@@ -462,7 +384,7 @@ def _by_vmap(
         raise Uncovered(f"it has no rule, and its gradients of {n} samples are {n * numbers} numbers")
 
     mapped: list[Tensor] = []
-    template = _without_mapped((args, dict(kwargs)), n, mapped)
+    template = _without_mapped((call.args, dict(call.kwargs)), n, mapped)
     if not mapped:
         raise Uncovered(f"it has no rule, and nothing that it read has a first dimension of {n} samples")
     bare = _Bare(layer)
@@ -481,7 +403,7 @@ def _by_vmap(
         ], results
 
     deltas = [cotangent for cotangent in cotangents if cotangent is not None]
-    chunk_size = max(1, _NUMBERS_AT_A_TIME // max(1, numbers))
+    chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     try:
         with _attributes_kept(layer):
             gradients, results = vmap(one_sample, chunk_size=chunk_size)([t.detach() for t in mapped], deltas)
@@ -542,14 +464,3 @@ def _with_mapped(value: Any, entries: Iterator[Tensor]) -> Any:
     if isinstance(value, _Mapped):
         return next(entries)[None]
     return map_items(lambda item: _with_mapped(item, entries), value)
-
-
-def map_items(function: Callable[[Any], Any], value: Any) -> Any:
-    """A list, tuple or mapping with ``function`` of its items; anything else as it is."""
-    if isinstance(value, dict):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(function, value))
-    return value

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import all_reduce, world_size
-from lightning_struct.optim.rls.blocks import Bias, Block, Form
-from lightning_struct.optim.rls.layers import LayerType, layer_type
+from lightning_struct.functional.layers import excluded_modules, plain_name, plain_named_modules
+from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
+from lightning_struct.optim.rls.selection import layers_to_train, trained_weights
+from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
 AuxiliaryFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -86,7 +87,7 @@ class RLS(torch.optim.Optimizer):
         momentum: float = 0.0,
         l1: float = 0.0,
         max_grad_norm: float | None = None,
-        form: Form = "full",
+        form: InverseForm = "full",
         max_size: int | None = None,
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
@@ -106,33 +107,33 @@ class RLS(torch.optim.Optimizer):
 
         self.module = module
         self.max_grad_norm = max_grad_norm
-        excluded = _excluded_modules(module, exclude)
-        layers = _layers_to_train(module, excluded)
-        of_layers = _make_blocks(layers, excluded, forgetting)
-        self._blocks = list(dict.fromkeys(block for blocks in of_layers.values() for block in blocks.values()))
-        if not self._blocks:
+        excluded = excluded_modules(module, exclude)
+        layers = layers_to_train(module, excluded)
+        of_layers = trained_weights(layers, excluded, forgetting)
+        self._weights = list(dict.fromkeys(weight for weights in of_layers.values() for weight in weights.values()))
+        if not self._weights:
             raise ValueError(
                 f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to train"
             )
-        for block in self._blocks:
-            if form == "rank1" or (max_size is not None and block.size > max_size):
-                block.form = "rank1"
-        check_memory(self._blocks)
+        for weight in self._weights:
+            if form == "rank1" or (max_size is not None and weight.size > max_size):
+                weight.form = "rank1"
+        check_memory(self._weights)
 
-        scales = _gradient_scales(gradient_scale, self._blocks, {n for n, _ in _named_modules(module)})
+        scales = _gradient_scales(gradient_scale, self._weights, {n for n, _ in plain_named_modules(module)})
         groups: dict[float, dict[str, Any]] = {}
         self._group_of: list[int] = []
         seen: set[nn.Parameter] = set()
-        for block, scale in zip(self._blocks, scales, strict=True):
+        for weight, scale in zip(self._weights, scales, strict=True):
             group = groups.setdefault(scale, {"params": [], "gradient_scale": scale})
-            group["params"] += [p for p in block.parameters if p not in seen]
-            seen.update(block.parameters)
+            group["params"] += [p for p in weight.parameters if p not in seen]
+            seen.update(weight.parameters)
             self._group_of.append(list(groups).index(scale))
         self._groups = len(groups)
         rest = {n: p for n, p in module.named_parameters() if p.requires_grad and p not in seen}
         if rest and auxiliary is None:
             raise ValueError(
-                f"RLS does not train {', '.join(map(_plain, rest))}: give auxiliary=functools.partial(torch.optim.Adam, "
+                f"RLS does not train {', '.join(map(plain_name, rest))}: give auxiliary=functools.partial(torch.optim.Adam, "
                 "lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
             )
         super().__init__(
@@ -142,12 +143,12 @@ class RLS(torch.optim.Optimizer):
         self._auxiliary = auxiliary(list(rest.values())) if rest and auxiliary is not None else None
         self._share_groups()
         self._recorder = InputRecorder(
-            {layer: (kind, of_layers[layer]) for _, layer, kind in layers if of_layers[layer]}
+            {layer: (reader, of_layers[layer]) for _, layer, reader in layers if of_layers[layer]}
         )
 
     def summary(self) -> str:
         """A table of the trained weights, with the form and size of P and the memory that it takes."""
-        return summary_table(self._blocks)
+        return summary_table(self._weights)
 
     def remove_hooks(self) -> None:
         """Take the hooks of the layers away, when the training is done. They go too when the optimizer is deleted."""
@@ -156,8 +157,8 @@ class RLS(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the layers read on their way."""
         super().zero_grad(set_to_none)
-        for block in self._blocks:
-            block.statistics.reset()
+        for weight in self._weights:
+            weight.statistics.reset()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -177,8 +178,8 @@ class RLS(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with without_autocast(self._blocks[0].weight.device.type):
-            coefficient = self._step_blocks()
+        with without_autocast(self._weights[0].parameter.device.type):
+            coefficient = self._step_weights()
         if self._auxiliary is not None:
             if self.max_grad_norm is not None:
                 for gradient in self._gradients(self._auxiliary.param_groups):
@@ -186,66 +187,66 @@ class RLS(torch.optim.Optimizer):
             self._auxiliary.step()
         return result
 
-    def _step_blocks(self) -> Tensor | float:
+    def _step_weights(self) -> Tensor | float:
         """Step what RLS trains; returned is the coefficient of clipping."""
         if world_size() > 1:
             self._reduce_statistics()
-        means = {block: block.statistics.mean() for block in self._blocks if self._takes_part(block)}
+        means = {weight: weight.statistics.mean() for weight in self._weights if self._takes_part(weight)}
         coefficient = self._checked_clip_coefficient(means)
-        for block, index in zip(self._blocks, self._group_of, strict=True):
-            if block in means:
+        for weight, index in zip(self._weights, self._group_of, strict=True):
+            if weight in means:
                 group = self.param_groups[index]
-                block.step_(
-                    self._state_of(block),
-                    means[block],
+                weight.step_(
+                    self._state_of(weight),
+                    means[weight],
                     ratio=group["ratio"],
                     scale=group["gradient_scale"] * group["lr"] * coefficient,
                     momentum=group["momentum"],
                     l1=group["l1"],
                 )
-            block.statistics.reset()
+            weight.statistics.reset()
         return coefficient
 
     # --- the parts of a step -----------------------------------------------------------------------------------------
 
     def _reduce_statistics(self) -> None:
-        """Sums and counts of all blocks over processes, by one collective."""
-        dtype = max((block.weight.dtype for block in self._blocks), key=lambda dtype: dtype.itemsize)
-        device = self._blocks[0].weight.device
+        """Sums and counts of all weights over processes, by one collective."""
+        dtype = max((weight.parameter.dtype for weight in self._weights), key=lambda dtype: dtype.itemsize)
+        device = self._weights[0].parameter.device
         totals = [
-            block.weight.new_zeros(block.groups * block.features)
-            if block.statistics.total is None
-            else block.statistics.total.flatten()
-            for block in self._blocks
+            weight.parameter.new_zeros(weight.groups * weight.features)
+            if weight.statistics.total is None
+            else weight.statistics.total.flatten()
+            for weight in self._weights
         ]
-        counts = [count for block in self._blocks for count in block.statistics.counts]
+        counts = [count for weight in self._weights for count in weight.statistics.counts]
         flat = torch.cat(
             [*(total.to(device, dtype) for total in totals), torch.tensor(counts, dtype=dtype, device=device)]
         )
         parts = list(all_reduce(flat).split([*(len(total) for total in totals), len(counts)]))
         numbers = iter(parts.pop().tolist())
-        for block, total in zip(self._blocks, parts, strict=True):
-            statistics = block.statistics
+        for weight, total in zip(self._weights, parts, strict=True):
+            statistics = weight.statistics
             statistics.counts = [next(numbers) for _ in statistics.counts]
-            statistics.total = total.to(block.weight).view(block.groups, -1) if statistics.counts[0] else None
+            statistics.total = total.to(weight.parameter).view(weight.groups, -1) if statistics.counts[0] else None
             statistics.pairs = None  # of this process alone
 
-    def _takes_part(self, block: Block) -> bool:
-        """Whether the step changes a block: its layers were called, and a gradient came back."""
-        gradients = [parameter.grad for parameter in block.parameters if parameter.grad is not None]
-        if not gradients or block.statistics.total is not None:
+    def _takes_part(self, weight: TrainedWeight) -> bool:
+        """Whether the step changes a weight: its layers were called, and a gradient came back."""
+        gradients = [parameter.grad for parameter in weight.parameters if parameter.grad is not None]
+        if not gradients or weight.statistics.total is not None:
             return bool(gradients)
         if not any(gradient.any() for gradient in gradients):  # filled with zeros, and nobody called it
             return False
-        step = self._steps(block) + 1
+        step = self._steps(weight) + 1
         self._forget_statistics()
         raise ValueError(
-            f"RLS step {step}: {block.name} has a gradient, but its layer was not seen to read anything since the last step. "
+            f"RLS step {step}: {weight.name} has a gradient, but its layer was not seen to read anything since the last step. "
             "Either its weight is used without calling the layer, or a compiled module was called before RLS was made, or "
             "the hooks were removed: call the layer, make RLS first, or exclude the layer"
         )
 
-    def _checked_clip_coefficient(self, means: Mapping[Block, Tensor]) -> Tensor | float:
+    def _checked_clip_coefficient(self, means: Mapping[TrainedWeight, Tensor]) -> Tensor | float:
         """What the gradients are to be multiplied by, after a look at whether all is finite: the step's only wait."""
         gradients = list(self._gradients(self.param_groups))
         if not gradients:
@@ -257,11 +258,11 @@ class RLS(torch.optim.Optimizer):
             return 1.0
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _raise_not_finite(self, means: Mapping[Block, Tensor]) -> None:
-        names = {parameter: _plain(name) for name, parameter in self.module.named_parameters()}
+    def _raise_not_finite(self, means: Mapping[TrainedWeight, Tensor]) -> None:
+        names = {parameter: plain_name(name) for name, parameter in self.module.named_parameters()}
         wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
-        wrong += [f"the inputs of {block.name}" for block, mean in means.items() if not mean.isfinite().all()]
-        step = 1 + max((self._steps(block) for block in means), default=0)
+        wrong += [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
+        step = 1 + max((self._steps(weight) for weight in means), default=0)
         self._forget_statistics()
         raise ValueError(
             f"RLS step {step}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'}; no weight and no P was "
@@ -269,8 +270,8 @@ class RLS(torch.optim.Optimizer):
         )
 
     def _forget_statistics(self) -> None:
-        for block in self._blocks:
-            block.statistics.reset()
+        for weight in self._weights:
+            weight.statistics.reset()
 
     def _gradients(self, groups: list[dict[str, Any]]) -> Iterator[Tensor]:
         for group in groups:
@@ -280,17 +281,17 @@ class RLS(torch.optim.Optimizer):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _state_of(self, block: Block) -> dict[str, Any]:
-        """P, velocity and number of steps of a block. Under a string key: torch casts what is stored under a parameter."""
+    def _state_of(self, weight: TrainedWeight) -> dict[str, Any]:
+        """P, velocity and number of steps of a weight. Under a string key: torch casts what is stored under a parameter."""
         states = self.state.setdefault("rls", {})  # type: ignore[call-overload]
         if not states:
-            check_memory(self._blocks)  # the module may have moved to another device since
-        if block.name not in states:
-            states[block.name] = block.initial_state()
-        return states[block.name]
+            check_memory(self._weights)  # the module may have moved to another device since
+        if weight.name not in states:
+            states[weight.name] = weight.initial_state()
+        return states[weight.name]
 
-    def _steps(self, block: Block) -> int:
-        return self.state.get("rls", {}).get(block.name, {}).get("steps", 0)  # type: ignore[call-overload]
+    def _steps(self, weight: TrainedWeight) -> int:
+        return self.state.get("rls", {}).get(weight.name, {}).get("steps", 0)  # type: ignore[call-overload]
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer, with that of the auxiliary one under ``"auxiliary"``."""
@@ -306,9 +307,9 @@ class RLS(torch.optim.Optimizer):
             ValueError: it is of other layers, forms of P or parameter groups.
         """
         saved = state_dict["state"].get("rls", {})
-        for block in self._blocks:
-            _check_state(block, saved.get(block.name, {}))
-        if unknown := saved.keys() - {block.name for block in self._blocks}:
+        for weight in self._weights:
+            _check_state(weight, saved.get(weight.name, {}))
+        if unknown := saved.keys() - {weight.name for weight in self._weights}:
             raise ValueError(
                 f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not"
             )
@@ -324,7 +325,7 @@ class RLS(torch.optim.Optimizer):
         self._share_groups()
         # Torch takes over what is under a string key as it is, the tensors of the caller.
         if saved:
-            devices = {block.name: block.weight.device for block in self._blocks}
+            devices = {weight.name: weight.parameter.device for weight in self._weights}
             self.state["rls"] = {name: _on_device(state, devices[name]) for name, state in saved.items()}  # type: ignore[index]
 
     def _share_groups(self) -> None:
@@ -346,12 +347,7 @@ class RLS(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but torch's hooks: a copy together with its module goes on as the original would."""
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name != "step" and not name.startswith("_optimizer_")  # a scheduler puts its own step there
-        }
+        return state_without_hooks(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -364,120 +360,37 @@ def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
         raise ValueError(f"{name} must be {expected}, got {value}")
 
 
-def _plain(name: str) -> str:
-    """A name without what torch.compile puts into it."""
-    return name.replace("_orig_mod.", "")
-
-
-def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_modules():
-        if not isinstance(getattr(child, "_orig_mod", None), nn.Module):  # a wrapper of torch.compile
-            yield _plain(name + ".")[:-1], child
-
-
-def _excluded_modules(module: nn.Module, exclude: Sequence[str | nn.Module]) -> set[nn.Module]:
-    """All modules that are named, and those below them."""
-    if isinstance(exclude, str | nn.Module):
-        exclude = [exclude]
-    by_name = dict(_named_modules(module))
-    excluded: set[nn.Module] = set()
-    for item in exclude:
-        found = by_name.get(_plain(item)) if isinstance(item, str) else item
-        if found is None or not any(found is child for child in module.modules()):
-            what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
-            raise ValueError(f"exclude has {what}, which is no module of {type(module).__name__}")
-        excluded.update(found.modules())
-    return excluded
-
-
-def _layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[str, nn.Module, LayerType]]:
-    layers = []
-    attention = {
-        child.out_proj for child in module.modules() if isinstance(child, nn.MultiheadAttention) and layer_type(child)
-    }  # never called as a module
-    for name, layer in _named_modules(module):
-        if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
-            raise ValueError(
-                f"{name or 'the module'} ({type(layer).__name__}) has no shape yet: call the module once before making RLS"
-            )
-        kind = layer_type(layer)
-        if kind is not None and layer not in excluded and layer not in attention:
-            layers.append((name, layer, kind))
-    return layers
-
-
-def _make_blocks(
-    layers: list[tuple[str, nn.Module, LayerType]], excluded: set[nn.Module], forgetting: float
-) -> dict[nn.Module, dict[str, Block]]:
-    """The blocks of each layer by the names of its weights: one for each weight that is trained, however many use it."""
-    left_alone = {parameter for module in excluded for parameter in module.parameters(recurse=False)}
-    of_weight: dict[nn.Parameter, Block] = {}
-    taken: set[tuple[nn.Parameter, int | None]] = set()
-    of_layers: dict[nn.Module, dict[str, Block]] = {}
-    for name, layer, kind in layers:
-        parameters = dict(layer.named_parameters(remove_duplicate=False))
-
-        def trained(
-            parameter_name: str | None, parameters: Mapping[str, nn.Parameter] = parameters
-        ) -> nn.Parameter | None:
-            parameter = None if parameter_name is None else parameters.get(parameter_name)
-            return None if parameter is None or not parameter.requires_grad or parameter in left_alone else parameter
-
-        of_layers[layer] = {}
-        for matrix in kind.matrices(layer):
-            weight, bias = trained(matrix.weight), trained(matrix.bias)
-            if weight is None:
-                continue
-            full_name = f"{name}.{matrix.weight}" if name else matrix.weight
-            if weight.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"RLS needs weights in float32 or float64, but {full_name} is {weight.dtype}; for lower precision keep "
-                    "float32 weights and use autocast to bfloat16 (bf16-mixed)"
-                )
-            block = of_weight.setdefault(weight, Block(full_name, weight, matrix.groups, "full", forgetting))
-            if block.groups != matrix.groups:
-                raise ValueError(
-                    f"{full_name} is the weight of layers with {block.groups} and with {matrix.groups} groups: exclude one"
-                )
-            part = None if bias is None else Bias(bias, matrix.bias_rows)
-            if part is None or (part.parameter, part.rows.start) in taken:
-                block.add_layer(None)
-            else:
-                taken.add((part.parameter, part.rows.start))
-                block.add_layer(part)
-            of_layers[layer][matrix.weight] = block
-    return of_layers
-
-
-def _gradient_scales(scale: float | Mapping[str, float], blocks: list[Block], modules: Collection[str]) -> list[float]:
-    """η of each block."""
+def _gradient_scales(
+    scale: float | Mapping[str, float], weights: list[TrainedWeight], modules: Collection[str]
+) -> list[float]:
+    """η of each weight."""
     if not isinstance(scale, Mapping):
-        return [float(scale)] * len(blocks)
-    by_name = {_plain(name): float(value) for name, value in scale.items()}
+        return [float(scale)] * len(weights)
+    by_name = {plain_name(name): float(value) for name, value in scale.items()}
     if unknown := by_name.keys() - set(modules):
         raise ValueError(f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are no modules")
     scales = []
-    for block in blocks:
-        parts = block.name.split(".")
+    for weight in weights:
+        parts = weight.name.split(".")
         above = [".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1)]
         scales.append(next((by_name[name] for name in above if name in by_name), 1.0))
     return scales
 
 
-def _check_state(block: Block, state: Mapping[str, Any]) -> None:
-    """Raise unless a state is one of this block, or empty."""
-    groups, d = block.groups, block.size
+def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
+    """Raise unless a state is one of this weight, or empty."""
+    groups, d = weight.groups, weight.size
     shapes = {"P": (groups, d, d), "root": (groups, d, d), "mean": (groups, d), "mass": (groups,)}
-    name = "mean" if block.form == "rank1" else "root" if block.forgetting < 1 else "P"
+    name = "mean" if weight.form == "rank1" else "root" if weight.forgetting < 1 else "P"
     if not state:
         return
     if name not in state:
         raise ValueError(
-            f"the state of {block.name} is of another form of P than {block.form!r} with forgetting={block.forgetting}"
+            f"the state of {weight.name} is of another form of P than {weight.form!r} with forgetting={weight.forgetting}"
         )
     if tuple(state[name].shape) != shapes[name]:
         raise ValueError(
-            f"the state of {block.name} has P of shape {tuple(state[name].shape)}, expected {shapes[name]}"
+            f"the state of {weight.name} has P of shape {tuple(state[name].shape)}, expected {shapes[name]}"
         )
 
 

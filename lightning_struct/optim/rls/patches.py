@@ -7,11 +7,12 @@ reading the images once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+
+from lightning_struct.functional.layers import padding
 
 
 def patch_sum(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor) -> tuple[Tensor, int]:
@@ -29,12 +30,12 @@ def patch_sum(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor) -> tuple
     if images.ndim == dimensions + 1:
         images = images[None]
     total, rows = batch_sum(images), images.shape[0]
-    for size, kernel, stride, dilation, padding in zip(
-        images.shape[2:], layer.kernel_size, layer.stride, layer.dilation, _padding(layer), strict=True
+    for size, kernel, stride, dilation, pads in zip(
+        images.shape[2:], layer.kernel_size, layer.stride, layer.dilation, padding(layer), strict=True
     ):
-        reads = _reads(size, kernel, stride, dilation, padding, layer.padding_mode, total.dtype, total.device)
+        reads = _reads(size, kernel, stride, dilation, pads, layer.padding_mode, total.dtype, total.device)
         total = torch.tensordot(total, reads, ([1], [1]))  # the dimension moves to the end
-        rows *= _positions(size, kernel, stride, dilation, padding)
+        rows *= _positions(size, kernel, stride, dilation, pads)
     return total.reshape(layer.groups, -1), rows
 
 
@@ -47,16 +48,6 @@ def batch_sum(tensor: Tensor) -> Tensor:
     flat = tensor.permute(0, *order).flatten(1)
     total = (tensor.new_ones(tensor.shape[0]) @ flat).view([tensor.shape[dimension] for dimension in order])
     return total.permute([order.index(dimension) for dimension in range(1, tensor.ndim)])
-
-
-def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Sequence[tuple[int, int]]:
-    """(before, after) of each dimension."""
-    if layer.padding == "valid":
-        return [(0, 0)] * len(layer.kernel_size)
-    if layer.padding == "same":
-        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(int(number), int(number)) for number in layer.padding]
 
 
 def _positions(size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int]) -> int:

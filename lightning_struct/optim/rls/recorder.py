@@ -12,22 +12,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.per_sample.rules import tensors_in
-from lightning_struct.optim.rls.blocks import Block
-from lightning_struct.optim.rls.layers import LayerType
+from lightning_struct.functional.layer_call import LayerCall, tensors_in
+from lightning_struct.functional.layers import base_call
+from lightning_struct.optim.rls.layers import LayerReader
+from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 class InputRecorder:
-    """Adds up, in the blocks' statistics, the inputs of each call of a layer whose output gets a gradient.
+    """Adds up, in the statistics of the trained weights, the inputs of each call of a layer whose output gets a gradient.
 
     A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer that
     is unpickled, keeps a hook that does nothing.
 
     Args:
-        layers: the type and the blocks, by the names of the weights, of each layer to be hooked.
+        layers: of each layer to be hooked, its reader and its trained weights by their names below it.
     """
 
-    def __init__(self, layers: Mapping[nn.Module, tuple[LayerType, Mapping[str, Block]]]) -> None:
+    def __init__(self, layers: Mapping[nn.Module, tuple[LayerReader, Mapping[str, TrainedWeight]]]) -> None:
         self._layers = layers
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
@@ -37,8 +38,8 @@ class InputRecorder:
         """Hook the layers; before other hooks, which may replace an output."""
         # A compiled graph is broken at each layer: what is recorded must not become part of it.
         self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
-        for layer, (kind, _) in self._layers.items():
-            if kind.watch is not None:
+        for layer, (reader, _) in self._layers.items():
+            if reader.watch is not None:
                 watching = _Hook(self, InputRecorder.watch)
                 self._handles.append(layer.register_forward_pre_hook(watching, with_kwargs=True))
             recording = _Hook(self, InputRecorder.record)
@@ -63,10 +64,10 @@ class InputRecorder:
             self.attach()
 
     def watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Put a call of a layer under what its type needs."""
-        kind = self._layers[layer][0]
-        assert kind.watch is not None
-        if torch.is_grad_enabled() and (watched := kind.watch(layer)) is not None:
+        """Put a call of a layer under what its reader needs."""
+        reader = self._layers[layer][0]
+        assert reader.watch is not None
+        if torch.is_grad_enabled() and (watched := reader.watch(layer)) is not None:
             watched.__enter__()
             self._watched[layer] = watched
 
@@ -81,20 +82,20 @@ class InputRecorder:
     def _record(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, watched: Any
     ) -> None:
-        kind, blocks = self._layers[layer]
+        reader, weights = self._layers[layer]
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        if not tensors or not any(p.requires_grad for block in blocks.values() for p in block.parameters):
+        if not tensors or not any(p.requires_grad for weight in weights.values() for p in weight.parameters):
             return
         device = tensors[0].device.type
         with torch.no_grad(), without_autocast(device):
-            uses = kind.read(layer, blocks, args, kwargs, outputs, watched)
+            uses = reader.read(base_call(LayerCall(layer, args, kwargs, outputs)), weights, watched)
 
         alone = len(tensors) == 1  # the hook must not hold the tensors that hold it
 
         def arrive(cotangent: Tensor) -> None:
             with torch.no_grad():
                 for use in uses:
-                    use.block.statistics.add(use, cotangent.detach() if alone else None, use.block.most_rows)
+                    use.weight.statistics.add(use, cotangent.detach() if alone else None, use.weight.most_rows)
 
         if alone:
             tensors[0].register_hook(arrive)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from lightning_struct.functional.layers import recurrent_places
 from lightning_struct.optim.rls.patches import batch_sum
 
 
@@ -121,13 +122,12 @@ def recurrent_rows(
         return batch_sum(tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype))
 
     rows = []
-    ends = ("", "_reverse")[: 1 + layer.bidirectional]
     for level, (read, output) in enumerate(zip(reads, returned, strict=True)):
-        of_inputs = total(read)
-        for direction, of_states in enumerate(total(output).chunk(len(ends))):
-            number = level * len(ends) + direction
+        of_inputs, places = total(read), recurrent_places(layer, level)
+        for direction, (place, of_states) in enumerate(zip(places, total(output).chunk(len(places)), strict=True)):
+            number = level * len(places) + direction
             of_states = of_states - total(final[number])
             if initial is not None:
                 of_states = of_states + total(initial[number])
-            rows.append(RecurrentRows(f"l{level}{ends[direction]}", of_inputs, of_states, steps, sequences))
+            rows.append(RecurrentRows(place, of_inputs, of_states, steps, sequences))
     return rows

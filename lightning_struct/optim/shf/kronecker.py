@@ -23,10 +23,10 @@ from lightning_struct.functional.kronecker import (
     second_moments,
     squared_shares,
 )
+from lightning_struct.functional.layers import called_layers, excluded_modules, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution
-from lightning_struct.functional.per_sample.rules import called_layers, has_rule, owned_parameters
-from lightning_struct.optim.rls.layers import layer_type
-from lightning_struct.optim.rls.memory import as_text, available_memory
+from lightning_struct.functional.per_sample.rules import has_rule
+from lightning_struct.optim.memory import as_text, check_memory
 from lightning_struct.optim.shf.batch_model import BatchModel
 
 # By the name of a block, its factors by their own names.
@@ -35,7 +35,7 @@ Factors: TypeAlias = dict[str, dict[str, Tensor]]
 Users: TypeAlias = frozenset[tuple[nn.Module, str]]
 
 
-class Block(ABC):
+class CurvatureBlock(ABC):
     """Parameters whose part of the Gauss-Newton matrix is approximated together.
 
     Attributes:
@@ -89,12 +89,13 @@ class Block(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class KroneckerBlock(Block):
+class KroneckerBlock(CurvatureBlock):
     """A weight (groups · rows, ...), with its bias as the last column; or a bias alone.
 
     Attributes:
         places: of the parameters in the flat vector of all.
         groups, rows, columns: the matrix is (groups, rows, columns).
+        transposed: the weight is stored as (inputs, rows), of one group.
         diagonal_inputs, diagonal_outputs: keep the diagonal of this factor only.
     """
 
@@ -105,6 +106,7 @@ class KroneckerBlock(Block):
     groups: int
     rows: int
     columns: int
+    transposed: bool
     diagonal_inputs: bool
     diagonal_outputs: bool
 
@@ -130,6 +132,7 @@ class KroneckerBlock(Block):
             second_moments(
                 use,
                 groups=self.groups,
+                transposed=self.transposed,
                 bias=len(self.places) > 1,
                 diagonal_inputs=self.diagonal_inputs,
                 diagonal_outputs=self.diagonal_outputs,
@@ -151,19 +154,25 @@ class KroneckerBlock(Block):
         return kronecker_root(factors["inputs"], factors["outputs"], damping)
 
     def read(self, vector: Tensor) -> Tensor:
-        parts = [vector[place].view(self.groups, self.rows, -1) for place in self.places]
+        parts = self._parts(vector)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def write(self, vector: Tensor, part: Tensor) -> None:
         end = 0
-        for place in self.places:
-            target = vector[place].view(self.groups, self.rows, -1)
+        for target in self._parts(vector):
             begin, end = end, end + target.shape[2]
             target.copy_(part[:, :, begin:end])
 
+    def _parts(self, vector: Tensor) -> list[Tensor]:
+        """(groups, rows, columns) of the weight and (groups, rows, 1) of the bias, views of a flat vector."""
+        parts = [vector[place].view(self.groups, self.rows, -1) for place in self.places]
+        if self.transposed:
+            parts[0] = vector[self.places[0]].view(1, -1, self.rows).mT
+        return parts
+
 
 @dataclass(frozen=True, eq=False)
-class DiagonalBlock(Block):
+class DiagonalBlock(CurvatureBlock):
     """One parameter of any shape.
 
     Its diagonal is that of the uses' squared shares. Where no use was seen, as of a parameter outside of the layers that
@@ -215,7 +224,7 @@ class DiagonalBlock(Block):
 class BlockPreconditioner:
     """C of all blocks, on flat vectors of all parameters."""
 
-    def __init__(self, roots: Sequence[tuple[Block, KroneckerRoot | DiagonalRoot]]) -> None:
+    def __init__(self, roots: Sequence[tuple[CurvatureBlock, KroneckerRoot | DiagonalRoot]]) -> None:
         self._roots = roots
 
     def solve(self, y: Tensor) -> Tensor:
@@ -263,7 +272,7 @@ class KroneckerFactors:
         max_size: int | None = None,
         exclude: Sequence[str | nn.Module] = (),
     ) -> None:
-        self._blocks = _make_blocks(module, parameters, max_size, _excluded(module, exclude))
+        self._blocks = _make_blocks(module, parameters, max_size, excluded_modules(module, exclude, "exclude_factors"))
         self._layers = list(dict.fromkeys(layer for block in self._blocks for layer, _ in block.users))
         self._parameters = {
             block.name: parameters[block.name] for block in self._blocks if isinstance(block, DiagonalBlock)
@@ -291,7 +300,7 @@ class KroneckerFactors:
         """
         totals: list[list[Tensor]] | None = None
         for uses, gradients in model.probes(self._layers, self._parameters, seed):
-            of_block: dict[Block, list[Contribution]] = defaultdict(list)
+            of_block: dict[CurvatureBlock, list[Contribution]] = defaultdict(list)
             for layer, name, use in uses:
                 if (block := self._block_of.get((layer, name))) is not None:
                     of_block[block].append(use)
@@ -345,18 +354,12 @@ class KroneckerFactors:
             return factors
         return {name: {k: t.to(like) for k, t in block.items()} for name, block in factors.items()}
 
-    def _memory(self, block: Block) -> int:
+    def _memory(self, block: CurvatureBlock) -> int:
         return 2 * block.numbers * self._itemsize
 
     def _check_memory(self, device: torch.device) -> None:
-        needed, free = sum(map(self._memory, self._blocks)), available_memory(device)
-        if free is not None and needed > free:
-            largest = sorted(self._blocks, key=lambda block: -block.numbers)[:3]
-            named = ", ".join(f"{b.name} {as_text(self._memory(b))} ({b.description})" for b in largest)
-            raise MemoryError(
-                f"The Kronecker factors take {as_text(needed)}, but {as_text(free)} are free on {device}; the largest: "
-                f"{named}. Lower max_factor_size, or exclude layers"
-            )
+        needed = {block.name: (self._memory(block), block.description) for block in self._blocks}
+        check_memory("The Kronecker factors", needed, device, "Lower max_factor_size, or exclude layers")
 
     def _warn_of_unreached(self, totals: Sequence[Sequence[Tensor]]) -> None:
         if self._warned:
@@ -390,33 +393,33 @@ def _reduced(totals: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[next(parts).view(t.shape) for t in sums] for sums in totals]
 
 
-def _excluded(module: nn.Module, exclude: Sequence[str | nn.Module]) -> set[nn.Module]:
-    """All modules that are named, and those below them."""
-    by_name = dict(module.named_modules())
-    excluded: set[nn.Module] = set()
-    for item in [exclude] if isinstance(exclude, str | nn.Module) else exclude:
-        found = by_name.get(item) if isinstance(item, str) else item
-        if found is None or not any(found is child for child in module.modules()):
-            what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
-            raise ValueError(f"exclude_factors has {what}, which is no module of {type(module).__name__}")
-        excluded.update(found.modules())
-    return excluded
-
-
 @dataclass(eq=False)
-class _Weights:
-    """How the layers with Kronecker factors use a parameter.
+class _Uses:
+    """How the layers of a module use one trained parameter.
 
     Attributes:
-        users: the layers.
-        groups: as each of them sees it.
-        partners: as a weight, its bias in each use; as a bias, its weight, or None where that is not trained, or where only
-            a part of the bias is added to its products.
+        factored: the layers with Kronecker factors that use it, with its name below each.
+        matrices: as which (groups, transposed) they see it.
+        partners: the biases added to its products; of a bias, the weights whose products it is added to. None stands for
+            one that is missing, not trained, or added to a part of the products.
+        is_bias: it is added to products, and multiplies nothing.
+        others: further uses, in layers without Kronecker factors.
     """
 
-    users: set[tuple[nn.Module, str]] = field(default_factory=set)
-    groups: set[int] = field(default_factory=set)
+    factored: set[tuple[nn.Module, str]] = field(default_factory=set)
+    matrices: set[tuple[int, bool]] = field(default_factory=set)
     partners: set[nn.Parameter | None] = field(default_factory=set)
+    is_bias: bool = True
+    others: set[tuple[nn.Module, str]] = field(default_factory=set)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether one pair of Kronecker factors describes all uses."""
+        return bool(self.factored) and not self.others and len(self.matrices) == 1
+
+    @property
+    def only_partner(self) -> nn.Parameter | None:
+        return next(iter(self.partners)) if len(self.partners) == 1 else None
 
 
 def _make_blocks(
@@ -424,62 +427,71 @@ def _make_blocks(
     parameters: Mapping[str, nn.Parameter],
     max_size: int | None,
     excluded: set[nn.Module],
-) -> list[Block]:
-    trained = set(parameters.values())
-    weights: dict[nn.Parameter, _Weights] = defaultdict(_Weights)
-    biases: dict[nn.Parameter, _Weights] = defaultdict(_Weights)
-    others: dict[nn.Parameter, set[tuple[nn.Module, str]]] = defaultdict(set)
-    for layer in called_layers(module):
-        own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
-        kind = layer_type(layer) if layer not in excluded and has_rule(layer) else None
-        for matrix in () if kind is None else kind.matrices(layer):
-            weight, bias = own.pop(matrix.weight, None), own.get(matrix.bias or "")
-            whole = matrix.bias_rows == slice(None)
-            if weight is not None:
-                weights[weight].users.add((layer, matrix.weight))
-                weights[weight].groups.add(matrix.groups)
-                weights[weight].partners.add(bias if whole else None)
-            if bias is not None and matrix.bias is not None:
-                biases[bias].users.add((layer, matrix.bias))
-                biases[bias].groups.add(matrix.groups)
-                biases[bias].partners.add(weight if whole else None)
-        in_factors = {p for p in own.values() if p in biases}
-        if has_rule(layer) or next(layer.children(), None) is None:
-            for name, p in own.items():
-                if p not in in_factors:
-                    others[p].add((layer, name))
-
-    bias_of: dict[nn.Parameter, nn.Parameter] = {}
-    for weight, uses in weights.items():
-        (bias,) = uses.partners if len(uses.partners) == 1 else (None,)
-        alone = not (others.keys() & {weight, bias}) and len(uses.groups) == 1
-        if bias is not None and biases[bias].partners == {weight} and alone:
-            bias_of[weight] = bias
-
+) -> list[CurvatureBlock]:
+    """One block for each weight with its bias, if they are always used together, and for each other parameter."""
+    uses = _uses_of(set(parameters.values()), module, excluded)
+    bias_of = _joined_biases(uses)
     names = {p: name for name, p in parameters.items()}
     stops = list(accumulate(p.numel() for p in names))
     places = {p: slice(stop - p.numel(), stop) for p, stop in zip(names, stops, strict=True)}
 
-    def block(p: nn.Parameter) -> Block:
-        uses = weights.get(p) or biases.get(p)
-        if uses is None or p in others or len(uses.groups) > 1:
-            users = others.get(p, set()) | (set() if uses is None else uses.users)
-            return DiagonalBlock(names[p], frozenset(users), places[p], p.shape)
-        (groups,) = uses.groups
+    def block(p: nn.Parameter) -> CurvatureBlock:
+        if not uses[p].has_factors:
+            return DiagonalBlock(names[p], frozenset(uses[p].factored | uses[p].others), places[p], p.shape)
+        ((groups, transposed),) = uses[p].matrices
         parts = [p, bias_of[p]] if p in bias_of else [p]
-        rows = p.shape[0] // groups
-        columns = sum(part.numel() for part in parts) // p.shape[0]
+        outputs = p.shape[1] if transposed else p.shape[0]
+        columns = sum(part.numel() for part in parts) // outputs
         return KroneckerBlock(
             names[p],
             tuple(names[part] for part in parts),
-            frozenset(uses.users),
+            frozenset(uses[p].factored),
             tuple(places[part] for part in parts),
             groups,
-            rows,
-            columns,
+            rows=outputs // groups,
+            columns=columns,
+            transposed=transposed,
             diagonal_inputs=max_size is not None and columns > max_size,
-            diagonal_outputs=max_size is not None and rows > max_size,
+            diagonal_outputs=max_size is not None and outputs // groups > max_size,
         )
 
     joined = set(bias_of.values())
     return [block(p) for p in names if p not in joined]
+
+
+def _uses_of(trained: set[nn.Parameter], module: nn.Module, excluded: set[nn.Module]) -> dict[nn.Parameter, _Uses]:
+    uses: dict[nn.Parameter, _Uses] = defaultdict(_Uses)
+    for layer in called_layers(module):
+        own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
+        kind = kind_of(layer) if layer not in excluded and has_rule(layer) else None
+        factored: set[str] = set()
+        for matrix in () if kind is None else kind.matrices(layer):
+            weight, bias = own.get(matrix.weight), own.get(matrix.bias or "")
+            whole = matrix.bias_rows == slice(None)
+            if weight is not None:
+                uses[weight].is_bias = False
+                uses[weight].factored.add((layer, matrix.weight))
+                uses[weight].matrices.add((matrix.groups, matrix.transposed))
+                uses[weight].partners.add(bias if whole else None)
+                factored.add(matrix.weight)
+            if bias is not None and matrix.bias is not None:
+                uses[bias].factored.add((layer, matrix.bias))
+                uses[bias].matrices.add((matrix.groups, False))
+                uses[bias].partners.add(weight if whole else None)
+                factored.add(matrix.bias)
+        if has_rule(layer) or next(layer.children(), None) is None:
+            for name in own.keys() - factored:
+                uses[own[name]].others.add((layer, name))
+    return uses
+
+
+def _joined_biases(uses: Mapping[nn.Parameter, _Uses]) -> dict[nn.Parameter, nn.Parameter]:
+    """The bias of each weight whose products have no other bias, if it is added to these products alone."""
+    bias_of: dict[nn.Parameter, nn.Parameter] = {}
+    for weight, of_weight in uses.items():
+        bias = of_weight.only_partner
+        if bias is None or of_weight.is_bias or not of_weight.has_factors:
+            continue
+        if uses[bias].only_partner is weight and not uses[bias].others:
+            bias_of[weight] = bias
+    return bias_of

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.per_sample.attention import attention_contributions
 from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
 from lightning_struct.functional.randomness import random_state, restored_random_state
@@ -55,7 +56,7 @@ def measured(
     tensors = [tensor for tensor in outputs if tensor is not None]
     cotangents = torch.autograd.grad(loss_of(outputs, which), tensors, allow_unused=True)
     with restored_random_state(state):
-        return attention_contributions(layer, inputs, options, outputs, cotangents, samples)
+        return attention_contributions(LayerCall(layer, inputs, options, outputs, cotangents, samples))
 
 
 def alone(inputs: tuple[Tensor, ...], options: dict[str, Any], one: slice) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -180,7 +181,7 @@ def test_another_mask_of_dropout_is_noticed(need_weights: bool) -> None:
     outputs = layer(*inputs, need_weights=need_weights)
     cotangents = [gaussian(*outputs[0].shape), None]
     with pytest.raises(Uncovered, match="dropout cannot be repeated"):
-        attention_contributions(layer, inputs, {"need_weights": need_weights}, outputs, cotangents, None)
+        attention_contributions(LayerCall(layer, inputs, {"need_weights": need_weights}, outputs, cotangents, None))
 
 
 def test_dropout_in_evaluation_draws_nothing() -> None:
@@ -218,7 +219,7 @@ def test_one_sequence_without_a_batch_is_not_covered() -> None:
     layer, sequence = make(), gaussian(QUERIES, WIDTH)
     outputs = layer(sequence, sequence, sequence)
     with pytest.raises(Uncovered, match="one sequence without a batch dimension"):
-        attention_contributions(layer, (sequence,) * 3, {}, outputs, [gaussian(QUERIES, WIDTH), None], None)
+        attention_contributions(LayerCall(layer, (sequence,) * 3, {}, outputs, [gaussian(QUERIES, WIDTH), None], None))
 
 
 def test_sequences_that_are_not_samples_are_not_covered() -> None:

@@ -103,7 +103,7 @@ def test_squared_norms_of_all_uses_of_a_parameter(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(USES))
 def test_samples_may_be_taken_a_few_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_under_test, "_NUMBERS_AT_A_TIME", 3 * ROWS * COLUMNS)
+    monkeypatch.setattr(module_under_test, "NUMBERS_AT_A_TIME", 3 * ROWS * COLUMNS)
     assert_exact(USES[name])
     for use in USES[name]:
         torch.testing.assert_close(use.total(), use.per_sample(ALL).sum(0), rtol=1e-12, atol=1e-12)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
+from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered
 from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
 from lightning_struct.functional.randomness import random_state, restored_random_state
@@ -54,7 +55,7 @@ def measured(layer: nn.RNNBase, *args: Any, which: list[int], samples: int | Non
     outputs = layer(*args)
     cotangents = torch.autograd.grad(loss_of(outputs, which), flat(outputs), allow_unused=True)
     with restored_random_state(state):
-        return recurrent_contributions(layer, args, {}, outputs, cotangents, samples)
+        return recurrent_contributions(LayerCall(layer, args, {}, outputs, cotangents, samples))
 
 
 def assert_shares(layer: nn.RNNBase, contributions: dict[str, Contribution], losses: list[Tensor]) -> None:
@@ -159,7 +160,7 @@ def test_another_mask_of_dropout_is_noticed() -> None:
     outputs = layer(inputs)
     cotangents = torch.autograd.grad(loss_of(outputs, [0]), flat(outputs), allow_unused=True)
     with pytest.raises(Uncovered, match="dropout cannot be repeated"):
-        recurrent_contributions(layer, (inputs,), {}, outputs, cotangents, None)
+        recurrent_contributions(LayerCall(layer, (inputs,), {}, outputs, cotangents, None))
 
 
 def test_dropout_in_evaluation_draws_nothing() -> None:
@@ -173,7 +174,7 @@ def test_arguments_may_be_given_by_name() -> None:
     given = {"input": inputs, "hx": initial_state(layer)}
     outputs = layer(**given)
     cotangents = torch.autograd.grad(loss_of(outputs, [0]), flat(outputs), allow_unused=True)
-    contributions = recurrent_contributions(layer, (), given, outputs, cotangents, None)
+    contributions = recurrent_contributions(LayerCall(layer, (), given, outputs, cotangents, None))
     losses = [loss_of(layer(*alone(layer, inputs, given["hx"], sample)), [0]) for sample in range(SAMPLES)]
     assert_shares(layer, contributions, losses)
 
@@ -187,7 +188,7 @@ def test_several_sequences_may_be_one_sample() -> None:
 def test_the_cotangents_are_left_as_they_are() -> None:
     layer, inputs = make("rnn-tanh"), gaussian(STEPS, SAMPLES, IN)
     cotangents = [gaussian(STEPS, SAMPLES, HIDDEN), None]
-    recurrent_contributions(layer, (inputs,), {}, layer(inputs), cotangents, None)
+    recurrent_contributions(LayerCall(layer, (inputs,), {}, layer(inputs), cotangents, None))
     assert torch.equal(cotangents[0], gaussian(STEPS, SAMPLES, HIDDEN))
 
 
@@ -202,7 +203,7 @@ def test_a_layer_in_bfloat16_is_measured_in_float32() -> None:
 def test_one_sequence_without_a_batch_is_not_covered() -> None:
     layer, inputs = make("gru"), gaussian(STEPS, IN)
     with pytest.raises(Uncovered, match="one sequence without a batch dimension"):
-        recurrent_contributions(layer, (inputs,), {}, layer(inputs), [gaussian(STEPS, HIDDEN), None], None)
+        recurrent_contributions(LayerCall(layer, (inputs,), {}, layer(inputs), [gaussian(STEPS, HIDDEN), None], None))
 
 
 def test_sequences_that_are_not_samples_are_not_covered() -> None:

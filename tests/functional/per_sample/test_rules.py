@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_in
+from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import Uncovered
-from lightning_struct.functional.per_sample.rules import (
-    Samples,
-    contributions,
-    has_rule,
-    owned_parameters,
-    tensors_in,
-)
+from lightning_struct.functional.per_sample.rules import contributions, has_rule
 
 
 def gaussian(*shape: int, seed: int = 1) -> Tensor:
@@ -46,7 +42,7 @@ def assert_shares_are_right(
     tensors = tensors_in(outputs)
     cotangents = [gaussian(*tensor.shape, seed=2 + i) for i, tensor in enumerate(tensors)]
     shares = contributions(
-        layer, args, {}, [tensor.detach() for tensor in tensors], [c.clone() for c in cotangents], samples
+        LayerCall(layer, args, {}, [tensor.detach() for tensor in tensors], [c.clone() for c in cotangents], samples)
     )
     parameters = {name: p for name, p in owned_parameters(layer).items() if p.requires_grad}
     assert list(shares) == list(parameters)
@@ -210,12 +206,12 @@ def test_inputs_without_a_dimension_of_samples_are_uncovered(
     layer = made(make)
     outputs = layer(inputs)
     with pytest.raises(Uncovered, match=shape):
-        contributions(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)], samples)
+        contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)], samples))
 
 
 def test_inputs_may_be_given_by_keyword() -> None:
     layer = made(lambda: nn.Linear(3, 4))
-    shares = contributions(layer, (), {"input": gaussian(5, 3)}, None, [gaussian(5, 4)])
+    shares = contributions(LayerCall(layer, (), {"input": gaussian(5, 3)}, None, [gaussian(5, 4)]))
     assert shares["weight"].samples == 5
 
 
@@ -307,14 +303,14 @@ def test_a_layer_that_gives_something_else_the_next_time_is_uncovered(kind: type
     layer, inputs = made(kind), gaussian(5, 3)
     outputs = layer(inputs)
     with pytest.raises(Uncovered, match=message):
-        contributions(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)])
+        contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
 
 
 def test_running_a_layer_again_leaves_its_state_alone() -> None:
     layer, inputs = made(Remembering), gaussian(5, 3)
     outputs = layer(inputs)
     with pytest.raises(Uncovered):
-        contributions(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)])
+        contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
     assert layer.count == 1
 
 
@@ -322,5 +318,5 @@ def test_running_a_pruned_layer_again_leaves_its_weight_alone() -> None:
     layer, inputs = prune.l1_unstructured(made(lambda: nn.Linear(3, 4)), "weight", 0.5), gaussian(5, 3)
     outputs = layer(inputs)
     weight = layer.weight
-    contributions(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)])
+    contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
     assert layer.weight is weight

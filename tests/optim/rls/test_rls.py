@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_struct.optim import RLS
-from lightning_struct.optim.rls import memory as rls_memory
+from lightning_struct.optim import RLS, memory
 from tests.optim.helpers import gaussian
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -143,8 +142,8 @@ def test_changes_of_the_gradients_count_though_few_rows_are_multiplied_by_themse
 ) -> None:
     few, plain = network(), network()
     optimizer, reference = RLS(few, momentum=0.5), RLS(plain, momentum=0.5)
-    for block in reference._blocks:
-        block.layers = 2  # no rows are kept
+    for weight in reference._weights:
+        weight.layers = 2  # no rows are kept
     train(few, optimizer, change=partial(change, few))
     train(plain, reference, change=partial(change, plain))
     torch.testing.assert_close(weights(few), weights(plain), rtol=0, atol=1e-13)
@@ -343,14 +342,14 @@ def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
 
 
 def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rls_memory, "available_memory", lambda device: 5000)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 5000)
     with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*max_size=15"):
         RLS(network())
     RLS(network(), max_size=15)
 
 
 def test_free_memory_of_this_machine_is_known() -> None:
-    free = rls_memory.available_memory(torch.device("cpu"))
+    free = memory.available_memory(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**50
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.optim import SHF, StepReport
-from lightning_struct.optim.shf import kronecker
+from lightning_struct.optim import SHF, StepReport, memory
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
 from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
 
@@ -519,7 +518,7 @@ def test_a_factor_that_overflows_is_an_error_that_names_its_parameters_and_chang
 
 
 def test_too_little_memory_is_an_error_that_names_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kronecker, "available_memory", lambda device: 500)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 500)
     with pytest.raises(
         MemoryError, match=r"take 1\.8 KiB, but 0\.5 KiB are free on cpu; the largest: 0\.weight 0\.8 KiB"
     ):

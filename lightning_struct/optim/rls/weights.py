@@ -1,4 +1,4 @@
-"""One matrix that RLS trains, with its biases: what its layers read in a step, and the step."""
+"""A weight that RLS trains, with its biases: what its layers read in a step, and the step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_struct.functional.recursive_least_squares import (
     gain,
 )
 
-Form: TypeAlias = Literal["full", "rank1"]
+InverseForm: TypeAlias = Literal["full", "rank1"]
 
 # A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last place.
 _ROUNDING = 32.0
 
 
 class Bias(NamedTuple):
-    """``parameter[rows]``, which is added to the outputs of a matrix."""
+    """``parameter[rows]``, which is added to the products of a weight."""
 
     parameter: nn.Parameter
     rows: slice = slice(None)
@@ -40,15 +40,15 @@ class Use:
     """What one call of a layer multiplied by one weight: X, its rows, of each group.
 
     Attributes:
-        block: the weight's.
+        weight: that weight.
         total: (groups, n), the sum of the rows.
         rows: their number in each group.
         sequences: T is rows[0] / sequences; None if T = 1.
-        bias: the place among the block's biases of the one that was added; None without.
+        bias: the place among the weight's biases of the one that was added; None without.
         inputs: (rows, n), X itself, where the step may want it.
     """
 
-    block: Block
+    weight: TrainedWeight
     total: Tensor
     rows: tuple[int, ...]
     sequences: int | None = None
@@ -58,7 +58,7 @@ class Use:
 
 @dataclass(eq=False)
 class Statistics:
-    """Sums over the uses of a block since the last step.
+    """Sums over the uses of a weight since the last step.
 
     Attributes:
         total: (groups, n); None before the first use.
@@ -114,25 +114,36 @@ class Statistics:
         return self.counts[0] / self.counts[self.groups]
 
 
-class Block:
+class TrainedWeight:
     """A weight that multiplies rows of inputs, as (groups, outputs, n), and the biases added to its products.
 
     Args:
-        name: of the weight below the module.
-        weight: of shape (groups·outputs, ...), each group reading inputs of its own.
-        groups: see ``weight``.
+        name: of the parameter below the module.
+        parameter: of shape (groups·outputs, ...), each group reading inputs of its own.
+        groups: see ``parameter``.
+        transposed: ``parameter`` is (n, outputs) instead, of one group.
         form: of P.
         forgetting: λ.
     """
 
-    def __init__(self, name: str, weight: nn.Parameter, groups: int, form: Form, forgetting: float) -> None:
-        self.name, self.weight, self.groups, self.form, self.forgetting = name, weight, groups, form, forgetting
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        *,
+        groups: int = 1,
+        transposed: bool = False,
+        form: InverseForm = "full",
+        forgetting: float = 1.0,
+    ) -> None:
+        self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
+        self.form, self.forgetting = form, forgetting
         self.biases: list[Bias] = []
         self.layers = 0
-        self.outputs = weight.shape[0] // groups
-        self.features = weight.numel() // weight.shape[0]
+        self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
+        self.features = parameter.numel() // (groups * self.outputs)
         self.statistics = Statistics(groups, 0)
-        self._probe: Tensor | None = None
+        self._test_vector: Tensor | None = None
 
     def add_layer(self, bias: Bias | None) -> None:
         """A layer that uses the weight, with this bias."""
@@ -150,15 +161,15 @@ class Block:
     def memory(self) -> int:
         """Bytes of P."""
         numbers = self.size**2 if self.form == "full" else self.size + 1
-        return self.groups * numbers * self.weight.element_size()
+        return self.groups * numbers * self.parameter.element_size()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The weight and the biases, each once."""
-        return list(dict.fromkeys([self.weight, *(bias.parameter for bias in self.biases)]))
+        return list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
 
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
-        """The place of a bias among those of the block; None if it is none of them."""
+        """The place of a bias among those of the weight; None if it is none of them."""
         return next((i for i, bias in enumerate(self.biases) if bias.parameter is parameter), None)
 
     @property
@@ -176,7 +187,7 @@ class Block:
             self.form == "full"
             and self.layers == self.groups == 1
             and len(inputs) < self.most_rows
-            and inputs.dtype == self.weight.dtype
+            and inputs.dtype == self.parameter.dtype
             and inputs.device.type == "cpu"
             and world_size() == 1
         )
@@ -184,14 +195,16 @@ class Block:
     def initial_state(self) -> dict[str, Any]:
         """P₀ = I, as tensors by name, and the number of steps."""
         if self.form == "rank1":
-            rank1 = RankOneInverse.identity(self.groups, self.size, self.weight.detach())
+            rank1 = RankOneInverse.identity(self.groups, self.size, self.parameter.detach())
             return {"steps": 0, "mean": rank1.mean, "mass": rank1.mass}
         if self.forgetting < 1:
             return {
                 "steps": 0,
-                "root": SquareRootInverse.identity(self.groups, self.size, self.weight.detach(), self.forgetting).root,
+                "root": SquareRootInverse.identity(
+                    self.groups, self.size, self.parameter.detach(), self.forgetting
+                ).root,
             }
-        return {"steps": 0, "P": FullInverse.identity(self.groups, self.size, self.weight.detach()).matrix}
+        return {"steps": 0, "P": FullInverse.identity(self.groups, self.size, self.parameter.detach()).matrix}
 
     def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
         """P of a state as :meth:`initial_state` made it."""
@@ -217,8 +230,11 @@ class Block:
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
         applied = inverse.apply(mean)
         h = gain(mean, applied, weight, self.forgetting)
-        features, constants = self._features(self.weight.detach()), self._constants([b.parameter for b in self.biases])
-        if self.weight.grad is None:
+        features, constants = (
+            self._features(self.parameter.detach()),
+            self._constants([b.parameter for b in self.biases]),
+        )
+        if self.parameter.grad is None:
             features = features.clone()  # it is frozen: only the biases are written
         if momentum:
             if "velocity" not in state:
@@ -246,8 +262,8 @@ class Block:
         factor = factor[:, None, None]
         few = self._few_rows()
         if few is None:
-            weight, biases = self.weight.grad, [bias.parameter.grad for bias in self.biases]
-            features = self._features(torch.zeros_like(self.weight) if weight is None else weight)
+            weight, biases = self.parameter.grad, [bias.parameter.grad for bias in self.biases]
+            features = self._features(torch.zeros_like(self.parameter) if weight is None else weight)
             for target, product in zip(targets, inverse.multiply(features, self._constants(biases)), strict=True):
                 target.mul_(beta).addcmul_(product, factor)
             return
@@ -257,21 +273,21 @@ class Block:
         for target, product in zip(targets, inverse.multiply(inputs, ones), strict=True):
             target.baddbmm_(left, product, beta=beta)
 
-    def _few_rows(self) -> tuple[Tensor, Tensor] | None:
-        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it up.
+    # The gradient ∇ of a weight is dZᵀX, of rank r for r rows. Where r is small, ∇P = dZᵀ(XP) costs less than multiplying
+    # the whole gradient by P. That X and dZ were recorded does not mean that the gradient is still their product: it may
+    # have got a penalty's share, or been scaled since by clipping or by accumulation. One vector z tells: ∇z = c dZᵀ(Xz), to
+    # rounding, for one number c shows that ∇ = c dZᵀX (but for a set of z of measure zero), and c is the scale.
 
-        They do not where the weight is also used outside of its layer, as by a penalty in the loss. Whether they do is seen
-        from the product of both with one vector. Where the gradient was multiplied by a number afterwards, dZ is too.
-        """
-        pairs, weight = self.statistics.pairs, self.weight.grad
+    def _few_rows(self) -> tuple[Tensor, Tensor] | None:
+        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it up."""
+        pairs, weight = self.statistics.pairs, self.parameter.grad
         if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
             return None
         inputs, cotangents = (sides[0] if len(pairs) == 1 else torch.cat(sides) for sides in zip(*pairs, strict=True))
-        if self._probe is None or self._probe.device != weight.device:
-            self._probe = torch.randn(self.size, generator=torch.Generator().manual_seed(0), dtype=weight.dtype).to(
-                weight.device
-            )
-        features, constants = self._probe[: self.features], self._probe[self.features :]
+        if self._test_vector is None or self._test_vector.device != weight.device:
+            generator = torch.Generator().manual_seed(0)
+            self._test_vector = torch.randn(self.size, generator=generator, dtype=weight.dtype).to(weight.device)
+        features, constants = self._test_vector[: self.features], self._test_vector[self.features :]
         gradient = self._features(weight)[0] @ features
         for bias, value in zip(self.biases, constants, strict=True):
             assert bias.parameter.grad is not None
@@ -279,30 +295,32 @@ class Block:
         rows = inputs @ features + constants.sum()
         expected = cotangents.t() @ rows
         squared = torch.dot(expected, expected)
-        multiple = torch.dot(expected, gradient) / squared.clamp(min=torch.finfo(squared.dtype).tiny)
+        scale = torch.dot(expected, gradient) / squared.clamp(min=torch.finfo(squared.dtype).tiny)
         norm = torch.linalg.vector_norm
-        rounding = _ROUNDING * torch.finfo(gradient.dtype).eps * multiple.abs() * norm(rows) * norm(cotangents)
-        if not norm(gradient - multiple * expected) <= rounding:
+        rounding = _ROUNDING * torch.finfo(gradient.dtype).eps * scale.abs() * norm(rows) * norm(cotangents)
+        if not norm(gradient - scale * expected) <= rounding:
             return None
-        return inputs[None], (cotangents * multiple)[None]
+        return inputs[None], (cotangents * scale)[None]
 
     def _features(self, tensor: Tensor) -> Tensor:
-        """(groups, outputs, n) of a tensor of the weight's shape, a view where its strides allow one."""
+        """(groups, outputs, n) of a tensor of the parameter's shape, a view where its strides allow one."""
+        if self.transposed:
+            return tensor.t()[None]
         return tensor.reshape(self.groups, self.outputs, self.features)
 
     def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a copy."""
         columns = [
-            self.weight.new_zeros(self.groups, self.outputs)
+            self.parameter.new_zeros(self.groups, self.outputs)
             if tensor is None
             else bias.of(tensor.detach()).reshape(self.groups, self.outputs)
             for bias, tensor in zip(self.biases, tensors, strict=True)
         ]
-        return torch.stack(columns, 2) if columns else self.weight.new_zeros(self.groups, self.outputs, 0)
+        return torch.stack(columns, 2) if columns else self.parameter.new_zeros(self.groups, self.outputs, 0)
 
     def _write(self, features: Tensor, constants: Tensor) -> None:
-        weight = self.weight.detach()
-        if self.weight.grad is not None and features.data_ptr() != weight.data_ptr():
+        weight = self.parameter.detach()
+        if self.parameter.grad is not None and features.data_ptr() != weight.data_ptr():
             weight.copy_(features.view(weight.shape))
         for bias, values in zip(self.biases, constants.unbind(2), strict=True):
             if bias.parameter.grad is not None:

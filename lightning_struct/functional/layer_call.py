@@ -1,0 +1,86 @@
+"""One call of a layer: what it read and returned, and what came back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+# n, or the sizes that n may have, or None: the first dimension of every input.
+Samples: TypeAlias = int | Collection[int] | None
+
+_REQUIRED: Any = object()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a layer, and what came back to it.
+
+    Attributes:
+        layer: the layer.
+        args, kwargs: what it was called with.
+        outputs: what it returned; None where no rule of the layer asks for it.
+        cotangents: of the :func:`tensors_in` the outputs, in their order; None for those that got none.
+        samples: n, or the sizes that n may have; None: the size of the first dimension.
+    """
+
+    layer: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Any = None
+    cotangents: Sequence[Tensor | None] = ()
+    samples: Samples = None
+
+    def argument(self, place: int, name: str, default: Any = _REQUIRED) -> Any:
+        """An argument by its place or its name, detached.
+
+        Raises:
+            TypeError: it was not given, and there is no ``default``.
+        """
+        value = self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+        if value is _REQUIRED:
+            raise TypeError(f"{type(self.layer).__name__} was called without its argument {name!r}")
+        return value.detach() if isinstance(value, Tensor) else value
+
+    @property
+    def input(self) -> Tensor:
+        """The first argument, detached."""
+        return (self.args[0] if self.args else next(iter(self.kwargs.values()))).detach()
+
+    @property
+    def cotangent(self) -> Tensor:
+        """The cotangent of the only output."""
+        (cotangent,) = self.cotangents
+        assert cotangent is not None
+        return cotangent
+
+    def trains(self, name: str | None) -> bool:
+        """Whether a parameter of the layer itself is there and trainable."""
+        parameter = None if name is None else self.layer._parameters.get(name)
+        return parameter is not None and parameter.requires_grad
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, mappings and data classes, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif is_dataclass(value):
+        value = list(vars(value).values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def map_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """A list, tuple or mapping with ``function`` of its items; anything else as it is."""
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(function, value))
+    return value

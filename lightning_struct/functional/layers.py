@@ -1,0 +1,448 @@
+"""What a layer is, declared once for per-sample gradients, Kronecker factors, RLS and ``replace_linear``.
+
+A :class:`LayerKind` says which matrices a layer multiplies by, which parameters its ``forward`` uses, and whose rules serve
+it. What is measured of a layer stays where it is measured: RLS reads sums of inputs, gradient norms read cotangents too.
+:func:`register_layer` declares layers that torch does not have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_struct.functional.layer_call import LayerCall
+
+if TYPE_CHECKING:
+    from lightning_struct.functional.per_sample.contributions import Contribution
+
+Rule: TypeAlias = "Callable[[LayerCall], dict[str, Contribution]]"
+
+
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """A weight that multiplies rows of inputs, and the bias that is added to the products.
+
+    Args:
+        weight: its name below the layer; the shape is (out, in), for a convolution (out, in / groups, *kernel).
+        bias: the name of the bias; None without.
+        groups: the rows of the weight are so many matrices, each of which reads inputs of its own.
+        bias_rows: the part of the bias that is added to these products.
+        transposed: the weight is stored as (in, out).
+    """
+
+    weight: str
+    bias: str | None = None
+    groups: int = 1
+    bias_rows: slice = slice(None)
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKind:
+    """What the layers of one type are; each function is of a layer.
+
+    Attributes:
+        base: the type of torch whose rules serve them; None if they have a rule of their own only.
+        matrices: the matrices that they multiply rows by.
+        parameters: names of the parameters of their own that their ``forward`` uses.
+        hidden_layers: layers below them whose parameters their ``forward`` uses without calling them.
+        rule: how to read off each sample's share, instead of the rule of ``base``.
+    """
+
+    base: type[nn.Module] | None
+    matrices: Callable[[Any], Sequence[Matrix]] = lambda layer: ()
+    parameters: Callable[[Any], Collection[str]] = lambda layer: ("weight", "bias")
+    hidden_layers: Callable[[Any], Collection[nn.Module]] = lambda layer: ()
+    rule: Rule | None = None
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether a call is x Wᵀ + b over the last dimension of its first argument."""
+        return self.base is nn.Linear
+
+
+def recurrent_places(layer: nn.RNNBase, level: int | None = None) -> list[str]:
+    """How the names of the parameters end, ``"l0"`` or ``"l0_reverse"``: of each direction of all levels, or of one."""
+    levels = range(layer.num_layers) if level is None else [level]
+    return [f"l{i}{end}" for i in levels for end in ("", "_reverse")[: 1 + layer.bidirectional]]
+
+
+def _of_recurrent(layer: nn.RNNBase) -> list[Matrix]:
+    return [
+        Matrix(f"weight_{kind}_{place}", f"bias_{kind}_{place}" if layer.bias else None)
+        for place in recurrent_places(layer)
+        for kind in ("ih", "hh")
+    ]
+
+
+def _of_attention(layer: nn.MultiheadAttention) -> list[Matrix]:
+    out = Matrix("out_proj.weight", "out_proj.bias")
+    if layer.in_proj_weight is not None:
+        return [Matrix("in_proj_weight", "in_proj_bias", groups=3), out]
+    size = layer.embed_dim
+    rows = [slice(i * size, (i + 1) * size) for i in range(3)]
+    return [*(Matrix(f"{q}_proj_weight", "in_proj_bias", bias_rows=r) for q, r in zip("qkv", rows, strict=True)), out]
+
+
+_ATTENTION_PARAMETERS = (
+    "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+)  # fmt: skip
+
+_OF_TORCH: dict[type[nn.Module], LayerKind] = {
+    nn.Linear: LayerKind(nn.Linear, lambda layer: [Matrix("weight", "bias")]),
+    **{
+        kind: LayerKind(kind, lambda layer: [Matrix("weight", "bias", groups=layer.groups)])
+        for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    },
+    **{
+        kind: LayerKind(kind, _of_recurrent, lambda layer: layer._flat_weights_names)
+        for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    },
+    nn.MultiheadAttention: LayerKind(
+        nn.MultiheadAttention, _of_attention, lambda layer: _ATTENTION_PARAMETERS, lambda layer: [layer.out_proj]
+    ),
+    **{
+        kind: LayerKind(kind)
+        for kind in (
+            nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding, nn.PReLU,
+            nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+            nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        )
+    },
+}  # fmt: skip
+
+# Whatever their forward is: all that derive from a type, until one of them is declared otherwise.
+_COUPLING_OF_TORCH: dict[type[nn.Module], Callable[[Any], bool]] = {
+    nn.modules.batchnorm._BatchNorm: lambda layer: layer.training or layer.running_mean is None,
+}
+
+# What is declared goes before what torch has.
+_KINDS: ChainMap[type[nn.Module], LayerKind] = ChainMap({}, _OF_TORCH)
+_COUPLING: ChainMap[type[nn.Module], Callable[[Any], bool]] = ChainMap({}, _COUPLING_OF_TORCH)
+
+
+def register_layer(
+    layer_type: type[nn.Module] | None = None,
+    matrix: Matrix | None = None,
+    *,
+    like: type[nn.Module] | None = None,
+    rule: Rule | None = None,
+    couples_samples: bool | Callable[[Any], bool] | None = None,
+) -> Any:
+    """Declare a type of layers, once for per-sample gradient norms, Kronecker factors, RLS and ``replace_linear``.
+
+    Exactly one of ``matrix``, ``like`` and ``rule`` says what a layer of the type computes. The declaration holds for the
+    type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an optimizer
+    or a recorder is made.
+
+    - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
+      dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
+    - ``register_layer(MyLSTM, like=nn.LSTM)``: a call computes what ``nn.LSTM`` computes from the same arguments, with
+      parameters of the same names. Arguments that the base does not have must keep their defaults.
+    - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's share of
+      the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors are diagonal.
+    - ``@register_layer(like=nn.Linear)`` above a class declares that class.
+
+    Args:
+        layer_type: a subclass of ``nn.Module``.
+        matrix: the weight, a parameter of two dimensions of the layer itself, and its bias, which may be None.
+        like: a type that is known.
+        rule: makes, of a call, one :class:`~lightning_struct.functional.per_sample.contributions.Contribution` for each
+            trainable parameter of the layer itself, by name.
+        couples_samples: whether the outputs of a sample depend on the other samples of the batch, as in batch normalisation;
+            a function of the layer, or one value for all. It may also stand alone.
+
+    Raises:
+        TypeError: ``layer_type`` or ``like`` is no type of modules, ``matrix`` no :class:`Matrix`, ``rule`` not callable.
+        ValueError: none or several of ``matrix``, ``like`` and ``rule``; ``like`` is a type that is not known; a matrix with
+            groups or with a part of a bias. When a layer of the type is met: its parameters are not those declared.
+
+    Example:
+        >>> class Transposed(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.kernel = torch.nn.Parameter(torch.ones(3, 2))
+        ...     def forward(self, x):
+        ...         return x @ self.kernel
+        >>> register_layer(Transposed, Matrix("kernel", transposed=True))
+        >>> kind_of(Transposed()).is_affine
+        True
+        >>> unregister_layer(Transposed)
+    """
+    declared = {"matrix": matrix, "like": like, "rule": rule}
+    given = [name for name, value in declared.items() if value is not None]
+    if layer_type is not None and not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
+        raise TypeError(f"register_layer declares a type of nn.Module, got {layer_type!r}: give the class, not a layer")
+    if layer_type is None or (not given and couples_samples is None):
+
+        def decorator(decorated: Any) -> Any:
+            if layer_type is None:
+                register_layer(decorated, matrix, like=like, rule=rule, couples_samples=couples_samples)
+            else:
+                register_layer(layer_type, rule=decorated)
+            return decorated
+
+        return decorator
+    if len(given) > 1:
+        raise ValueError(f"register_layer({layer_type.__name__}) has {' and '.join(given)}: give one of them")
+    kind: LayerKind | None = None
+    if matrix is not None:
+        kind = _affine_kind(matrix)
+    elif like is not None:
+        kind = _like(like)
+    elif rule is not None:
+        if not callable(rule):
+            raise TypeError(f"rule must be a function of a LayerCall, got {rule!r}")
+        kind = LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule)
+    unregister_layer(layer_type)
+    if kind is not None:
+        _KINDS[layer_type] = kind
+    if couples_samples is not None:
+        _COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda layer: bool(couples_samples)
+    return None
+
+
+def unregister_layer(layer_type: type[nn.Module]) -> None:
+    """Take back what :func:`register_layer` declared of a type; nothing if it was not declared."""
+    _KINDS.maps[0].pop(layer_type, None)
+    _COUPLING.maps[0].pop(layer_type, None)
+    kind_of_type.cache_clear()
+
+
+def _affine_kind(matrix: Matrix) -> LayerKind:
+    if not isinstance(matrix, Matrix):
+        raise TypeError(f"matrix must be a Matrix, as Matrix('weight', 'bias'), got {matrix!r}")
+    if matrix.groups != 1 or matrix.bias_rows != slice(None):
+        raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
+    names = [name for name in (matrix.weight, matrix.bias) if name is not None]
+    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names)
+
+
+def _like(base: type[nn.Module]) -> LayerKind:
+    if not isinstance(base, type):
+        raise TypeError(f"like must be a type that is known, as nn.Linear, got {base!r}")
+    kind = kind_of_type(base)  # type: ignore[arg-type]  # a type is hashable
+    if kind is None:
+        raise ValueError(
+            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give its matrix or a rule"
+        )
+    return kind
+
+
+# --- what a layer is -------------------------------------------------------------------------------------------------
+
+_FORWARDS = ("forward", "_conv_forward")
+
+
+def kind_of(layer: nn.Module) -> LayerKind | None:
+    """The kind of the layer's type, or of the base whose ``forward`` it has; None if there is none.
+
+    Raises:
+        ValueError: the type was declared by a matrix that the layer does not have.
+    """
+    kind = kind_of_type(type(layer))  # type: ignore[arg-type]  # a type is hashable
+    if kind is not None and kind.is_affine:
+        for matrix in kind.matrices(layer):
+            _check_matrix(layer, matrix)
+    return kind
+
+
+@cache
+def kind_of_type(layer_type: type[nn.Module]) -> LayerKind | None:
+    """The kind of a type, or of the nearest base that has one, if the type has its ``forward``."""
+    for base in layer_type.__mro__:
+        if (kind := _KINDS.get(base)) is not None:
+            same = all(getattr(layer_type, name, None) is getattr(base, name, None) for name in _FORWARDS)
+            return kind if same else None
+    return None
+
+
+def _check_matrix(layer: nn.Module, matrix: Matrix) -> None:
+    """Raise unless the layer has the matrix; other things than a parameter, as pruning leaves, may stand in its place."""
+    declared = f"{type(layer).__name__} was declared by {matrix}"
+    for name in (matrix.weight, matrix.bias):
+        if name is not None and not hasattr(layer, name):
+            has = ", ".join(name for name, _ in layer.named_parameters(recurse=False)) or "none"
+            raise ValueError(f"{declared}, but has no parameter {name!r}; its own parameters: {has}")
+    weight, bias = (layer._parameters.get(name or "") for name in (matrix.weight, matrix.bias))
+    if weight is None or is_lazy(weight):
+        return
+    if weight.ndim != 2:
+        raise ValueError(
+            f"{declared}, but {matrix.weight!r} has shape {tuple(weight.shape)}: a matrix has 2 dimensions"
+        )
+    outputs = weight.shape[1 if matrix.transposed else 0]
+    if bias is not None and bias.shape != (outputs,):
+        stored = "(in, out)" if matrix.transposed else "(out, in)"
+        raise ValueError(
+            f"{declared}, but {matrix.bias!r} of shape {tuple(bias.shape)} is no bias of {matrix.weight!r}, stored as "
+            f"{stored} = {tuple(weight.shape)}: is it transposed?"
+        )
+
+
+def has_plain_parameters(layer: nn.Module, kind: LayerKind) -> bool:
+    """Whether the layer's own parameters are those of its kind: not parametrized, pruned or joined by others."""
+    return "parametrizations" not in layer._modules and layer._parameters.keys() <= set(kind.parameters(layer))
+
+
+def is_affine(layer: nn.Module) -> bool:
+    """Whether the layer is an ``nn.Linear``, also one that overrides ``forward``, or was declared by its matrix."""
+    kind = kind_of(layer)
+    return isinstance(layer, nn.Linear) or (kind is not None and kind.is_affine)
+
+
+def as_linear(layer: nn.Module) -> nn.Linear:
+    """An ``nn.Linear`` with the weight and the bias of an affine layer, sharing their memory; such a layer itself."""
+    if isinstance(layer, nn.Linear):
+        return layer
+    kind = kind_of(layer)
+    assert kind is not None and kind.is_affine
+    (matrix,) = kind.matrices(layer)
+    weight = getattr(layer, matrix.weight)
+    bias = None if matrix.bias is None else getattr(layer, matrix.bias)
+    out_features, in_features = reversed(weight.shape) if matrix.transposed else weight.shape
+    linear = nn.Linear(in_features, out_features, bias is not None, device="meta").train(layer.training)
+    data = weight.detach().t() if matrix.transposed else weight.detach()
+    linear.weight = nn.Parameter(data, requires_grad=weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    return linear
+
+
+def couples_samples(layer: nn.Module) -> bool:
+    """Whether a sample's outputs depend on the other samples of the batch, as in batch normalisation in training."""
+    couples = next((_COUPLING[base] for base in type(layer).__mro__ if base in _COUPLING), None)
+    return couples is not None and couples(layer)
+
+
+def coupling_layer(module: nn.Module) -> str | None:
+    """The name of the first layer that couples the samples of a batch, or its type if it is ``module``; None without."""
+    for name, layer in module.named_modules():
+        if couples_samples(layer):
+            return name or type(layer).__name__
+    return None
+
+
+def hidden_layers(module: nn.Module, *, of_other_forwards: bool = False) -> set[nn.Module]:
+    """Layers from ``module`` down that are never called: others use their parameters, as attention its ``out_proj``.
+
+    Args:
+        module: searched with everything below it.
+        of_other_forwards: also below layers that override the ``forward`` of their kind, which may call them or not.
+    """
+    hidden: set[nn.Module] = set()
+    for layer in module.modules():
+        kind = kind_of(layer)
+        if kind is None and of_other_forwards:
+            kind = next((_KINDS[base] for base in type(layer).__mro__ if base in _KINDS), None)
+        if kind is not None:
+            hidden.update(kind.hidden_layers(layer))
+    return hidden
+
+
+def called_layers(module: nn.Module) -> list[nn.Module]:
+    """All modules from ``module`` down but the :func:`hidden_layers`."""
+    hidden = hidden_layers(module)
+    return [layer for layer in module.modules() if layer not in hidden]
+
+
+def owned_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a call of ``layer`` uses itself, by their names below it; not those of layers that it calls."""
+    own = dict(layer.named_parameters(recurse=False))
+    if (parametrizations := getattr(layer, "parametrizations", None)) is not None:
+        own.update(parametrizations.named_parameters("parametrizations"))
+    kind = kind_of(layer)
+    if kind is not None and has_plain_parameters(layer, kind):
+        names = {child: name for name, child in layer.named_modules()}
+        for hidden in kind.hidden_layers(layer):
+            own.update(hidden.named_parameters(names[hidden]))
+    return own
+
+
+def padding(layer: Any) -> list[tuple[int, int]]:
+    """(before, after) of each dimension of a convolution's images."""
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(int(number), int(number)) for number in layer.padding]
+
+
+def base_call(call: LayerCall) -> LayerCall:
+    """The same call with the arguments that the base of the layer's kind takes.
+
+    Raises:
+        ValueError: an argument that the base does not have is given, and is not its default.
+    """
+    kind, forward = kind_of(call.layer), type(call.layer).forward
+    if kind is None or kind.base is None or forward is kind.base.forward:
+        return call
+    known = list(inspect.signature(kind.base.forward).parameters)[1:]
+    signature = inspect.signature(forward)
+    bound = signature.bind(call.layer, *call.args, **call.kwargs).arguments
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            args += value
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            kwargs |= value
+        elif not args and not kwargs:
+            args.append(value)  # the first, whatever its name is
+        elif name in known or not _is(value, parameter.default):
+            kwargs[name] = value
+    if unknown := kwargs.keys() - set(known):
+        raise ValueError(
+            f"{type(call.layer).__name__} was declared to be like {kind.base.__name__}, which has no argument "
+            f"{' or '.join(sorted(unknown))}"
+        )
+    return replace(call, args=tuple(args), kwargs=kwargs)
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def plain_name(name: str) -> str:
+    """A name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def plain_named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module.named_modules()`` without the wrappers of torch.compile."""
+    for name, child in module.named_modules():
+        if not isinstance(getattr(child, "_orig_mod", None), nn.Module):
+            yield plain_name(name + ".")[:-1], child
+
+
+def excluded_modules(
+    module: nn.Module, exclude: Sequence[str | nn.Module], argument: str = "exclude"
+) -> set[nn.Module]:
+    """All modules that are named, with or without ``_orig_mod.``, or given, and those below them.
+
+    Raises:
+        ValueError: one of them is no module of ``module``; the message calls what was given by ``argument``.
+    """
+    by_name = dict(plain_named_modules(module))
+    excluded: set[nn.Module] = set()
+    for item in [exclude] if isinstance(exclude, str | nn.Module) else exclude:
+        found = by_name.get(plain_name(item)) if isinstance(item, str) else item
+        if found is None or not any(found is child for child in module.modules()):
+            what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
+            raise ValueError(f"{argument} has {what}, which is no module of {type(module).__name__}")
+        excluded.update(found.modules())
+    return excluded

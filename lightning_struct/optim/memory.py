@@ -1,0 +1,67 @@
+"""How much memory there is for what an optimizer keeps, and the error where it does not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+
+def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch.device, remedy: str) -> None:
+    """Compare what is needed with what is free.
+
+    Args:
+        what: the beginning of the message, a plural, as "The matrices P of RLS".
+        needed: by the name of what is kept, its bytes and a description.
+        device: where.
+        remedy: the end of the message.
+
+    Raises:
+        MemoryError: it is more; named are the three largest and the remedy.
+    """
+    total, free = sum(size for size, _ in needed.values()), available_memory(device)
+    if free is None or total <= free:
+        return
+    largest = sorted(needed.items(), key=lambda item: -item[1][0])[:3]
+    named = ", ".join(f"{name} {as_text(size)} ({description})" for name, (size, description) in largest)
+    raise MemoryError(
+        f"{what} take {as_text(total)}, but {as_text(free)} are free on {device}; the largest: {named}. {remedy}"
+    )
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Free bytes of a device; None where that cannot be asked."""
+    if device.type == "cuda":
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    if device.type != "cpu":
+        return None
+    free = [_free_of_the_machine(), _free_of_the_container()]
+    return min((number for number in free if number is not None), default=None)
+
+
+def _free_of_the_machine() -> int | None:
+    lines = _text(Path("/proc/meminfo")).splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _free_of_the_container() -> int | None:
+    directory = Path("/sys/fs/cgroup")
+    limit, used = (_text(directory / name).strip() for name in ("memory.max", "memory.current"))
+    return max(int(limit) - int(used), 0) if limit.isdigit() and used.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def as_text(memory: int) -> str:
+    """A number of bytes in KiB, MiB or GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if memory >= size:
+            return f"{memory / size:.1f} {unit}"
+    return f"{memory / 2**10:.1f} KiB"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from lightning_struct.functional.layer_call import LayerCall, tensors_in
-from lightning_struct.functional.per_sample.attention import RowBlocks
+from lightning_struct.functional.layers import base_call
 from lightning_struct.functional.per_sample.contributions import (
     Contribution,
     Convolution,
@@ -33,6 +33,7 @@ from lightning_struct.functional.per_sample.contributions import (
     at_least_float32,
     sample_chunks,
 )
+from lightning_struct.functional.per_sample.projections import ParameterUse, RecordedCalls, is_recorded, parameter_uses
 from lightning_struct.functional.per_sample.rules import contributions, draws_random_numbers
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 from lightning_struct.functional.stateless import call_with
@@ -82,12 +83,19 @@ def second_moments(
     """
     if transposed and isinstance(use, Outer):
         use = Outer(use.cotangents, use.inputs)
-    if isinstance(use, RowBlocks):
-        of_blocks = [
-            second_moments(block, bias=bias, diagonal_inputs=diagonal_inputs, diagonal_outputs=diagonal_outputs)
-            for block in use.blocks
-        ]
-        return SecondMoments(*(torch.cat(sums) for sums in zip(*of_blocks, strict=True)))
+    if isinstance(use, Outer) and use.rows is not None:
+        size = use.shape[0] // groups
+        return _among(
+            second_moments(
+                Outer(use.inputs, use.cotangents),
+                groups=(use.rows.stop - use.rows.start) // size,
+                bias=bias,
+                diagonal_inputs=diagonal_inputs,
+                diagonal_outputs=diagonal_outputs,
+            ),
+            use.rows.start // size,
+            groups,
+        )
     moments: list[SecondMoments] = []
     for rows, cotangents in _rows(use, groups):
         rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
@@ -101,6 +109,13 @@ def second_moments(
     return SecondMoments(
         *(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0] for sums in zip(*moments, strict=True))
     )
+
+
+def _among(moments: SecondMoments, first: int, groups: int) -> SecondMoments:
+    """Sums of all groups from those of some, the first of which is number ``first``; zero for the others."""
+    before, after = first, groups - first - len(moments.positions)
+    sums = [torch.cat([t.new_zeros(before, *t.shape[1:]), t, t.new_zeros(after, *t.shape[1:])]) for t in moments]
+    return SecondMoments(*sums)
 
 
 def _second_moment(rows: Tensor, diagonal: bool) -> Tensor:
@@ -276,13 +291,18 @@ def _solved_rows(root: Tensor, matrix: Tensor, *, transpose: bool) -> Tensor:
 # --- what a network's layers read, and what comes back to them --------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ProbedCall:
-    """A call, the edges of the graph that lead to its outputs, and the random generators as they were before it."""
+class _Probed(NamedTuple):
+    """A call of a layer, or a use inside of it.
 
-    call: LayerCall
-    edges: list[GradientEdge | None]
-    random_state: RandomState | None
+    Attributes:
+        layer: the layer.
+        edges: of the graph, where the cotangents arrive.
+        read: its contributions, given the cotangents.
+    """
+
+    layer: nn.Module
+    edges: Sequence[GradientEdge | None]
+    read: Callable[[list[Tensor | None]], dict[str, Contribution]]
 
 
 class Probe(NamedTuple):
@@ -316,20 +336,33 @@ def probe_layers(
         parameters: of which the whole gradient is wanted.
         cotangent: from the module's outputs to what is back-propagated from them.
     """
-    calls: list[_ProbedCall] = []
+    calls: list[_Probed] = []
     states: dict[nn.Module, RandomState] = {}
+    recordings: dict[nn.Module, RecordedCalls] = {}
 
     def before(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if draws_random_numbers(layer):
             states[layer] = random_state(*tensors_in((inputs, kwargs)))
+        elif is_recorded(layer):
+            recordings[layer] = RecordedCalls().__enter__()
 
     def after(layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        call, recording = LayerCall(layer, inputs, kwargs, outputs), recordings.pop(layer, None)
+        if recording is not None:
+            recording.__exit__()
+            if outputs is not None:  # else it has failed
+                for edge, use in parameter_uses(base_call(call), recording.calls):
+                    calls.append(_Probed(layer, [edge], partial(_contributions_of_use, use)))
+            return
         # An edge of the graph, and not the tensor, which may be written over by the next layer.
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_in(outputs)]
-        calls.append(_ProbedCall(LayerCall(layer, inputs, kwargs, outputs), edges, states.pop(layer, None)))
+        calls.append(_Probed(layer, edges, partial(_contributions, call, states.pop(layer, None))))
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    handles += [layer.register_forward_hook(after, prepend=True, with_kwargs=True) for layer in layers]
+    handles += [
+        layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=is_recorded(layer))
+        for layer in layers
+    ]
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
         with torch.enable_grad():
@@ -348,18 +381,29 @@ def probe_layers(
     for probed in calls:
         cotangents = [None if edge is None else next(found) for edge in probed.edges]
         if any(t is not None for t in cotangents):
-            uses += [(probed.call.layer, name, use) for name, use in _contributions(probed, cotangents).items()]
+            uses += [(probed.layer, name, use) for name, use in probed.read(cotangents).items()]
     gradients = {
         name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)
     }
     return Probe(uses, gradients)
 
 
-def _contributions(probed: _ProbedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+def _contributions(
+    call: LayerCall, state: RandomState | None, cotangents: list[Tensor | None]
+) -> dict[str, Contribution]:
     with ExitStack() as stack:
-        if probed.random_state is not None:
-            stack.enter_context(restored_random_state(probed.random_state))
+        if state is not None:
+            stack.enter_context(restored_random_state(state))
         try:
-            return contributions(replace(probed.call, cotangents=cotangents))
+            return contributions(replace(call, cotangents=cotangents))
         except Uncovered:
             return {}
+
+
+def _contributions_of_use(use: ParameterUse, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+    (cotangent,) = cotangents
+    assert cotangent is not None
+    try:
+        return use.contributions(cotangent, None)
+    except Uncovered:
+        return {}

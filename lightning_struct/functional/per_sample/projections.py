@@ -1,4 +1,4 @@
-"""The products with their own weights that ``nn.MultiheadAttention`` computes inside of its forward.
+"""How ``nn.MultiheadAttention`` uses its parameters inside of its forward.
 
 They are calls of ``torch.nn.functional.linear``, and the layer returns none of their outputs. While such a layer runs, that
 function is replaced by one that also keeps the calls of its thread: no hook of torch reaches them (a
@@ -8,17 +8,26 @@ the attention a second time to get at them would cost a third of a small transfo
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from lightning_struct.functional.layer_call import Samples
-from lightning_struct.functional.layers import kind_of
+from lightning_struct.functional.layer_call import LayerCall, Samples
+from lightning_struct.functional.layers import kind_of, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered, at_least_float32
 from lightning_struct.functional.per_sample.rerun import by_sample
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LinearCall(NamedTuple):
@@ -32,71 +41,83 @@ class LinearCall(NamedTuple):
 
 _linear = F.linear
 _lock = threading.Lock()
-_of_thread = threading.local()
-_recording = 0
+_active = 0
 
 
-def start_recording() -> None:
-    """Keep the calls of ``linear`` that this thread makes from here on; to be followed by :func:`stop_recording`."""
-    global _recording
-    _of_thread.calls = []
-    with _lock:
-        _recording += 1
-        F.linear = _recorded_linear
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.recordings: list[RecordedCalls] = []
 
 
-def stop_recording() -> list[LinearCall]:
-    """The calls since :func:`start_recording`, in their order."""
-    global _recording
-    calls, _of_thread.calls = _of_thread.calls, None
-    with _lock:
-        _recording -= 1
-        if _recording == 0:
-            F.linear = _linear
-    return calls
+_of_thread = _OfThread()
+
+
+class RecordedCalls:
+    """A context in which the calls of ``linear`` that this thread makes are kept.
+
+    Attributes:
+        calls: in their order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[LinearCall] = []
+
+    def __enter__(self) -> Self:
+        global _active
+        _of_thread.recordings.append(self)
+        with _lock:
+            _active += 1
+            # A compiled graph is broken at each call: what is recorded must not become part of it.
+            F.linear = _outside_of_graphs() if "torch._dynamo" in sys.modules else _recorded_linear
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _active
+        _of_thread.recordings.remove(self)
+        with _lock:
+            _active -= 1
+            if _active == 0:
+                F.linear = _linear
 
 
 def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     outputs = _linear(input, weight, bias)
-    calls = getattr(_of_thread, "calls", None)
-    if calls is not None:
-        calls.append(LinearCall(input, weight, bias, outputs))
+    if not isinstance(outputs, FakeTensor):  # torch.compile runs graphs on these before it runs them
+        for recording in _of_thread.recordings:
+            recording.calls.append(LinearCall(input, weight, bias, outputs))
     return outputs
 
 
+@cache
+def _outside_of_graphs() -> Callable[..., Tensor]:
+    return torch.compiler.disable(_recorded_linear)
+
+
 def is_recorded(layer: nn.Module) -> bool:
-    """Whether all parameters of the layer are used in calls of ``linear``: an attention layer's, but for ``add_bias_kv``."""
+    """Whether the shares of the layer's parameters are read off calls that are recorded while it runs."""
     kind = kind_of(layer)
-    return kind is not None and kind.base is nn.MultiheadAttention and layer.bias_k is None
+    return kind is not None and kind.base is nn.MultiheadAttention
 
 
-class Projection:
-    """One recorded call of an attention layer.
-
-    Args:
-        call: with ``inputs`` (L, N, in) or, time first, (L·N, in).
-        parameters: those of the layer, by name.
-        sequences: N; None if the layer read one sequence without a batch dimension.
+class ParameterUse(ABC):
+    """One use of parameters of an attention layer.
 
     Attributes:
-        parameters: those that the call used, or a part of which it used.
+        parameters: those that were used, or parts of which were used, by their names below the layer.
     """
 
-    def __init__(self, call: LinearCall, parameters: Mapping[str, nn.Parameter], sequences: int | None) -> None:
-        self._inputs, self._sequences = call.inputs.detach(), sequences
-        self._rows: dict[str, slice] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in parameters.items():
-            for used in (call.weight, call.bias):
-                if used is not None and (rows := _rows(used, parameter)) is not None:
-                    self._rows[name], self.parameters[name] = rows, parameter
+    parameters: dict[str, nn.Parameter]
 
-    def contributions(self, cotangents: Tensor, samples: Samples) -> dict[str, Contribution]:
-        """What the call adds to the gradients of its parameters.
+    def __init__(self, sequences: int | None) -> None:
+        self._sequences = sequences
+
+    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+        """Each sample's share of the gradients that the use gives its parameters.
 
         Args:
-            cotangents: of its outputs.
-            samples: n, or the sizes that it may have; k sequences in a row are one sample where there are k·n.
+            cotangent: of what the use computed.
+            samples: n, or the sizes that it may have; k sequences in a row are one sample where there are k·n. None: as many
+                as there are sequences.
 
         Raises:
             Uncovered: the number of sequences is no multiple of n; there is no dimension of sequences.
@@ -104,10 +125,32 @@ class Projection:
         if self._sequences is None:
             raise Uncovered("it read one sequence without a batch dimension")
         n = samples if isinstance(samples, int) or samples is None else _one_of(samples, self._sequences)
-        inputs, delta = (
-            by_sample(tensor.reshape(-1, self._sequences, tensor.shape[-1]).transpose(0, 1), n)
-            for tensor in (self._inputs, cotangents)
-        )
+        return self._shares(cotangent, n)
+
+    @abstractmethod
+    def _shares(self, cotangent: Tensor, samples: int | None) -> dict[str, Contribution]: ...
+
+    def _by_sample(self, tensor: Tensor, samples: int | None) -> Tensor:
+        """(n, positions, features) of (L, N, features) or, time first, (L·N, features)."""
+        return by_sample(tensor.reshape(-1, self._sequences or 1, tensor.shape[-1]).transpose(0, 1), samples)
+
+
+class Projection(ParameterUse):
+    """A product with a weight, to which a bias may be added.
+
+    Args:
+        call: with ``inputs`` (L, N, in) or, time first, (L·N, in).
+        parameters: those of the layer, by name.
+        sequences: N; None if the layer read one sequence without a batch dimension.
+    """
+
+    def __init__(self, call: LinearCall, parameters: Mapping[str, nn.Parameter], sequences: int | None) -> None:
+        super().__init__(sequences)
+        self._inputs, self._rows = call.inputs.detach(), rows_used(call, parameters)
+        self.parameters = {name: parameters[name] for name in self._rows}
+
+    def _shares(self, cotangent: Tensor, samples: int | None) -> dict[str, Contribution]:
+        inputs, delta = (self._by_sample(tensor, samples) for tensor in (self._inputs, cotangent))
         shares: dict[str, Contribution] = {}
         for name, parameter in self.parameters.items():
             rows = self._rows[name]
@@ -120,6 +163,71 @@ class Projection:
                 others = (rows.start, parameter.shape[0] - rows.stop)
                 shares[name] = Dense(F.pad(gradient, others) if any(others) else gradient)
         return shares
+
+
+class AddedRow(ParameterUse):
+    """``bias_k`` or ``bias_v``, of which every sequence gets a copy behind its keys or values: (1, N, features)."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, sequences: int | None) -> None:
+        super().__init__(sequences)
+        self.parameters = {name: parameter}
+
+    def _shares(self, cotangent: Tensor, samples: int | None) -> dict[str, Contribution]:
+        (name,) = self.parameters
+        return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
+
+
+def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[GradientEdge, ParameterUse]]:
+    """All uses that one call of an attention layer made of its trainable parameters.
+
+    Args:
+        call: of the layer.
+        recorded: the calls of ``linear`` in it.
+
+    Returns:
+        With each use the edge of the graph where the gradient of what it computed arrives. An edge keeps its part of the
+        graph alive.
+    """
+    query = call.argument(0, "query")
+    sequences = query.shape[0 if call.layer.batch_first else 1] if query.ndim == 3 else None
+    parameters = {name: p for name, p in owned_parameters(call.layer).items() if p.requires_grad}
+    uses: list[tuple[GradientEdge, ParameterUse]] = []
+    for made in recorded:
+        if made.outputs.requires_grad and parameters:
+            uses.append((get_gradient_edge(made.outputs), Projection(made, parameters, sequences)))
+    for name in ("bias_k", "bias_v"):
+        if (parameter := parameters.get(name)) is not None:
+            node = _node_that_reads(parameter, recorded)
+            if node is not None:
+                uses.append((GradientEdge(node, 0), AddedRow(name, parameter, sequences)))
+    return uses
+
+
+def _node_that_reads(parameter: nn.Parameter, recorded: Sequence[LinearCall]) -> Any:
+    """The node of the graph between the projections that a parameter goes into; None if there is none."""
+    *projections, last = recorded
+    ends = {made.outputs.grad_fn for made in projections}
+    waiting, seen = [last.inputs.grad_fn], set(ends)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for child, _ in node.next_functions:
+            if getattr(child, "variable", None) is parameter:
+                return node
+            waiting.append(child)
+    return None
+
+
+def rows_used(call: LinearCall, parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
+    """The rows of each parameter that a call used, by name; without those of which it used none."""
+    found: dict[str, slice] = {}
+    for name, parameter in parameters.items():
+        for used in (call.weight, call.bias):
+            if used is not None and (rows := _rows(used, parameter)) is not None:
+                found[name] = rows
+    return found
 
 
 def _one_of(samples: Collection[int], sequences: int) -> int:

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layer_call import LayerCall, Samples, map_items, tensors_in
-from lightning_struct.functional.layers import couples_samples, owned_parameters
+from lightning_struct.functional.layers import base_call, couples_samples, owned_parameters
 from lightning_struct.functional.per_sample.checksums import Checksums, checksum_of_shares, checksums
 from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
-from lightning_struct.functional.per_sample.projections import Projection, is_recorded, start_recording, stop_recording
+from lightning_struct.functional.per_sample.projections import ParameterUse, RecordedCalls, is_recorded, parameter_uses
 from lightning_struct.functional.per_sample.rules import (
     CannotRunAgain,
     compares_outputs,
@@ -112,7 +112,7 @@ class GradientNormRecorder:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
-        self._recording: set[nn.Module] = set()
+        self._recording: dict[nn.Module, RecordedCalls] = {}
         self._rerunning = False
         self._warned: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
@@ -167,8 +167,8 @@ class GradientNormRecorder:
         self._layers.clear()
         self._arrived.clear()
         self._random_states.clear()
-        for _ in self._recording:
-            stop_recording()
+        for recording in self._recording.values():
+            recording.__exit__()
         self._recording.clear()
 
     def results(self) -> list[ParameterNorms]:
@@ -274,36 +274,32 @@ class GradientNormRecorder:
     def _before_projections(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
             if layer in self._layers and torch.is_grad_enabled() and not self._rerunning:
-                self._recording.add(layer)
-                start_recording()
+                self._recording[layer] = RecordedCalls().__enter__()
 
         return hook
 
     def _after_projections(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-            if layer not in self._recording:
+            recording = self._recording.pop(layer, None)
+            if recording is None:
                 return
-            self._recording.discard(layer)
-            calls = stop_recording()
+            recording.__exit__()
             if outputs is None:
                 return  # it has failed
-            query = args[0] if args else kwargs["query"]
-            sequences = query.shape[0 if layer.batch_first else 1] if query.ndim == 3 else None
-            parameters = {name: p for name, p in self._layers[layer].items() if p.requires_grad}
-            for parameter in parameters.values():
+            for parameter in self._layers[layer].values():
                 self._watch(parameter)
-            for made in calls:
-                if not made.outputs.requires_grad or not parameters:
-                    continue
-                projection = Projection(made, parameters, sequences)
-                call = _AwaitedCall(LayerCall(layer, samples=self.samples), projection.parameters, _current_backward())
-                call.projection = projection
-                made.outputs.register_hook(partial(self._arrive_at_one, call))
+            call = base_call(LayerCall(layer, args, kwargs, samples=self.samples))
+            for edge, use in parameter_uses(call, recording.calls):
+                # Neither what is awaited nor its hook may hold the graph, which holds the hook.
+                awaited = _AwaitedCall(LayerCall(layer, samples=self.samples), use.parameters, _current_backward())
+                awaited.use = use
+                edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
 
         return hook
 
-    def _arrive_at_one(self, call: _AwaitedCall, cotangent: Tensor) -> None:
-        self._arrive(call, [cotangent])
+    def _arrive_at_node(self, awaited: _AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
+        if cotangents[output] is not None:
+            self._arrive(awaited, [cotangents[output]])
 
     def _recorded(
         self, call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None
@@ -358,8 +354,8 @@ class GradientNormRecorder:
         call = replace(awaited.call, cotangents=cotangents)
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
-        if awaited.projection is not None:
-            return awaited.projection.contributions(call.cotangent, call.samples)
+        if awaited.use is not None:
+            return awaited.use.contributions(call.cotangent, call.samples)
         if awaited.rerun is None:
             return contributions(call)
         if call.layer in self._without_rule:
@@ -476,6 +472,8 @@ class _AwaitedCall:
         call: without cotangents.
         parameters: those that it uses, by name.
         backward: the pass within which it was made, by a checkpoint, or -1.
+        rerun: where the layer is run again.
+        use: where only this use inside of the call is meant.
         accumulated: the parameters whose gradients it has taken part in.
     """
 
@@ -483,7 +481,7 @@ class _AwaitedCall:
     parameters: dict[str, nn.Parameter]
     backward: int
     rerun: _Rerun | None = None
-    projection: Projection | None = None
+    use: ParameterUse | None = None
     accumulated: set[nn.Parameter] = field(default_factory=set)
 
 

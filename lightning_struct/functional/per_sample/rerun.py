@@ -17,7 +17,7 @@ _TOLERANCE = 0.05
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
-    """Whether an ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` or ``nn.MultiheadAttention`` has dropout inside that is active."""
+    """Whether an ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` has dropout inside that is active."""
     return layer.training and float(layer.dropout) > 0  # type: ignore[arg-type]
 
 

@@ -29,7 +29,6 @@ from lightning_struct.functional.layers import (
     padding,
 )
 from lightning_struct.functional.per_sample import rerun
-from lightning_struct.functional.per_sample.attention import attention_contributions
 from lightning_struct.functional.per_sample.contributions import (
     NUMBERS_AT_A_TIME,
     Contribution,
@@ -325,6 +324,10 @@ def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
     return {"weight": Dense(gradients.reshape(layout.samples, parameters, -1).sum(2))}
 
 
+def _attention(call: LayerCall) -> dict[str, Contribution]:
+    raise Uncovered("its products are seen only while it runs (see projections.py)")
+
+
 def _of_one_size(rule: Rule) -> Rule:
     """The rule made of one that knows one number of samples or None."""
 
@@ -357,7 +360,7 @@ _READERS: dict[type[nn.Module], _Reader] = {
     **_for_all((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
     **_for_all((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
     **_for_all((nn.RNN, nn.LSTM, nn.GRU), _Reader(_of_one_size(recurrent_contributions), runs_again=True)),
-    nn.MultiheadAttention: _Reader(_of_one_size(attention_contributions), runs_again=True),
+    nn.MultiheadAttention: _Reader(_attention),
 }
 
 

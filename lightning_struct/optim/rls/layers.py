@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_struct.functional.layer_call import LayerCall
-from lightning_struct.functional.layers import kind_of
+from lightning_struct.functional.layers import Matrix, kind_of, owned_parameters
+from lightning_struct.functional.per_sample.projections import RecordedCalls, rows_used
 from lightning_struct.optim.rls.patches import batch_sum, patch_sum
 from lightning_struct.optim.rls.recurrent import LevelByLevel, recurrent_rows, watch
 from lightning_struct.optim.rls.weights import TrainedWeight, Use
@@ -40,14 +41,18 @@ def layer_reader(layer: nn.Module) -> LayerReader | None:
     return None if kind is None or kind.base is None else _READERS.get(kind.base)
 
 
+def _matrices(layer: nn.Module) -> Sequence[Matrix]:
+    kind = kind_of(layer)
+    assert kind is not None
+    return kind.matrices(layer)
+
+
 def _bias(layer: nn.Module, weight: TrainedWeight, name: str | None) -> int | None:
     return None if name is None else weight.bias_index(layer._parameters.get(name))
 
 
 def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
-    kind = kind_of(call.layer)
-    assert kind is not None
-    (matrix,) = kind.matrices(call.layer)
+    (matrix,) = _matrices(call.layer)
     weight = weights[matrix.weight]
     inputs = call.input.reshape(-1, weight.features)
     total = batch_sum(inputs.to(weight.parameter.dtype))
@@ -72,61 +77,24 @@ def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLe
     return uses
 
 
-def _read_attention(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
-    """The output projection reads what the heads attended to, which the layer keeps to itself: they attend once more.
-
-    Dropout of the attention is left out there; it does not change the expectation.
-    """
-    layer = call.layer
-    read = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
-    dtype = layer.out_proj.weight.dtype
-    totals = [batch_sum(tensor.reshape(-1, tensor.shape[-1]).to(dtype)) for tensor in read]
-    rows = [tensor.numel() // tensor.shape[-1] for tensor in read]
-    uses: list[Use] = []
-    if (weight := weights.get("in_proj_weight")) is not None:
-        uses.append(Use(weight, torch.stack(totals), tuple(rows), bias=weight.bias_index(layer.in_proj_bias)))
-    for name, total, number in zip("qkv", totals, rows, strict=True):
-        if (weight := weights.get(f"{name}_proj_weight")) is not None:
-            uses.append(Use(weight, total[None], (number,), bias=weight.bias_index(layer.in_proj_bias)))
-    if (weight := weights.get("out_proj.weight")) is not None:
-        attended = _attended(call, *(tensor.to(dtype) for tensor in read))
-        uses.append(
-            Use(weight, batch_sum(attended)[None], (len(attended),), bias=weight.bias_index(layer.out_proj.bias))
-        )
+def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> list[Use]:
+    """What was multiplied is in the calls that the layer makes of ``linear``; dropout of the attention is in it."""
+    bias_of = {matrix.weight: matrix.bias for matrix in _matrices(call.layer)}
+    read: dict[str, dict[int, tuple[Tensor, int]]] = defaultdict(dict)
+    parameters = {name: weight.parameter for name, weight in weights.items()}
+    for made in watched.calls:
+        inputs = made.inputs.detach().reshape(-1, made.inputs.shape[-1])
+        total = batch_sum(inputs.to(made.weight.dtype))
+        for name, rows in rows_used(made, parameters).items():
+            size = weights[name].outputs
+            for group in range(rows.start // size, rows.stop // size):
+                read[name][group] = total, len(inputs)
+    uses = []
+    for name, of_groups in read.items():
+        totals, counts = zip(*(of_groups[group] for group in sorted(of_groups)), strict=True)
+        bias = weights[name].bias_index(owned_parameters(call.layer).get(bias_of[name] or ""))
+        uses.append(Use(weights[name], torch.stack(totals), counts, bias=bias))
     return uses
-
-
-def _attended(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(rows, embed_dim): the layer's output with the identity for its output projection."""
-    layer = call.layer
-    if layer.batch_first and query.ndim == 3:
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    separate = layer.in_proj_weight is None
-    output, _ = F.multi_head_attention_forward(
-        query,
-        key,
-        value,
-        layer.embed_dim,
-        layer.num_heads,
-        layer.in_proj_weight,
-        layer.in_proj_bias,
-        layer.bias_k,
-        layer.bias_v,
-        layer.add_zero_attn,
-        0.0,
-        torch.eye(layer.embed_dim, dtype=query.dtype, device=query.device),
-        None,
-        training=False,
-        key_padding_mask=call.argument(3, "key_padding_mask", None),
-        need_weights=False,
-        attn_mask=call.argument(5, "attn_mask", None),
-        use_separate_proj_weight=separate,
-        q_proj_weight=layer.q_proj_weight,
-        k_proj_weight=layer.k_proj_weight,
-        v_proj_weight=layer.v_proj_weight,
-        is_causal=call.argument(7, "is_causal", False),
-    )
-    return output.reshape(-1, layer.embed_dim)
 
 
 _CONVOLUTION = LayerReader(_read_convolution)
@@ -140,5 +108,5 @@ _READERS: dict[type[nn.Module], LayerReader] = {
     nn.RNN: _RECURRENT,
     nn.LSTM: _RECURRENT,
     nn.GRU: _RECURRENT,
-    nn.MultiheadAttention: LayerReader(_read_attention),
+    nn.MultiheadAttention: LayerReader(_read_attention, lambda layer: RecordedCalls()),
 }

@@ -79,17 +79,30 @@ def test_frozen_parameters_do_not_count(name):
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
-def test_parameters_behind_keys_and_values_are_measured_too():
-    model, inputs = Attention("xkv", add_bias_kv=True), tensors()
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("reads", ["xxx", "xkv"])
+@pytest.mark.parametrize(
+    "options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "bias": False}]
+)
+def test_rows_behind_keys_and_values_are_measured_too(options, reads, need_weights):
+    model, inputs = Attention(reads, **options), tensors()
+    model.need_weights = need_weights
+    torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("name", ["bias_k", "in_proj_weight"])
+def test_rows_behind_keys_and_values_may_be_trained_alone_or_not_at_all(name):
+    model, inputs = Attention("xkv", add_bias_kv=True, batch_first=True), tensors()
+    model.layer.get_parameter(name).requires_grad_(False)
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
 def test_dropout_needs_no_second_run():
-    model, inputs = Attention(dropout=0.5), tensors()
+    model, inputs = Attention(dropout=0.5, add_bias_kv=True), tensors()
     with GradientNormRecorder(model, check=True) as recorder:
         model(**inputs).sum().backward()
         recorder.verify()
-    assert recorder.uncovered == {} and len(recorder.results()) == 4
+    assert recorder.uncovered == {} and len(recorder.results()) == 6
 
 
 def test_a_layer_that_is_called_twice_has_its_cross_terms():
@@ -102,7 +115,7 @@ def test_a_layer_that_is_called_twice_has_its_cross_terms():
 
 
 def test_several_sequences_may_be_one_sample():
-    model, inputs = Attention(batch_first=True), tensors()
+    model, inputs = Attention(batch_first=True, add_bias_kv=True), tensors()
     inputs = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in inputs.items()}
     with GradientNormRecorder(model, samples=3) as recorder:
         model(**inputs).sum().backward()
@@ -112,6 +125,21 @@ def test_several_sequences_may_be_one_sample():
         loss = model(**{name: tensor[2 * i : 2 * i + 2] for name, tensor in inputs.items()}).sum()
         expected.append(sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.parameters()))))
     torch.testing.assert_close(measured, torch.stack(expected), rtol=1e-10, atol=0)
+
+
+def test_sequences_that_are_not_samples_are_not_covered():
+    layer = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    with GradientNormRecorder(layer, samples=3, uncovered="skip") as recorder:
+        layer(*3 * [torch.randn(4, 2, WIDTH)])[0].sum().backward()
+    assert "4 sequences, which is no multiple of 3 samples" in recorder.uncovered["in_proj_weight"]
+
+
+def test_two_recorders_see_the_same_calls():
+    model, inputs = Attention(), tensors()
+    with per_sample_gradient_norms(model) as first, per_sample_gradient_norms(model) as second:
+        model(**inputs).sum().backward()
+    torch.testing.assert_close(first.squared_norms, of_autograd(model, inputs), rtol=1e-10, atol=0)
+    assert torch.equal(first.squared_norms, second.squared_norms)
 
 
 def test_one_sequence_without_a_batch_is_not_covered():

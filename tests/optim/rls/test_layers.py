@@ -181,6 +181,24 @@ def test_micro_batches_are_one_batch(name: str) -> None:
     assert largest_difference(build, batches, micro_batches=3, **OPTIONS) <= 1e-12
 
 
+def test_the_output_projection_of_attention_is_seen_to_read_what_dropout_left() -> None:
+    torch.manual_seed(0)
+    layer, batch = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double(), inputs(3, 5, 4)(0)
+    optimizer = RLS(layer, ratio=0.3)
+    with torch.no_grad():
+        identity = copy.deepcopy(layer)
+        identity.out_proj.weight.copy_(torch.eye(4))
+        identity.out_proj.bias.zero_()
+        torch.manual_seed(7)
+        attended = identity(batch, batch, batch, need_weights=False)[0]
+    torch.manual_seed(7)
+    layer(batch, batch, batch, need_weights=False)[0].square().mean().backward()
+    optimizer.step()
+    mean = torch.cat([attended.flatten(0, 1).mean(0), torch.ones(1, dtype=torch.float64)])
+    expected = torch.linalg.inv(torch.eye(5, dtype=torch.float64) + 0.3 * torch.outer(mean, mean))
+    torch.testing.assert_close(optimizer.state["rls"]["out_proj.weight"]["P"][0], expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("option", ["momentum", "l1", "gradient_scale", "ratio"])
 def test_every_option_alone_is_that_of_the_definition(option: str) -> None:
     build, batches = next(c[1:] for c in CASES if c[0] == "few_rows")

@@ -90,6 +90,16 @@ def linearize(
     Raises:
         ValueError: an unknown backend, a backend that does not cover the function, or nothing to differentiate.
         TypeError: the function did not return one tensor.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> weights = dict(model.named_parameters())
+        >>> linearization = linearize(model, weights, torch.randn(8, 3))
+        >>> linearization.jvp({name: torch.ones_like(w) for name, w in weights.items()}).shape
+        torch.Size([8, 2])
+        >>> linearization.backend
+        'layer_rules'
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")

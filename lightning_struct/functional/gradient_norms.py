@@ -33,7 +33,7 @@ __all__ = [
 
 
 class GradientNorms:
-    """What :func:`per_sample_gradient_norms` gathers; read ``squared_norms`` after the backward pass."""
+    """Result of :func:`per_sample_gradient_norms`; read ``squared_norms`` after the backward pass."""
 
     def __init__(self, recorder: GradientNormRecorder) -> None:
         self._recorder = recorder
@@ -67,7 +67,7 @@ class GradientNorms:
 
 @contextmanager
 def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
-    """Inside the context an ordinary forward and backward yields the squared gradient norm of every sample.
+    """Measure, inside the context, the squared gradient norm of every sample in an ordinary forward and backward pass.
 
     Exact, of all trainable parameters that get a gradient; frozen ones are not counted. See
     :class:`GradientNormRecorder` for what is covered.
@@ -76,6 +76,7 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
         module: its layers have the samples in the first dimension of their inputs.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(3, 2)
         >>> with per_sample_gradient_norms(model) as norms:
         ...     model(torch.ones(4, 3)).square().sum().backward()
@@ -132,6 +133,12 @@ def required_batch_size(
     Raises:
         ValueError: an argument out of range.
         ZeroDivisionError: zero gradient and no ``dataset_size``.
+
+    Example:
+        >>> required_batch_size(variance=4.0, mean_gradient_squared_norm=1.0, dataset_size=None, theta=0.5)
+        16
+        >>> required_batch_size(variance=4.0, mean_gradient_squared_norm=1.0, dataset_size=100, theta=0.5)
+        14
     """
     if not theta > 0:
         raise ValueError(f"theta must be > 0, got {theta}")

@@ -25,7 +25,6 @@ from lightning_struct.functional.layer_call import LayerCall, tensors_in
 from lightning_struct.functional.layers import base_call
 from lightning_struct.functional.per_sample.contributions import (
     Contribution,
-    Convolution,
     Dense,
     Lookup,
     Outer,
@@ -33,6 +32,7 @@ from lightning_struct.functional.per_sample.contributions import (
     at_least_float32,
     sample_chunks,
 )
+from lightning_struct.functional.per_sample.convolution import Convolution
 from lightning_struct.functional.per_sample.projections import ParameterUse, RecordedCalls, is_recorded, parameter_uses
 from lightning_struct.functional.per_sample.rules import contributions, draws_random_numbers
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
@@ -223,6 +223,12 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
     Raises:
         FloatingPointError: a factor holds NaN or infinity.
         NotPositiveDefinite: no Cholesky factor, in float64 either.
+
+    Example:
+        >>> root = kronecker_root(torch.eye(3)[None], torch.eye(2)[None], damping=3.0)
+        >>> root.solve_normal(torch.full((1, 2, 3), 16.0))
+        tensor([[[1., 1., 1.],
+                 [1., 1., 1.]]])
     """
     of_inputs, of_outputs = _mean_eigenvalue(inputs), _mean_eigenvalue(outputs)
     defined = (of_inputs > 0) & (of_outputs > 0)
@@ -231,7 +237,7 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
 
 
 def diagonal_root(diagonal: Tensor, damping: float) -> DiagonalRoot:
-    """Of D + μ² I.
+    """The root of D + μ² I.
 
     Raises:
         FloatingPointError: the diagonal holds NaN or infinity.
@@ -306,7 +312,7 @@ class _Probed(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a back-propagated vector found.
+    """Result of back-propagating one vector.
 
     Attributes:
         uses: (layer, name of the parameter below it, its use) for each call of each layer.

@@ -24,6 +24,12 @@ class LayerCall:
         outputs: what it returned; None where no rule of the layer asks for it.
         cotangents: of the :func:`tensors_in` the outputs, in their order; None for those that got none.
         samples: n, or the sizes that n may have; None: the size of the first dimension.
+
+    Example:
+        >>> import torch
+        >>> call = LayerCall(torch.nn.Linear(3, 2), (torch.ones(4, 3),), cotangents=[torch.ones(4, 2)])
+        >>> call.input.shape, call.cotangent.shape, call.trains("bias")
+        (torch.Size([4, 3]), torch.Size([4, 2]), True)
     """
 
     layer: Any

@@ -1,4 +1,4 @@
-"""What a layer is, declared once for per-sample gradients, Kronecker factors, RLS and ``replace_linear``.
+"""Declarations of layers, made once for per-sample gradients, Kronecker factors, RLS and ``replace_linear``.
 
 A :class:`LayerKind` says which matrices a layer multiplies by, which parameters its ``forward`` uses, and whose rules serve
 it. What is measured of a layer stays where it is measured: RLS reads sums of inputs, gradient norms read cotangents too.
@@ -48,7 +48,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerKind:
-    """What the layers of one type are; each function is of a layer.
+    """Declaration of one kind of layers: its attributes that are functions take a layer.
 
     Attributes:
         base: the type of torch whose rules serve them; None if they have a rule of their own only.
@@ -71,7 +71,7 @@ class LayerKind:
 
 
 def recurrent_places(layer: nn.RNNBase, level: int | None = None) -> list[str]:
-    """How the names of the parameters end, ``"l0"`` or ``"l0_reverse"``: of each direction of all levels, or of one."""
+    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: one for each direction of all levels, or of one level."""
     levels = range(layer.num_layers) if level is None else [level]
     return [f"l{i}{end}" for i in levels for end in ("", "_reverse")[: 1 + layer.bidirectional]]
 
@@ -167,6 +167,7 @@ def register_layer(
             groups or with a part of a bias. When a layer of the type is met: its parameters are not those declared.
 
     Example:
+        >>> import torch
         >>> class Transposed(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

@@ -1,4 +1,4 @@
-"""How much memory there is for what an optimizer keeps, and the error where it does not suffice."""
+"""Free memory for what an optimizer keeps, and the error where it does not suffice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,12 @@ def _text(path: Path) -> str:
 
 
 def as_text(memory: int) -> str:
-    """A number of bytes in KiB, MiB or GiB."""
+    """A number of bytes in KiB, MiB or GiB.
+
+    Example:
+        >>> as_text(3 * 2**20)
+        '3.0 MiB'
+    """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if memory >= size:
             return f"{memory / size:.1f} {unit}"

@@ -25,7 +25,8 @@ from lightning_struct.functional.kronecker import (
     second_moments,
     squared_shares,
 )
-from lightning_struct.functional.per_sample.contributions import Convolution, Dense, Lookup, Outer, Uncovered
+from lightning_struct.functional.per_sample.contributions import Dense, Lookup, Outer, Uncovered
+from lightning_struct.functional.per_sample.convolution import Convolution
 from tests.cases import CASES, Case, flat, trainable
 
 

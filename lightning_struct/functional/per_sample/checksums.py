@@ -44,7 +44,7 @@ def checksum_of_shares(parameter: nn.Parameter, shares: Sequence[Contribution], 
 
 
 def checksums(parameter: nn.Parameter, measured: Tensor, squared_norms: Sequence[Tensor], seed: int) -> Checksums:
-    """What is to be compared of the parameter's ``.grad`` as it is now.
+    """Checksums of what was measured and of the parameter's ``.grad`` as it is now.
 
     Args:
         parameter: with a gradient, dense or sparse.

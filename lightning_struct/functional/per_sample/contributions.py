@@ -1,4 +1,4 @@
-"""What one use of a parameter in a backward pass adds to its gradient, kept so that each sample's share follows cheaply.
+"""Contributions: each sample's share of what one use of a parameter adds to its gradient, in forms that are cheap to measure.
 
 The share of sample i is cᵢ, with Σᵢ cᵢ the gradient. A layer's inputs and the cotangents of its outputs determine all cᵢ;
 their squared norms rarely need the cᵢ themselves, which for n samples are n times as large as the parameter.
@@ -51,17 +51,17 @@ class Contribution(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Of the tensors."""
+        """The device of the tensors."""
 
     @property
     @abstractmethod
     def samples(self) -> int:
-        """n."""
+        """n, the number of samples."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """Shape of the parameter."""
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
@@ -77,7 +77,7 @@ class Contribution(ABC):
 
     def total(self) -> Tensor:
         """Σᵢ cᵢ, of the parameter's shape."""
-        return torch.stack([self.per_sample(chunk).sum(0) for chunk in self._chunks()]).sum(0)
+        return torch.stack([self.per_sample(chunk).sum(0) for chunk in self.chunks()]).sum(0)
 
     def cost(self) -> Cost | None:
         """None where there is nothing to save by an estimate."""
@@ -90,14 +90,14 @@ class Contribution(ABC):
         """
         raise NotImplementedError
 
-    def _chunks(self, numbers: int | None = None) -> Iterator[slice]:
+    def chunks(self, numbers: int | None = None) -> Iterator[slice]:
         """The samples, so many at a time that ``numbers`` for each (default: a gradient) are not too many."""
         return sample_chunks(self.samples, math.prod(self.shape) if numbers is None else numbers)
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Contribution):
-    """The cᵢ themselves, for small parameters.
+    """The shares cᵢ themselves, for small parameters.
 
     Args:
         gradients: (n, *shape of the parameter).
@@ -134,7 +134,7 @@ class Dense(Contribution):
 
 @dataclass(frozen=True, eq=False)
 class Outer(Contribution):
-    """cᵢ = Σ_t δ_t a_tᵀ, of a matrix product at T positions.
+    """Shares cᵢ = Σ_t δ_t a_tᵀ of a matrix product at T positions.
 
     Args:
         inputs: (n, T, in), a.
@@ -173,7 +173,7 @@ class Outer(Contribution):
         gram = positions * (width + height) <= width * height
         numbers = 2 * positions * positions if gram else width * height
         norms = []
-        for chunk in self._chunks(numbers):
+        for chunk in self.chunks(numbers):
             a, delta = self._pair(chunk)
             delta = _without_denormal_squares(delta)
             if gram:
@@ -220,7 +220,7 @@ class Outer(Contribution):
 
 @dataclass(frozen=True, eq=False)
 class Lookup(Contribution):
-    """Of a table with V rows: cᵢ is the sum of δ_t in row k_t over t.
+    """Shares of a table with V rows: cᵢ is the sum of δ_t in row k_t over t.
 
     Args:
         indices: (n, T), k, integers in [0, V).
@@ -263,144 +263,6 @@ class Lookup(Contribution):
 
     def projection(self, left: Tensor, right: Tensor) -> Tensor:
         return (left[self.indices] * (at_least_float32(self.cotangents) @ right)).sum()
-
-
-@dataclass(frozen=True, eq=False)
-class Convolution(Contribution):
-    """Of a convolution's weight (out, in / groups, *kernel): an outer product for each output position and group.
-
-    Patches are formed for a few samples at a time, of whichever of the two images has fewer channels.
-
-    Args:
-        inputs: (n, in, *size).
-        cotangents: (n, out, *positions).
-        kernel, stride, dilation: one number for each of the one to three dimensions of the image.
-        padding: (before, after) for each dimension, of zeros; others are to be in ``inputs`` already.
-        groups: of the channels.
-        parameter_shape: of the parameter, if dimensions of size 1 make the kernel longer than the parameter's.
-    """
-
-    inputs: Tensor
-    cotangents: Tensor
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    groups: int
-    parameter_shape: tuple[int, ...] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs.device
-
-    @property
-    def samples(self) -> int:
-        return self.inputs.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parameter_shape or (self.cotangents.shape[1], self.inputs.shape[1] // self.groups, *self.kernel)
-
-    def squared_norms(self) -> Tensor:
-        positions, width, height = self._sizes()
-        gram = positions * (width + height) <= width * height
-        norms = []
-        for chunk in self.image_chunks():
-            if gram:
-                patches, delta = self.input_patches(chunk)
-                products = Outer(patches.mT.flatten(0, 1), delta.mT.flatten(0, 1)).squared_norms()
-                norms.append(products.unflatten(0, (-1, self.groups)).sum(1))
-            else:
-                norms.append(row_norms(self.per_sample(chunk)))
-        return torch.cat(norms)
-
-    def per_sample(self, chunk: slice) -> Tensor:
-        if not self._cotangents_are_smaller():
-            patches, delta = self.input_patches(chunk)
-            return (delta @ patches.mT).reshape(-1, *self.shape)
-        patches, images = self._cotangent_patches(chunk)
-        product = (patches @ images.mT).reshape(-1, self.shape[0], *self.kernel, self.shape[1])
-        # Patches of the cotangents run through the kernel backwards.
-        gradients = product.flip(tuple(range(2, 2 + len(self.kernel)))).movedim(-1, 2)
-        return gradients.reshape(-1, *self.shape)
-
-    def projection(self, left: Tensor, right: Tensor) -> Tensor:
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
-        kernel = right.reshape(1, -1, *self.kernel).expand(self.groups, *[-1] * (1 + len(self.kernel)))
-        images = F.pad(at_least_float32(self.inputs), _pad_argument(self.padding))
-        filtered = convolve(images, kernel, stride=self.stride, dilation=self.dilation, groups=self.groups)
-        filtered = _first_positions(filtered, self.cotangents.shape[2:])
-        weighted = (left[:, None] * at_least_float32(self.cotangents).flatten(2)).unflatten(1, (self.groups, -1)).sum(2)
-        return (weighted * filtered.flatten(2)).sum()
-
-    def cost(self) -> Cost | None:
-        if self.groups > 1:
-            return None
-        positions, width, height = self._sizes()
-        product = positions * width * height
-        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
-
-    def sketched(self, signs: Tensor) -> Convolution:
-        delta = at_least_float32(self.cotangents)
-        projected = signs.mT.to(delta.dtype) @ delta.flatten(2)
-        return replace(self, cotangents=projected.unflatten(2, delta.shape[2:]), parameter_shape=None)
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """Positions of the output, and columns and rows of the matrix of a group."""
-        width = self.inputs.shape[1] // self.groups * math.prod(self.kernel)
-        return math.prod(self.cotangents.shape[2:]), width, self.cotangents.shape[1] // self.groups
-
-    def image_chunks(self) -> Iterator[slice]:
-        """So many samples at a time that their patches are not too many."""
-        image = self.cotangents if self._cotangents_are_smaller() else self.inputs
-        numbers = math.prod(image.shape[1:]) * math.prod(self.kernel)
-        # A processor's cache holds about a million; copying patches through memory takes longer than multiplying them.
-        return self._chunks(numbers * (32 if image.device.type == "cpu" else 1))
-
-    def _cotangents_are_smaller(self) -> bool:
-        # A stride would put zeros between the cotangents.
-        return max(self.stride) == 1 and self.cotangents.shape[1] < self.inputs.shape[1]
-
-    def input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Of m samples: (m, groups, in / groups * kernel, positions), and the cotangents, (m, groups, out / groups, positions)."""
-        delta = at_least_float32(self.cotangents[chunk])
-        images = F.pad(at_least_float32(self.inputs[chunk]), _pad_argument(self.padding))
-        patches = _patches(images, self.kernel, self.stride, self.dilation, delta.shape[2:])
-        shape = (delta.shape[0], self.groups, -1, math.prod(delta.shape[2:]))
-        return patches.reshape(shape), delta.reshape(shape)
-
-    def _cotangent_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """(m, groups, out / groups * kernel, pixels), and the inputs as (m, groups, in / groups, pixels)."""
-        images = at_least_float32(self.inputs[chunk])
-        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
-        padding = [(r - before, r - after) for r, (before, after) in zip(reach, self.padding, strict=True)]
-        delta = F.pad(at_least_float32(self.cotangents[chunk]), _pad_argument(padding))
-        patches = _patches(delta, self.kernel, self.stride, self.dilation, images.shape[2:])
-        shape = (images.shape[0], self.groups, -1, math.prod(images.shape[2:]))
-        return patches.reshape(shape), images.reshape(shape)
-
-
-def _patches(
-    images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], positions: Sequence[int]
-) -> Tensor:
-    """(m, channels, *kernel, *positions), a view, of images (m, channels, *size)."""
-    for dimension, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        images = images.unfold(dimension, (k - 1) * d + 1, s)[..., ::d]
-    first = 2 + len(kernel)
-    patches = images.movedim(tuple(range(first, first + len(kernel))), tuple(range(2, first)))
-    return _first_positions(patches, positions)
-
-
-def _first_positions(images: Tensor, positions: Sequence[int]) -> Tensor:
-    """An output padding of a transposed convolution leaves some over."""
-    for dimension, size in zip(range(-len(positions), 0), positions, strict=True):
-        images = images.narrow(dimension, 0, size)
-    return images
-
-
-def _pad_argument(padding: Sequence[tuple[int, int]]) -> list[int]:
-    """As F.pad wants it: the last dimension first."""
-    return [number for pair in reversed(padding) for number in pair]
 
 
 def squared_norms(
@@ -468,7 +330,7 @@ def _exact_squared_norms(contributions: Sequence[Contribution]) -> Tensor:
     return torch.cat(
         [
             row_norms(torch.stack([c.per_sample(chunk) for c in contributions]).sum(0))
-            for chunk in contributions[0]._chunks()
+            for chunk in contributions[0].chunks()
         ]
     )
 
@@ -498,7 +360,7 @@ def _concatenated(outers: Sequence[Outer]) -> Outer:
 
 
 def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> Tensor:
-    """Of a table that is also the weight of a matrix product, as of a language model's embedding and decoder.
+    """Squared norms of a table that is also the weight of a matrix product, as a language model's embedding and decoder.
 
     ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any sample.
     """
@@ -541,6 +403,10 @@ def linear_squared_norms(inputs: Tensor, cotangents: Tensor, *, weight: bool = T
 
     Returns:
         (n,), in the dtype of the arguments, but at least float32 (under autocast they differ).
+
+    Example:
+        >>> linear_squared_norms(torch.ones(4, 3), torch.ones(4, 2)).round()
+        tensor([8., 8., 8., 8.])
     """
     n = inputs.shape[0]
     dtype = torch.promote_types(torch.promote_types(inputs.dtype, cotangents.dtype), torch.float32)

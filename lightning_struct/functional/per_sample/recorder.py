@@ -15,20 +15,19 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.layer_call import LayerCall, Samples, map_items, tensors_in
+from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_in
 from lightning_struct.functional.layers import base_call, couples_samples, owned_parameters
+from lightning_struct.functional.per_sample.awaited import AwaitedCall, awaited_call, current_backward
 from lightning_struct.functional.per_sample.checksums import Checksums, checksum_of_shares, checksums
 from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
-from lightning_struct.functional.per_sample.projections import ParameterUse, RecordedCalls, is_recorded, parameter_uses
+from lightning_struct.functional.per_sample.projections import RecordedCalls, is_recorded, parameter_uses
 from lightning_struct.functional.per_sample.rules import (
-    CannotRunAgain,
-    compares_outputs,
     contributions,
     draws_random_numbers,
     has_rule,
-    keeps_outputs,
     runs_again,
 )
+from lightning_struct.functional.per_sample.vmapped import CannotRunAgain
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 
 if TYPE_CHECKING:
@@ -39,11 +38,11 @@ _DIFFERENTIATED_TWICE = "it is differentiated twice, as by a penalty on gradient
 
 @dataclass
 class ParameterNorms:
-    """What was measured of one parameter.
+    """Measured norms of one parameter.
 
     Attributes:
-        name: below the module.
-        parameter: itself.
+        name: qualified name in the module.
+        parameter: the parameter.
         squared_norms: (n_b,) for each backward pass b since its gradient was last set to None, ‖cᵢ‖² of the samples' shares
             of the gradient, at least float32.
         passes: a number for each of them, the same for all parameters and rising.
@@ -56,11 +55,7 @@ class ParameterNorms:
 
 
 class GradientNormRecorder:
-    """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter. ::
-
-        with GradientNormRecorder(model) as recorder:
-            loss(model(inputs), targets).backward()
-        squared_norms = sum(norms.squared_norms[0] for norms in recorder.results())
+    """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter.
 
     The share cᵢ of sample i is what it adds to ``parameter.grad``: Σᵢ cᵢ is what one backward pass adds. A parameter may be
     used by several layers, and a layer called several times: the shares of one backward pass are summed before their
@@ -85,6 +80,13 @@ class GradientNormRecorder:
         seed: of the random projections.
         part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the random
             projections are those that one process would take.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with GradientNormRecorder(model) as recorder:
+        ...     model(torch.ones(4, 3)).square().sum().backward()
+        >>> [(norms.name, norms.squared_norms[0].shape) for norms in recorder.results()]
+        [('weight', torch.Size([4])), ('bias', torch.Size([4]))]
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class GradientNormRecorder:
         self._recording.clear()
 
     def results(self) -> list[ParameterNorms]:
-        """Of each parameter that got a gradient and is covered, in the order of the module.
+        """Norms of each parameter that got a gradient and is covered, in the order of the module.
 
         Raises:
             ValueError: parameters are uncovered; all are named, with the reasons.
@@ -188,7 +190,7 @@ class GradientNormRecorder:
 
     @property
     def uncovered(self) -> dict[str, str]:
-        """Why, by the names of the parameters whose gradients were not measured."""
+        """Reasons by the names of the parameters whose gradients were not measured."""
         return {name: self._uncovered[p] for p, name in self._names.items() if p in self._uncovered}
 
     def reseed(self, seed: int) -> None:
@@ -203,7 +205,7 @@ class GradientNormRecorder:
             self._uncovered.pop(parameter, None)
 
     def checksums(self) -> dict[str, Checksums]:
-        """By the names of the covered parameters, of their ``.grad`` as it is now, to be compared with what was measured.
+        """Checksums of the covered parameters' ``.grad`` as it is now, by name, to be compared with what was measured.
 
         Left out are parameters without gradient, or of which a backward pass was made without ``check``.
         """
@@ -291,49 +293,34 @@ class GradientNormRecorder:
             call = base_call(LayerCall(layer, args, kwargs, samples=self.samples))
             for edge, use in parameter_uses(call, recording.calls):
                 # Neither what is awaited nor its hook may hold the graph, which holds the hook.
-                awaited = _AwaitedCall(LayerCall(layer, samples=self.samples), use.parameters, _current_backward())
+                awaited = AwaitedCall(LayerCall(layer, samples=self.samples), use.parameters, current_backward())
                 awaited.use = use
                 edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
 
         return hook
 
-    def _arrive_at_node(self, awaited: _AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
+    def _arrive_at_node(self, awaited: AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:
             self._arrive(awaited, [cotangents[output]])
 
-    def _recorded(
-        self, call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None
-    ) -> _AwaitedCall:
-        layer, args, kwargs = call.layer, call.args, call.kwargs
-        if couples_samples(layer):
+    def _recorded(self, call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None) -> AwaitedCall:
+        if couples_samples(call.layer):
             self._warn_once(
                 "batch normalisation in training couples the samples of a batch through their statistics: of the layers "
                 "before it, what is measured is each sample's share of the gradient, and not its own gradient"
             )
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            args, kwargs = _detached((args, kwargs))
-        else:
-            args = (args[0].detach(),)
-        outputs = _detached(call.outputs, copy=compares_outputs(layer)) if keeps_outputs(layer) else None
-        awaited = _AwaitedCall(
-            replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, _current_backward()
-        )
-        if runs_again(layer):
-            device = tensors_in(outputs)[0].device.type
-            autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-            awaited.rerun = _Rerun(autocast, state)
-        return awaited
+        return awaited_call(call, parameters, state)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: _AwaitedCall, cotangents: list[Tensor | None]) -> None:
+    def _arrive(self, call: AwaitedCall, cotangents: list[Tensor | None]) -> None:
         """The cotangents of a layer's outputs are known; those of its parameters are about to be."""
         if self._rerunning or not self._handles:
             return
         if torch.is_grad_enabled():
             self._differentiated_twice.update(call.parameters.values())
             return
-        backward = _current_backward()
+        backward = current_backward()
         shares: dict[str, Contribution] = {}
         reason: str | None = None
         try:
@@ -350,7 +337,7 @@ class GradientNormRecorder:
             if reason is None:
                 arrived.shares.append(shares[name])
 
-    def _contributions(self, awaited: _AwaitedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+    def _contributions(self, awaited: AwaitedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
         call = replace(awaited.call, cotangents=cotangents)
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
@@ -394,7 +381,7 @@ class GradientNormRecorder:
 
     def _accumulate(self, parameter: nn.Parameter) -> None:
         arrived = self._arrived.pop(parameter, None)
-        if arrived is None or arrived.backward != _current_backward():
+        if arrived is None or arrived.backward != current_backward():
             twice = parameter in self._differentiated_twice
             self._differentiated_twice.discard(parameter)
             self.mark_uncovered(parameter, _DIFFERENTIATED_TWICE if twice else "it is used outside of its own layer")
@@ -427,7 +414,10 @@ class GradientNormRecorder:
         self._add_checksum(parameter, measured, arrived.shares)
 
     def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
-        """Of the samples of all uses. Uses by different numbers of samples, where there may be, are by different samples."""
+        """Squared norms over all uses.
+
+        Uses with different sample counts (allowed only if ``samples`` lists several sizes) are of different samples.
+        """
         shares, may_be = arrived.shares, arrived.calls[0].call.samples
         options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
         sizes = sorted({share.samples for share in shares}) if len(shares) > 1 else []
@@ -457,37 +447,8 @@ class GradientNormRecorder:
 
 
 @dataclass
-class _Rerun:
-    """What running a layer again needs: (device, dtype, enabled) of autocast, and the state of the random generators."""
-
-    autocast: tuple[str, torch.dtype, bool]
-    random_state: RandomState | None
-
-
-@dataclass(eq=False)
-class _AwaitedCall:
-    """One call of a layer whose cotangents are awaited.
-
-    Attributes:
-        call: without cotangents.
-        parameters: those that it uses, by name.
-        backward: the pass within which it was made, by a checkpoint, or -1.
-        rerun: where the layer is run again.
-        use: where only this use inside of the call is meant.
-        accumulated: the parameters whose gradients it has taken part in.
-    """
-
-    call: LayerCall
-    parameters: dict[str, nn.Parameter]
-    backward: int
-    rerun: _Rerun | None = None
-    use: ParameterUse | None = None
-    accumulated: set[nn.Parameter] = field(default_factory=set)
-
-
-@dataclass
 class _Arrived:
-    """What is known of a parameter's gradient before it is accumulated.
+    """Shares of a parameter's gradient that have arrived before it is accumulated.
 
     ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient was
     None.
@@ -496,7 +457,7 @@ class _Arrived:
     backward: int
     outer: int
     fresh: bool
-    calls: list[_AwaitedCall] = field(default_factory=list)
+    calls: list[AwaitedCall] = field(default_factory=list)
     shares: list[Contribution] = field(default_factory=list)
     reason: str | None = None
 
@@ -506,21 +467,3 @@ class _Measured:
     squared_norms: list[Tensor] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
     checksum: Tensor | None = None
-
-
-def _current_backward() -> int:
-    """A number for the backward pass that is going on, rising from one to the next; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def _detached(value: Any, seen: dict[int, Tensor] | None = None, *, copy: bool = False) -> Any:
-    """``value`` with its tensors cut off from the graph, which would otherwise live as long as they.
-
-    What was one tensor in two places still is.
-    """
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = value.detach().clone() if copy else value.detach()
-        return seen[id(value)]
-    return map_items(lambda item: _detached(item, seen, copy=copy), value)

@@ -61,7 +61,7 @@ def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
 
 @dataclass(frozen=True)
 class _SequenceLayout:
-    """How the caller's tensors become (T, N, ...), time first; sequences are sorted by length where they are packed.
+    """Order of the caller's tensors, which become (T, N, ...), time first; sequences are sorted by length where they are packed.
 
     Attributes:
         batch_first: the caller's tensors have the batch first.
@@ -115,7 +115,7 @@ class _SequenceLayout:
             sequences[self.present.sum(0) - 1, torch.arange(final.shape[0], device=final.device)] += final
 
     def dropout(self, like: Tensor, probability: float) -> Tensor:
-        """What the next dropout multiplies sequences (T, N, features) by; it draws for the steps that there are."""
+        """Mask by which the next dropout multiplies sequences (T, N, features); it draws for the steps that there are."""
         if self.present is None:
             return F.dropout(torch.ones_like(like, memory_format=torch.contiguous_format), probability)
         return self.time_first(F.dropout(torch.ones_like(like[self.present]), probability))
@@ -217,7 +217,7 @@ def _joined(cells: Sequence[_Cell], layout: _SequenceLayout) -> Tensor:
 
 
 class _CellWeights(NamedTuple):
-    """Of one direction: weight_ih (gates·hidden, in), weight_hh (gates·hidden, state), weight_hr (state, hidden)."""
+    """Parameters of one direction: weight_ih (gates·hidden, in), weight_hh (gates·hidden, state), weight_hr (state, hidden)."""
 
     weight_ih: Tensor
     weight_hh: Tensor

@@ -1,25 +1,20 @@
-"""What one call of a layer adds to the gradients of its parameters, by the type of the layer.
+"""Rules for each sample's share of the gradients that one call of a layer gives its parameters, by the type of the layer.
 
 A rule reads each sample's share off the layer's inputs and the cotangents of its outputs. A layer without a rule is run
-again under ``torch.func.vmap``, where that gives the outputs that it gave before.
+again, see :mod:`~lightning_struct.functional.per_sample.vmapped`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
-from torch.nn.utils import prune
-from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_struct.functional.layer_call import LayerCall, Samples, map_items, tensors_in
+from lightning_struct.functional.layer_call import LayerCall, Samples
 from lightning_struct.functional.layers import (
     Rule,
     base_call,
@@ -30,9 +25,7 @@ from lightning_struct.functional.layers import (
 )
 from lightning_struct.functional.per_sample import rerun
 from lightning_struct.functional.per_sample.contributions import (
-    NUMBERS_AT_A_TIME,
     Contribution,
-    Convolution,
     Dense,
     Lookup,
     Outer,
@@ -40,17 +33,11 @@ from lightning_struct.functional.per_sample.contributions import (
     at_least_float32,
     row_norms,
 )
+from lightning_struct.functional.per_sample.convolution import Convolution
 from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
-
-# Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers at
-# most (1 GiB in float32).
-_NUMBERS_AT_MOST = 2**28
+from lightning_struct.functional.per_sample.vmapped import contributions_by_vmap
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
-class CannotRunAgain(Uncovered):
-    """A layer without a rule can never be run again, whatever the batch."""
 
 
 def contributions(call: LayerCall) -> dict[str, Contribution]:
@@ -79,7 +66,7 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
     layer = call.layer
     reader = _reader(layer)
     if reader is None:
-        return _by_vmap(call)
+        return contributions_by_vmap(call)
     if reader.declared:
         return _checked(layer, reader.rule(call))
     try:
@@ -135,7 +122,7 @@ def _reader(layer: nn.Module) -> _Reader | None:
 
 
 def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
-    """What a declared rule returned, if it is what a rule returns."""
+    """The shares that a declared rule returned, if they are complete."""
     expected = {name: tuple(p.shape) for name, p in owned_parameters(layer).items() if p.requires_grad}
     found = {name: tuple(share.shape) for name, share in shares.items() if name in expected}
     if found != expected:
@@ -151,7 +138,7 @@ def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Con
 
 @dataclass(frozen=True)
 class _SampleLayout:
-    """``dimension``: of the samples. If that is 0 and larger than n, consecutive rows belong to one sample."""
+    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one sample."""
 
     samples: int
     dimension: int
@@ -165,7 +152,7 @@ class _SampleLayout:
 
 
 def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool = True) -> _SampleLayout:
-    """Where the samples are among the first ``leading`` dimensions of an input of this size; see :func:`contributions`.
+    """Layout of the samples among the first ``leading`` dimensions of an input of this size; see :func:`contributions`.
 
     Raises:
         Uncovered: in none of them.
@@ -362,108 +349,3 @@ _READERS: dict[type[nn.Module], _Reader] = {
     **_for_all((nn.RNN, nn.LSTM, nn.GRU), _Reader(_of_one_size(recurrent_contributions), runs_again=True)),
     nn.MultiheadAttention: _Reader(_attention),
 }
-
-
-# --- layers without a rule -------------------------------------------------------------------------------------------
-
-
-def _by_vmap(call: LayerCall) -> dict[str, Contribution]:
-    """One vector-Jacobian product for each sample with respect to the layer's own parameters.
-
-    Every tensor among the arguments whose first dimension has n entries is taken to hold one for each sample, any other
-    to be common to all.
-    """
-    layer, cotangents, samples = call.layer, call.cotangents, call.samples
-    params = {f"layer.{name}": p.detach() for name, p in owned_parameters(layer).items() if p.requires_grad}
-    recorded = tensors_in(call.outputs)
-    reached = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
-    sizes = {recorded[i].shape[0] if recorded[i].ndim else 0 for i in reached}
-    n = sizes.pop()
-    if sizes or not n or (samples is not None and n not in ([samples] if isinstance(samples, int) else samples)):
-        shapes = ", ".join(str(tuple(recorded[i].shape)) for i in reached)
-        raise Uncovered(f"it has no rule, and its outputs, of shape {shapes}, have no first dimension of samples")
-    numbers = sum(p.numel() for p in params.values())
-    if n * numbers > _NUMBERS_AT_MOST:
-        raise Uncovered(f"it has no rule, and its gradients of {n} samples are {n * numbers} numbers")
-
-    mapped: list[Tensor] = []
-    template = _without_mapped((call.args, dict(call.kwargs)), n, mapped)
-    if not mapped:
-        raise Uncovered(f"it has no rule, and nothing that it read has a first dimension of {n} samples")
-    bare = _Bare(layer)
-    buffers = {name: buffer.clone() for name, buffer in bare.named_buffers()}
-
-    def one_sample(values: list[Tensor], deltas: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        def outputs_at(at: dict[str, Tensor]) -> list[Tensor]:
-            rest = iter(values)
-            one_args, one_kwargs = _with_mapped(template, rest)
-            results = tensors_in(functional_call(bare, {**buffers, **at}, one_args, one_kwargs))
-            return [results[i] for i in reached]
-
-        results, pull_back = vjp(outputs_at, params)  # type: ignore[misc]
-        return pull_back([delta[None].to(result.dtype) for delta, result in zip(deltas, results, strict=True)])[
-            0
-        ], results
-
-    deltas = [cotangent for cotangent in cotangents if cotangent is not None]
-    chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
-    try:
-        with _attributes_kept(layer):
-            gradients, results = vmap(one_sample, chunk_size=chunk_size)([t.detach() for t in mapped], deltas)
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise CannotRunAgain(
-            f"it has no rule, and torch.func cannot run it: {reason[0] if reason else error!r}"
-        ) from error
-    for i, result in zip(reached, results, strict=True):
-        _check_same(recorded[i], result.flatten(0, 1))
-    return {name.removeprefix("layer."): Dense(gradient) for name, gradient in gradients.items()}
-
-
-def _check_same(recorded: Tensor, computed: Tensor) -> None:
-    recorded, tolerance = recorded.to(computed.dtype), math.sqrt(torch.finfo(recorded.dtype).eps)
-    norm = torch.linalg.vector_norm
-    if recorded.shape != computed.shape or not norm(computed - recorded) <= tolerance * norm(recorded):
-        raise CannotRunAgain("it has no rule, and run sample by sample it gives another output (does it keep a state?)")
-
-
-class _Bare(nn.Module):
-    """A layer without its hooks but those that compute its parameters."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for hook in list(self.layer._forward_pre_hooks.values()):
-            if isinstance(hook, (WeightNorm, prune.BasePruningMethod)):
-                hook(self.layer, args)
-        return self.layer.forward(*args, **kwargs)
-
-
-@contextmanager
-def _attributes_kept(layer: nn.Module) -> Iterator[None]:
-    """Weights that hooks compute are plain attributes of the layer."""
-    before = dict(vars(layer))
-    try:
-        yield
-    finally:
-        vars(layer).clear()
-        vars(layer).update(before)
-
-
-class _Mapped:
-    """The place of a tensor that has one entry for each sample."""
-
-
-def _without_mapped(value: Any, samples: int, mapped: list[Tensor]) -> Any:
-    if isinstance(value, Tensor) and value.ndim and value.shape[0] == samples:
-        mapped.append(value)
-        return _Mapped()
-    return map_items(lambda item: _without_mapped(item, samples, mapped), value)
-
-
-def _with_mapped(value: Any, entries: Iterator[Tensor]) -> Any:
-    if isinstance(value, _Mapped):
-        return next(entries)[None]
-    return map_items(lambda item: _with_mapped(item, entries), value)

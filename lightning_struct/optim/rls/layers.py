@@ -1,4 +1,4 @@
-"""What one call of a layer multiplied by each of the weights that RLS trains."""
+"""Readers of layers: the rows that one call of a layer multiplied by each of the weights that RLS trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TrainedWeights = Mapping[str, TrainedWeight]
 
 @dataclass(frozen=True)
 class LayerReader:
-    """How RLS sees what the layers of one kind multiply.
+    """The way in which RLS sees what the layers of one kind multiply.
 
     Attributes:
         read: the uses of the trained weights in one call; the last argument is what ``watch`` made.
@@ -36,7 +36,7 @@ class LayerReader:
 
 
 def layer_reader(layer: nn.Module) -> LayerReader | None:
-    """How to see what a layer reads; None for a layer that RLS does not train."""
+    """The reader of a layer; None for a layer that RLS does not train."""
     kind = kind_of(layer)
     return None if kind is None or kind.base is None else _READERS.get(kind.base)
 
@@ -78,7 +78,7 @@ def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLe
 
 
 def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> list[Use]:
-    """What was multiplied is in the calls that the layer makes of ``linear``; dropout of the attention is in it."""
+    """Uses from the calls that the layer makes of ``linear``: what the heads attended to after dropout, as it was multiplied."""
     bias_of = {matrix.weight: matrix.bias for matrix in _matrices(call.layer)}
     read: dict[str, dict[int, tuple[Tensor, int]]] = defaultdict(dict)
     parameters = {name: weight.parameter for name, weight in weights.items()}

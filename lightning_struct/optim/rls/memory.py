@@ -1,4 +1,4 @@
-"""How much memory the matrices P of RLS take."""
+"""Memory of the matrices P of RLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLS: recursive least squares as a layer-wise optimizer (Zhang et al., Algorithms 1 and 2)."""
+"""Recursive least squares as a layer-wise optimizer (Zhang et al., Algorithms 1 and 2)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,7 @@ AuxiliaryFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class RLS(torch.optim.Optimizer):
-    """Recursive least squares: the gradient of each layer is multiplied by the inverse P of what its inputs were so far.
-
-    .. code-block:: python
-
-        optimizer = RLS(model, momentum=0.5)
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss = (model(inputs) - targets).square().sum() / (2 * len(inputs))
-            loss.backward()
-            optimizer.step()
+    """Recursive least squares: each layer's gradient is multiplied by P, the inverse autocorrelation of the inputs seen so far.
 
     For each weight, with x̄ the mean of what it was multiplied by since the last step and T the mean length of sequences (1
     but for recurrent layers)::
@@ -73,8 +64,19 @@ class RLS(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument out of range; a name in ``exclude`` or ``gradient_scale`` that is none; parameters that
-            nobody trains; weights that are neither float32 nor float64, or not initialised yet; nothing to train.
+            neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, or not initialised yet; nothing to train.
         MemoryError: the matrices P do not fit into the memory that is free.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = RLS(model, momentum=0.5)
+        >>> inputs, targets = torch.randn(8, 3), torch.randn(8, 2)
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     loss = (model(inputs) - targets).square().sum() / (2 * len(inputs))
+        ...     loss.backward()
+        ...     optimizer.step()
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class RLS(torch.optim.Optimizer):
         )
 
     def summary(self) -> str:
-        """A table of the trained weights, with the form and size of P and the memory that it takes."""
+        """Table of the trained weights, with the form and size of P and the memory that it takes."""
         return summary_table(self._weights)
 
     def remove_hooks(self) -> None:
@@ -162,7 +164,7 @@ class RLS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every layer that has a gradient, and of the auxiliary optimizer.
+        """Take one step of every layer that has a gradient, and of the auxiliary optimizer.
 
         Args:
             closure: called once before, with gradients enabled.
@@ -172,7 +174,7 @@ class RLS(torch.optim.Optimizer):
 
         Raises:
             ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen; named
-                are the step and the weights. Nothing has changed but the gradients' clipping.
+                are the step and the weights. No weight and no state has changed; only the gradients' clipping by others, if any, has.
         """
         result = None
         if closure is not None:
@@ -247,7 +249,7 @@ class RLS(torch.optim.Optimizer):
         )
 
     def _checked_clip_coefficient(self, means: Mapping[TrainedWeight, Tensor]) -> Tensor | float:
-        """What the gradients are to be multiplied by, after a look at whether all is finite: the step's only wait."""
+        """The factor of the gradients, after a look at whether all is finite: the step's only wait for the device."""
         gradients = list(self._gradients(self.param_groups))
         if not gradients:
             return 1.0
@@ -294,7 +296,7 @@ class RLS(torch.optim.Optimizer):
         return self.state.get("rls", {}).get(weight.name, {}).get("steps", 0)  # type: ignore[call-overload]
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer, with that of the auxiliary one under ``"auxiliary"``."""
+        """The state, as of any optimizer, with that of the auxiliary one under ``"auxiliary"``."""
         state = super().state_dict()
         if self._auxiliary is not None:
             state["auxiliary"] = self._auxiliary.state_dict()
@@ -334,10 +336,10 @@ class RLS(torch.optim.Optimizer):
             self.param_groups[self._groups :] = self._auxiliary.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The groups are those of the layers.
+        """Refuse another group: the groups are those of the layers.
 
         Raises:
-            ValueError: another group.
+            ValueError: always, once RLS is made.
         """
         if hasattr(self, "_recorder"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the input weights and the recurrent weights of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` multiply."""
+"""Sums of the rows that the input and recurrent weights of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` multiply."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def _chunks(weights: Sequence[Tensor], levels: int) -> list[list[Tensor]]:
 
 
 def watch(layer: nn.RNNBase) -> LevelByLevel | None:
-    """What a call of the layer is to be made under; None for a layer of one level, which keeps nothing to itself."""
+    """The context for a call of the layer; None for a layer of one level, which keeps nothing to itself."""
     return LevelByLevel() if layer.num_layers > 1 else None
 
 
 class RecurrentRows(NamedTuple):
-    """Of one direction of one level.
+    """Sums for one direction of one level.
 
     Attributes:
         place: how the names of its parameters end.
@@ -92,7 +92,7 @@ class RecurrentRows(NamedTuple):
 def recurrent_rows(
     layer: nn.RNNBase, inputs: Tensor | PackedSequence, initial: Any, outputs: Any, watched: LevelByLevel | None
 ) -> list[RecurrentRows]:
-    """What all weights of a layer multiplied in one call; the sum of h_{t-1} is that of h_t without the last, with h_0.
+    """Sums of the rows that all weights of a layer multiplied in one call: the sum of h_{t-1} is that of h_t without the last, with h_0.
 
     Args:
         layer: the layer.

@@ -1,4 +1,4 @@
-"""Which layers of a module RLS trains, and their weights."""
+"""Layers of a module that RLS trains, and their weights."""
 
 from __future__ import annotations
 

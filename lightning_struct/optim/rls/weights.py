@@ -31,13 +31,13 @@ class Bias(NamedTuple):
     rows: slice = slice(None)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of a tensor of the parameter's shape, a view."""
+        """The bias's part of a tensor of the parameter's shape, a view."""
         return tensor[self.rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """What one call of a layer multiplied by one weight: X, its rows, of each group.
+    """The rows X that one call of a layer multiplied by one weight, of each group.
 
     Attributes:
         weight: that weight.
@@ -174,7 +174,7 @@ class TrainedWeight:
 
     @property
     def most_rows(self) -> float:
-        """Of fewer rows r, (X P)ᵀ dZ takes fewer multiply-adds than (dZᵀ X) P."""
+        """Number of rows below which dZᵀ(X P) takes fewer multiply-adds than (dZᵀ X) P."""
         return self.outputs * self.size / (self.outputs + self.size)
 
     def keeps_rows(self, inputs: Tensor) -> bool:

@@ -1,224 +1,25 @@
-"""The Kronecker-factored right preconditioner of SHF: which block each parameter is in, its factors and their averages."""
+"""The Kronecker-factored right preconditioner of SHF: its factors, how they are measured, and their averages."""
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, world_size
-from lightning_struct.functional.kronecker import (
-    DiagonalRoot,
-    KroneckerRoot,
-    NotPositiveDefinite,
-    diagonal_root,
-    kronecker_root,
-    second_moments,
-    squared_shares,
-)
-from lightning_struct.functional.layers import called_layers, excluded_modules, kind_of, owned_parameters
+from lightning_struct.functional.kronecker import DiagonalRoot, KroneckerRoot, NotPositiveDefinite
+from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.functional.per_sample.contributions import Contribution
-from lightning_struct.functional.per_sample.rules import has_rule
 from lightning_struct.optim.memory import as_text, check_memory
 from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.curvature_blocks import CurvatureBlock, DiagonalBlock, curvature_blocks
 
 # By the name of a block, its factors by their own names.
 Factors: TypeAlias = dict[str, dict[str, Tensor]]
-# The layers that use a parameter, with its name below each of them.
-Users: TypeAlias = frozenset[tuple[nn.Module, str]]
-
-
-class CurvatureBlock(ABC):
-    """Parameters whose part of the Gauss-Newton matrix is approximated together.
-
-    Attributes:
-        name: of the first parameter.
-        parameters: names of all.
-        users: the layers whose calls the factors are made of.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    users: Users
-
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """The form, and the sizes of the factors."""
-
-    @property
-    @abstractmethod
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors by name."""
-
-    @abstractmethod
-    def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
-        """What is added up over chunks and processes, of the uses in one chunk."""
-
-    @abstractmethod
-    def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
-        """Of the sums over all samples."""
-
-    @abstractmethod
-    def reached(self, sums: Sequence[Tensor]) -> bool:
-        """Whether any use was seen."""
-
-    @abstractmethod
-    def root(self, factors: Mapping[str, Tensor], damping: float) -> KroneckerRoot | DiagonalRoot:
-        """C of the block."""
-
-    @abstractmethod
-    def read(self, vector: Tensor) -> Tensor:
-        """The block's part of a flat vector, as its C takes it."""
-
-    @abstractmethod
-    def write(self, vector: Tensor, part: Tensor) -> None:
-        """The inverse of :meth:`read`."""
-
-    @property
-    def numbers(self) -> int:
-        """In the factors."""
-        return sum(torch.Size(shape).numel() for shape in self.sizes.values())
-
-
-@dataclass(frozen=True, eq=False)
-class KroneckerBlock(CurvatureBlock):
-    """A weight (groups · rows, ...), with its bias as the last column; or a bias alone.
-
-    Attributes:
-        places: of the parameters in the flat vector of all.
-        groups, rows, columns: the matrix is (groups, rows, columns).
-        transposed: the weight is stored as (inputs, rows), of one group.
-        diagonal_inputs, diagonal_outputs: keep the diagonal of this factor only.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    users: Users
-    places: tuple[slice, ...]
-    groups: int
-    rows: int
-    columns: int
-    transposed: bool
-    diagonal_inputs: bool
-    diagonal_outputs: bool
-
-    @property
-    def description(self) -> str:
-        sides = [f"{self.columns} inputs", f"{self.rows} outputs"]
-        for i, diagonal in enumerate((self.diagonal_inputs, self.diagonal_outputs)):
-            sides[i] += " (diagonal)" if diagonal else ""
-        return "kronecker: " + (f"{self.groups} groups of " if self.groups > 1 else "") + " x ".join(sides)
-
-    @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        def shape(size: int, diagonal: bool) -> tuple[int, ...]:
-            return (self.groups, size) if diagonal else (self.groups, size, size)
-
-        return {
-            "inputs": shape(self.columns, self.diagonal_inputs),
-            "outputs": shape(self.rows, self.diagonal_outputs),
-        }
-
-    def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
-        moments: list[Sequence[Tensor]] = [
-            second_moments(
-                use,
-                groups=self.groups,
-                transposed=self.transposed,
-                bias=len(self.places) > 1,
-                diagonal_inputs=self.diagonal_inputs,
-                diagonal_outputs=self.diagonal_outputs,
-            )
-            for use in uses
-        ]
-        nothing = [like.new_zeros(shape) for shape in (*self.sizes.values(), (self.groups,))]
-        return [sum(sums[1:], sums[0]).to(like) for sums in zip(*(moments or [nothing]), strict=True)]
-
-    def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
-        inputs, outputs, positions = sums
-        positions = positions.clamp(min=1).view(-1, *[1] * (inputs.ndim - 1))
-        return {"inputs": inputs / positions, "outputs": outputs / samples}
-
-    def reached(self, sums: Sequence[Tensor]) -> bool:
-        return bool(sums[2].any())
-
-    def root(self, factors: Mapping[str, Tensor], damping: float) -> KroneckerRoot:
-        return kronecker_root(factors["inputs"], factors["outputs"], damping)
-
-    def read(self, vector: Tensor) -> Tensor:
-        parts = self._parts(vector)
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-
-    def write(self, vector: Tensor, part: Tensor) -> None:
-        end = 0
-        for target in self._parts(vector):
-            begin, end = end, end + target.shape[2]
-            target.copy_(part[:, :, begin:end])
-
-    def _parts(self, vector: Tensor) -> list[Tensor]:
-        """(groups, rows, columns) of the weight and (groups, rows, 1) of the bias, views of a flat vector."""
-        parts = [vector[place].view(self.groups, self.rows, -1) for place in self.places]
-        if self.transposed:
-            parts[0] = vector[self.places[0]].view(1, -1, self.rows).mT
-        return parts
-
-
-@dataclass(frozen=True, eq=False)
-class DiagonalBlock(CurvatureBlock):
-    """One parameter of any shape.
-
-    Its diagonal is that of the uses' squared shares. Where no use was seen, as of a parameter outside of the layers that
-    torch knows, it is the mean of the squared gradient of the probe, the same for all entries: unbiased too, but a single
-    entry of it is mostly noise.
-    """
-
-    name: str
-    users: Users
-    place: slice
-    shape: torch.Size
-
-    @property
-    def parameters(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (self.name,)
-
-    @property
-    def description(self) -> str:
-        return "diagonal"
-
-    @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        return {"diagonal": tuple(self.shape)}
-
-    def sums(self, uses: Sequence[Contribution], gradients: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
-        squares = like.new_zeros(self.shape)
-        for use in uses:
-            squares += squared_shares(use)
-        return [squares, gradients[self.name], like.new_tensor([float(len(uses))])]
-
-    def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
-        squares, gradient, uses = sums
-        mean = gradient.square().mean().expand(self.shape)
-        return {"diagonal": torch.where(uses > 0, squares, mean) / samples}
-
-    def reached(self, sums: Sequence[Tensor]) -> bool:
-        return True
-
-    def root(self, factors: Mapping[str, Tensor], damping: float) -> DiagonalRoot:
-        return diagonal_root(factors["diagonal"], damping)
-
-    def read(self, vector: Tensor) -> Tensor:
-        return vector[self.place].view(self.shape)
-
-    def write(self, vector: Tensor, part: Tensor) -> None:
-        vector[self.place].view(self.shape).copy_(part)
 
 
 class BlockPreconditioner:
@@ -247,7 +48,7 @@ class BlockPreconditioner:
 
 
 class KroneckerFactors:
-    """Which block each trained parameter of a module is in, and how the factors of the blocks come from a batch.
+    """The Kronecker factors of all trained parameters of a module, block by block, and how they come from a batch.
 
     Linear, Conv1d/2d/3d, RNN, LSTM, GRU and MultiheadAttention have Kronecker factors, for each group of a convolution and
     each of the stacked projections of an attention their own; the factors of a weight that several layers use, or that
@@ -272,7 +73,9 @@ class KroneckerFactors:
         max_size: int | None = None,
         exclude: Sequence[str | nn.Module] = (),
     ) -> None:
-        self._blocks = _make_blocks(module, parameters, max_size, excluded_modules(module, exclude, "exclude_factors"))
+        self._blocks = curvature_blocks(
+            module, parameters, max_size, excluded_modules(module, exclude, "exclude_factors")
+        )
         self._layers = list(dict.fromkeys(layer for block in self._blocks for layer, _ in block.users))
         self._parameters = {
             block.name: parameters[block.name] for block in self._blocks if isinstance(block, DiagonalBlock)
@@ -391,107 +194,3 @@ def _reduced(totals: list[list[Tensor]]) -> list[list[Tensor]]:
     flat = [t for sums in totals for t in sums]
     parts = iter(all_reduce(torch.cat([t.reshape(-1) for t in flat])).split([t.numel() for t in flat]))
     return [[next(parts).view(t.shape) for t in sums] for sums in totals]
-
-
-@dataclass(eq=False)
-class _Uses:
-    """How the layers of a module use one trained parameter.
-
-    Attributes:
-        factored: the layers with Kronecker factors that use it, with its name below each.
-        matrices: as which (groups, transposed) they see it.
-        partners: the biases added to its products; of a bias, the weights whose products it is added to. None stands for
-            one that is missing, not trained, or added to a part of the products.
-        is_bias: it is added to products, and multiplies nothing.
-        others: further uses, in layers without Kronecker factors.
-    """
-
-    factored: set[tuple[nn.Module, str]] = field(default_factory=set)
-    matrices: set[tuple[int, bool]] = field(default_factory=set)
-    partners: set[nn.Parameter | None] = field(default_factory=set)
-    is_bias: bool = True
-    others: set[tuple[nn.Module, str]] = field(default_factory=set)
-
-    @property
-    def has_factors(self) -> bool:
-        """Whether one pair of Kronecker factors describes all uses."""
-        return bool(self.factored) and not self.others and len(self.matrices) == 1
-
-    @property
-    def only_partner(self) -> nn.Parameter | None:
-        return next(iter(self.partners)) if len(self.partners) == 1 else None
-
-
-def _make_blocks(
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    max_size: int | None,
-    excluded: set[nn.Module],
-) -> list[CurvatureBlock]:
-    """One block for each weight with its bias, if they are always used together, and for each other parameter."""
-    uses = _uses_of(set(parameters.values()), module, excluded)
-    bias_of = _joined_biases(uses)
-    names = {p: name for name, p in parameters.items()}
-    stops = list(accumulate(p.numel() for p in names))
-    places = {p: slice(stop - p.numel(), stop) for p, stop in zip(names, stops, strict=True)}
-
-    def block(p: nn.Parameter) -> CurvatureBlock:
-        if not uses[p].has_factors:
-            return DiagonalBlock(names[p], frozenset(uses[p].factored | uses[p].others), places[p], p.shape)
-        ((groups, transposed),) = uses[p].matrices
-        parts = [p, bias_of[p]] if p in bias_of else [p]
-        outputs = p.shape[1] if transposed else p.shape[0]
-        columns = sum(part.numel() for part in parts) // outputs
-        return KroneckerBlock(
-            names[p],
-            tuple(names[part] for part in parts),
-            frozenset(uses[p].factored),
-            tuple(places[part] for part in parts),
-            groups,
-            rows=outputs // groups,
-            columns=columns,
-            transposed=transposed,
-            diagonal_inputs=max_size is not None and columns > max_size,
-            diagonal_outputs=max_size is not None and outputs // groups > max_size,
-        )
-
-    joined = set(bias_of.values())
-    return [block(p) for p in names if p not in joined]
-
-
-def _uses_of(trained: set[nn.Parameter], module: nn.Module, excluded: set[nn.Module]) -> dict[nn.Parameter, _Uses]:
-    uses: dict[nn.Parameter, _Uses] = defaultdict(_Uses)
-    for layer in called_layers(module):
-        own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
-        kind = kind_of(layer) if layer not in excluded and has_rule(layer) else None
-        factored: set[str] = set()
-        for matrix in () if kind is None else kind.matrices(layer):
-            weight, bias = own.get(matrix.weight), own.get(matrix.bias or "")
-            whole = matrix.bias_rows == slice(None)
-            if weight is not None:
-                uses[weight].is_bias = False
-                uses[weight].factored.add((layer, matrix.weight))
-                uses[weight].matrices.add((matrix.groups, matrix.transposed))
-                uses[weight].partners.add(bias if whole else None)
-                factored.add(matrix.weight)
-            if bias is not None and matrix.bias is not None:
-                uses[bias].factored.add((layer, matrix.bias))
-                uses[bias].matrices.add((matrix.groups, False))
-                uses[bias].partners.add(weight if whole else None)
-                factored.add(matrix.bias)
-        if has_rule(layer) or next(layer.children(), None) is None:
-            for name in own.keys() - factored:
-                uses[own[name]].others.add((layer, name))
-    return uses
-
-
-def _joined_biases(uses: Mapping[nn.Parameter, _Uses]) -> dict[nn.Parameter, nn.Parameter]:
-    """The bias of each weight whose products have no other bias, if it is added to these products alone."""
-    bias_of: dict[nn.Parameter, nn.Parameter] = {}
-    for weight, of_weight in uses.items():
-        bias = of_weight.only_partner
-        if bias is None or of_weight.is_bias or not of_weight.has_factors:
-            continue
-        if uses[bias].only_partner is weight and not uses[bias].others:
-            bias_of[weight] = bias
-    return bias_of

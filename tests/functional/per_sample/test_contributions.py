@@ -9,13 +9,13 @@ from torch import Tensor
 from lightning_struct.functional.per_sample import contributions as module_under_test
 from lightning_struct.functional.per_sample.contributions import (
     Contribution,
-    Convolution,
     Dense,
     Lookup,
     Outer,
     Uncovered,
     squared_norms,
 )
+from lightning_struct.functional.per_sample.convolution import Convolution
 
 N, ROWS, COLUMNS = 4, 7, 3
 ALL = slice(None)

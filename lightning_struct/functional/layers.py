@@ -147,7 +147,7 @@ def register_layer(
     - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
       dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
     - ``register_layer(MyLSTM, like=nn.LSTM)``: a call computes what ``nn.LSTM`` computes from the same arguments, with
-      parameters of the same names. Arguments that the base does not have must keep their defaults.
+      parameters of the same names. Calls with further arguments are left out of the gradient norms.
     - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's share of
       the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors are diagonal.
     - ``@register_layer(like=nn.Linear)`` above a class declares that class.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_struct.functional import linearize, per_sample_gradient_norms, register_layer
 from lightning_struct.functional.gradient_norms import GradientNormRecorder
@@ -59,9 +60,11 @@ class Memory(nn.LSTM):
     """As the LSTM of pytorch-forecasting's DeepAR: with a forward, and an argument, of its own."""
 
     def forward(self, x: Tensor, hx: Any = None, lengths: Tensor | None = None) -> Any:  # type: ignore[override]
-        if lengths is not None:
-            x = x * (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
-        return super().forward(x, hx)
+        if lengths is None:
+            return super().forward(x, hx)
+        packed = pack_padded_sequence(x, lengths, batch_first=self.batch_first, enforce_sorted=False)
+        output, final = super().forward(packed, hx)
+        return pad_packed_sequence(output, batch_first=self.batch_first)[0], final
 
 
 class Scale(nn.Module):
@@ -246,31 +249,36 @@ def test_a_recurrent_layer_with_a_forward_of_its_own_is_measured_as_its_base() -
     assert_norms_are_those_of_autograd(Memory(3, 4, num_layers=2, batch_first=True).double(), inputs(5, 6, 3))
 
 
-def test_rls_trains_a_recurrent_layer_with_a_forward_of_its_own_as_its_base() -> None:
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 6, 1, 4, 5])], ids=["whole", "padded"])
+def test_rls_sees_what_the_kernel_of_a_recurrent_layer_reads(lengths: Tensor | None, levels: int) -> None:
     register_layer(Memory, like=nn.LSTM)
     weights = []
     for kind in (Memory, nn.LSTM):
         torch.manual_seed(0)
-        layer = kind(3, 4, num_layers=2, batch_first=True).double()
+        layer = kind(3, 4, num_layers=levels, batch_first=True).double()
         optimizer = RLS(layer)
         for step in range(3):
             optimizer.zero_grad()
-            layer(inputs(5, 6, 3, seed=step), None)[0].square().mean().backward()
+            batch: Any = inputs(5, 6, 3, seed=step)
+            if kind is Memory:
+                outputs = layer(batch, None, lengths)[0]
+            elif lengths is None:
+                outputs = layer(batch)[0]
+            else:
+                outputs = layer(pack_padded_sequence(batch, lengths, batch_first=True, enforce_sorted=False))[0].data
+            outputs.square().sum().backward()
             optimizer.step()
         weights.append(nn.utils.parameters_to_vector(layer.parameters()))
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-12)
 
 
-def test_arguments_that_the_base_does_not_have_are_named() -> None:
+def test_a_call_with_an_argument_that_the_base_does_not_have_is_not_measured() -> None:
     register_layer(Memory, like=nn.LSTM)
-    layer, lengths = Memory(3, 4, batch_first=True).double(), torch.tensor([2, 6, 1])
+    layer = Memory(3, 4, batch_first=True).double()
     with GradientNormRecorder(layer, uncovered="skip") as recorder:
-        layer(inputs(3, 6, 3), lengths=lengths)[0].sum().backward()
+        layer(inputs(3, 6, 3), lengths=torch.tensor([2, 6, 1]))[0].sum().backward()
     assert "like LSTM, which has no argument lengths" in recorder.uncovered["weight_ih_l0"]
-    optimizer = RLS(layer)
-    with pytest.raises(ValueError, match="Memory was declared to be like LSTM, which has no argument lengths"):
-        layer(inputs(3, 6, 3), lengths=lengths)
-    del optimizer
 
 
 def test_the_norms_of_transformers_are_declared_in_one_line() -> None:

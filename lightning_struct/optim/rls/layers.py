@@ -15,7 +15,7 @@ from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.layers import Matrix, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.projections import RecordedCalls, rows_used
 from lightning_struct.optim.rls.patches import batch_sum, patch_sum
-from lightning_struct.optim.rls.recurrent import LevelByLevel, recurrent_rows, watch
+from lightning_struct.optim.rls.recurrent import LevelByLevel, kernel_runs, recurrent_rows, watch
 from lightning_struct.optim.rls.weights import TrainedWeight, Use
 
 # By the name of the weight below its layer, of those that RLS trains.
@@ -67,9 +67,8 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
 
 
 def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> list[Use]:
-    inputs, initial = call.argument(0, "input"), call.argument(1, "hx", None)
     uses = []
-    for rows in recurrent_rows(call.layer, inputs, initial, call.outputs, watched):
+    for rows in (rows for run in kernel_runs(call, watched) for rows in recurrent_rows(call.layer, run)):
         for kind, total in (("ih", rows.inputs), ("hh", rows.states)):
             if (weight := weights.get(f"weight_{kind}_{rows.place}")) is not None:
                 bias = _bias(call.layer, weight, f"bias_{kind}_{rows.place}")

@@ -13,7 +13,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layer_call import LayerCall, tensors_in
-from lightning_struct.functional.layers import base_call
 from lightning_struct.optim.rls.layers import LayerReader
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -88,7 +87,7 @@ class InputRecorder:
             return
         device = tensors[0].device.type
         with torch.no_grad(), without_autocast(device):
-            uses = reader.read(base_call(LayerCall(layer, args, kwargs, outputs)), weights, watched)
+            uses = reader.read(LayerCall(layer, args, kwargs, outputs), weights, watched)
 
         alone = len(tensors) == 1  # the hook must not hold the tensors that hold it
 

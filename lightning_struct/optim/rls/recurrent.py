@@ -11,8 +11,25 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_struct.functional.layers import recurrent_places
+from lightning_struct.functional.layer_call import LayerCall
+from lightning_struct.functional.layers import kind_of, recurrent_places
 from lightning_struct.optim.rls.patches import batch_sum
+
+
+class KernelRun(NamedTuple):
+    """Tensors of one run of a recurrent kernel; those of packed sequences are their data, (steps, features).
+
+    Attributes:
+        reads: the inputs of each level, (T, N, features).
+        outputs: the outputs of each level, of the same form.
+        initial: h_0, (levels·directions, [N,] state); None for zeros.
+        final: h_T, likewise.
+    """
+
+    reads: list[Tensor]
+    outputs: list[Tensor]
+    initial: Tensor | None
+    final: Tensor
 
 
 class LevelByLevel(TorchFunctionMode):
@@ -22,13 +39,12 @@ class LevelByLevel(TorchFunctionMode):
     bit on a CPU, and in the same time. Under cuDNN the levels no longer overlap and dropout draws other random numbers.
 
     Attributes:
-        between: of each level but the last, its outputs and what the next one read, (T, N, features), or the data of packed
-            sequences.
+        runs: the runs of kernels, in their order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.between: list[tuple[Tensor, Tensor]] = []
+        self.runs: list[KernelRun] = []
 
     def __torch_function__(
         self, function: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,17 +64,19 @@ class LevelByLevel(TorchFunctionMode):
         states = hx if function.__name__ == "lstm" else (hx,)
         directions = 1 + bidirectional
         final: list[tuple[Tensor, ...]] = []
+        reads, outputs = [], []
         for level, of_level in enumerate(_chunks(weights, levels)):
             here = slice(level * directions, (level + 1) * directions)
             start = [state[here].contiguous() for state in states]
             initial = start if function.__name__ == "lstm" else start[0]
             output, *last = function(data, *sizes, initial, of_level, bias, 1, 0.0, train, bidirectional, *end)
             final.append(tuple(last))
-            data = output
-            if level < levels - 1:
-                data = F.dropout(output, dropout, train)
-                self.between.append((output.detach(), data.detach()))
-        return (data.transpose(0, 1) if turned else data, *(torch.cat(parts) for parts in zip(*final, strict=True)))
+            reads.append(data.detach())
+            outputs.append(output.detach())
+            data = F.dropout(output, dropout, train) if level < levels - 1 else output
+        ends = [torch.cat(parts) for parts in zip(*final, strict=True)]
+        self.runs.append(KernelRun(reads, outputs, states[0].detach(), ends[0].detach()))
+        return (data.transpose(0, 1) if turned else data, *ends)
 
 
 def _chunks(weights: Sequence[Tensor], levels: int) -> list[list[Tensor]]:
@@ -67,8 +85,28 @@ def _chunks(weights: Sequence[Tensor], levels: int) -> list[list[Tensor]]:
 
 
 def watch(layer: nn.RNNBase) -> LevelByLevel | None:
-    """The context for a call of the layer; None for a layer of one level, which keeps nothing to itself."""
-    return LevelByLevel() if layer.num_layers > 1 else None
+    """The context for a call of the layer; None where arguments and outputs of the call show all: one level, torch's forward."""
+    kind = kind_of(layer)
+    own_forward = kind is not None and type(layer).forward is not getattr(kind.base, "forward", None)
+    return LevelByLevel() if layer.num_layers > 1 or own_forward else None
+
+
+def kernel_runs(call: LayerCall, watched: LevelByLevel | None) -> list[KernelRun]:
+    """The runs of kernels in one call of a layer.
+
+    Args:
+        call: of ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``, with its outputs.
+        watched: the context of :func:`watch` that it was made in.
+    """
+    if watched is not None:
+        return watched.runs
+    inputs, initial = call.argument(0, "input"), call.argument(1, "hx", None)
+    outputs, final = call.outputs
+    if isinstance(inputs, PackedSequence):
+        inputs, outputs = inputs.data, outputs.data
+    if call.layer.mode == "LSTM":
+        final, initial = final[0], None if initial is None else initial[0]
+    return [KernelRun([inputs], [outputs], initial, final)]
 
 
 class RecurrentRows(NamedTuple):
@@ -89,45 +127,25 @@ class RecurrentRows(NamedTuple):
     sequences: int
 
 
-def recurrent_rows(
-    layer: nn.RNNBase, inputs: Tensor | PackedSequence, initial: Any, outputs: Any, watched: LevelByLevel | None
-) -> list[RecurrentRows]:
-    """Sums of the rows that all weights of a layer multiplied in one call: the sum of h_{t-1} is that of h_t without the last, with h_0.
+def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
+    """Sums of the rows that all weights of a layer multiplied in one run of its kernel (the sums of x̄ in (80) and (92)).
 
-    Args:
-        layer: the layer.
-        inputs: with ``initial`` what it was called with; packed sequences count their own steps only.
-        initial: h_0, or h_0 and c_0, or None for zeros.
-        outputs: what it returned.
-        watched: what it was called under.
+    The sum of h_{t-1} is that of h_t without the last, with h_0. Packed sequences count their own steps only.
     """
-    if isinstance(inputs, PackedSequence):
-        data, top = inputs.data, outputs[0].data
-    else:
-        data, top = inputs, outputs[0]
-    final = outputs[1][0] if layer.mode == "LSTM" else outputs[1]  # (levels·directions, [N,] state), as initial
-    if initial is not None and layer.mode == "LSTM":
-        initial = initial[0]
+    data, final = run.reads[0], run.final
     steps, sequences = data.numel() // data.shape[-1], final.numel() // (final.shape[0] * final.shape[-1])
-    between = [] if watched is None else watched.between
-    if len(between) != layer.num_layers - 1:
-        raise RuntimeError(
-            f"a {type(layer).__name__} of {layer.num_layers} levels was run in a way that hides their states"
-        )
-    reads = [data, *(read for _, read in between)]
-    returned = [*(output for output, _ in between), top]
     dtype = layer.all_weights[0][0].dtype
 
     def total(tensor: Tensor) -> Tensor:
         return batch_sum(tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype))
 
     rows = []
-    for level, (read, output) in enumerate(zip(reads, returned, strict=True)):
+    for level, (read, output) in enumerate(zip(run.reads, run.outputs, strict=True)):
         of_inputs, places = total(read), recurrent_places(layer, level)
         for direction, (place, of_states) in enumerate(zip(places, total(output).chunk(len(places)), strict=True)):
             number = level * len(places) + direction
             of_states = of_states - total(final[number])
-            if initial is not None:
-                of_states = of_states + total(initial[number])
+            if run.initial is not None:
+                of_states = of_states + total(run.initial[number])
             rows.append(RecurrentRows(place, of_inputs, of_states, steps, sequences))
     return rows

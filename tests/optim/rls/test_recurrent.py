@@ -28,7 +28,7 @@ def test_levels_run_one_by_one_are_bitwise_those_of_one_call(kind: Any, batch_fi
     torch.manual_seed(1)
     with LevelByLevel() as levels:
         output, final = layer(inputs)
-    assert len(levels.between) == 2
+    assert len(levels.runs[0].reads) == 3
     assert torch.equal(output.data, expected.data)
     if kind is nn.LSTM:
         assert all(torch.equal(a, b) for a, b in zip(final, expected_final, strict=True))
@@ -43,7 +43,7 @@ def test_inputs_of_a_level_are_those_that_dropout_left() -> None:
     torch.manual_seed(1)
     with LevelByLevel() as levels:
         layer(inputs)
-    output, read = levels.between[0]
+    output, read = levels.runs[0].outputs[0], levels.runs[0].reads[1]
     assert set((read / output).round(decimals=9).unique().tolist()) == {0.0, 2.0}
 
     optimizer = RLS(layer)

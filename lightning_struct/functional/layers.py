@@ -56,6 +56,7 @@ class LayerKind:
         parameters: names of the parameters of their own that their ``forward`` uses.
         hidden_layers: layers below them whose parameters their ``forward`` uses without calling them.
         rule: how to read off each sample's share, instead of the rule of ``base``.
+        declared: by :func:`register_layer`; layers are then checked to be what was declared.
     """
 
     base: type[nn.Module] | None
@@ -63,6 +64,7 @@ class LayerKind:
     parameters: Callable[[Any], Collection[str]] = lambda layer: ("weight", "bias")
     hidden_layers: Callable[[Any], Collection[nn.Module]] = lambda layer: ()
     rule: Rule | None = None
+    declared: bool = False
 
     @property
     def is_affine(self) -> bool:
@@ -163,7 +165,7 @@ def register_layer(
 
     Raises:
         TypeError: ``layer_type`` or ``like`` is no type of modules, ``matrix`` no :class:`Matrix`, ``rule`` not callable.
-        ValueError: none or several of ``matrix``, ``like`` and ``rule``; ``like`` is a type that is not known; a matrix with
+        ValueError: several of ``matrix``, ``like`` and ``rule``; ``like`` is a type that is not known; a matrix with
             groups or with a part of a bias. When a layer of the type is met: its parameters are not those declared.
 
     Example:
@@ -203,12 +205,13 @@ def register_layer(
     elif rule is not None:
         if not callable(rule):
             raise TypeError(f"rule must be a function of a LayerCall, got {rule!r}")
-        kind = LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule)
+        kind = LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule, declared=True)
     unregister_layer(layer_type)
     if kind is not None:
         _KINDS[layer_type] = kind
     if couples_samples is not None:
         _COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda layer: bool(couples_samples)
+    kind_of_type.cache_clear()
     return None
 
 
@@ -225,7 +228,7 @@ def _affine_kind(matrix: Matrix) -> LayerKind:
     if matrix.groups != 1 or matrix.bias_rows != slice(None):
         raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
     names = [name for name in (matrix.weight, matrix.bias) if name is not None]
-    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names)
+    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
 
 
 def _like(base: type[nn.Module]) -> LayerKind:
@@ -236,7 +239,7 @@ def _like(base: type[nn.Module]) -> LayerKind:
         raise ValueError(
             f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give its matrix or a rule"
         )
-    return kind
+    return replace(kind, declared=True)
 
 
 # --- what a layer is -------------------------------------------------------------------------------------------------
@@ -251,7 +254,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
         ValueError: the type was declared by a matrix that the layer does not have.
     """
     kind = kind_of_type(type(layer))  # type: ignore[arg-type]  # a type is hashable
-    if kind is not None and kind.is_affine:
+    if kind is not None and kind.is_affine and kind.declared:
         for matrix in kind.matrices(layer):
             _check_matrix(layer, matrix)
     return kind

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
-from lightning_struct.functional.layers import coupling_layer as batch_normalising_layer
+from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.per_sample.contributions import sample_chunks
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
 from lightning_struct.functional.stateless import call_with
@@ -221,7 +221,7 @@ class _Autograd(Linearization):
             yield gradients
 
     def _refuse_coupled_samples(self) -> None:
-        name = None if self._module is None else batch_normalising_layer(self._module)
+        name = None if self._module is None else coupling_layer(self._module)
         if name is not None:
             raise ValueError(
                 f"{name} normalises over the batch, so a gradient per sample is not defined: put it in eval mode, with "
@@ -334,7 +334,7 @@ class _Chunked(Linearization):
             raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
         if backend == "linearize":
             raise ValueError("chunks are linearised in every product, for which 'linearize' is too dear")
-        name = batch_normalising_layer(function) if isinstance(function, nn.Module) else None
+        name = coupling_layer(function) if isinstance(function, nn.Module) else None
         if name is not None:
             raise ValueError(
                 f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with running "

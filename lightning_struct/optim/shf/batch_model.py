@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
-from lightning_struct.functional.gauss_newton import batch_normalising_layer, linearize
+from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.gradient_norms import variance_from_sums
 from lightning_struct.functional.kronecker import Probe, probe_layers
+from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.per_sample.contributions import Uncovered
 from lightning_struct.functional.preconditioner import (
@@ -91,7 +92,7 @@ class BatchModel:
         self.objective = Objective(
             module, loss, self.weights, batch, held, self._random_state, l2=l2, chunk_size=chunk_size
         )
-        batch_normalised = batch_normalising_layer(module) is not None
+        batch_normalised = coupling_layer(module) is not None
         if batch_normalised:
             with restored_random_state(self._random_state):
                 module(*batch.args)

@@ -16,6 +16,7 @@ from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.randomness import seeded
+from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
 from lightning_struct.optim.shf.objective import Batches
@@ -413,12 +414,7 @@ class SHF(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but hooks. Torch's own leaves out what a subclass adds, and a copy could not step."""
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name != "step" and not name.startswith("_optimizer_")  # a scheduler puts its own step there
-        }
+        return state_without_hooks(self)
 
     @property
     def _memory(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_struct.functional.gauss_newton import batch_normalising_layer
+from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.least_squares import RightPreconditioner
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.optim.shf.batch_model import BatchModel
@@ -36,7 +36,7 @@ class StepPreconditioner:
 
 def check_per_sample(given: Any, module: nn.Module) -> None:
     """Raise ValueError where a diagonal preconditioner, made of gradients per sample, meets batch normalisation."""
-    layer = batch_normalising_layer(module) if isinstance(given, str) and given != "kronecker" else None
+    layer = coupling_layer(module) if isinstance(given, str) and given != "kronecker" else None
     if layer is not None:
         raise ValueError(
             f"preconditioner={given!r} is made of gradients per sample, and the layer {layer} normalises over the batch, "

@@ -76,7 +76,6 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
         module: its layers have the samples in the first dimension of their inputs.
 
     Example:
-        >>> import torch
         >>> model = torch.nn.Linear(3, 2)
         >>> with per_sample_gradient_norms(model) as norms:
         ...     model(torch.ones(4, 3)).square().sum().backward()

@@ -80,10 +80,11 @@ def linearize(
             A module's buffers are left as they are, and its parameters outside ``params`` are constants.
         params: name -> tensor, float32 or float64: the point, and what is differentiated.
         *args: passed on; tensors among them have the batch as their first dimension.
-        backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
-            the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
-            to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian product, which covers everything that
-            has a second derivative. If not given, the first of these that covers the function; ``.backend`` says which.
+        backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers, the
+            cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear to set
+            up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian product, which
+            covers everything that has a second derivative. If not given, the first of these that covers the function;
+            ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
 

@@ -73,7 +73,7 @@ class LayerKind:
 
 
 def recurrent_places(layer: nn.RNNBase, level: int | None = None) -> list[str]:
-    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: one for each direction of all levels, or of one level."""
+    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: of each direction of all levels, or of one level."""
     levels = range(layer.num_layers) if level is None else [level]
     return [f"l{i}{end}" for i in levels for end in ("", "_reverse")[: 1 + layer.bidirectional]]
 
@@ -237,7 +237,8 @@ def _like(base: type[nn.Module]) -> LayerKind:
     kind = kind_of_type(base)  # type: ignore[arg-type]  # a type is hashable
     if kind is None:
         raise ValueError(
-            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give its matrix or a rule"
+            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix or "
+            "a rule"
         )
     return replace(kind, declared=True)
 
@@ -306,9 +307,9 @@ def is_affine(layer: nn.Module) -> bool:
 
 def as_linear(layer: nn.Module) -> nn.Linear:
     """An ``nn.Linear`` with the weight and the bias of an affine layer, sharing their memory; such a layer itself."""
-    if isinstance(layer, nn.Linear):
-        return layer
     kind = kind_of(layer)
+    if isinstance(layer, nn.Linear) and (kind is None or not kind.declared):
+        return layer
     assert kind is not None and kind.is_affine
     (matrix,) = kind.matrices(layer)
     weight = getattr(layer, matrix.weight)

@@ -82,7 +82,8 @@ def replace_linear(
     if not replacements:
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear that is included and not excluded (and not inside of an "
-            f"nn.MultiheadAttention) is in {type(model).__name__}"
+            f"nn.MultiheadAttention) is in {type(model).__name__}; lightning_struct.functional.register_layer declares "
+            "layers of other types to be linear"
         )
     _warn_of_ties(model, [name for name, _ in places])
     for name, replacement in places:  # only now: an error leaves the model as it was

@@ -289,8 +289,11 @@ def test_the_norms_of_transformers_are_declared_in_one_line() -> None:
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("declare", [lambda: register_layer(Scale, rule=scale_shares), lambda: register_layer(Scale)(scale_shares)],
-                         ids=["argument", "decorator"])  # fmt: skip
+@pytest.mark.parametrize(
+    "declare",
+    [lambda: register_layer(Scale, rule=scale_shares), lambda: register_layer(Scale)(scale_shares)],
+    ids=["argument", "decorator"],
+)
 def test_a_rule_of_ones_own_is_used(declare: Callable[[], Any]) -> None:
     declare()
     assert_norms_are_those_of_autograd(nn.Sequential(nn.Linear(4, 3), Scale(3)).double(), inputs(5, 2, 4))

@@ -1,1 +1,6 @@
-"""Per-sample gradient norms: what each layer contributes, and the recorder that gathers it."""
+"""Per-sample gradients, layer by layer: contributions, rules for them, and the recorder that gathers them by hooks."""
+
+from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Lookup, Outer, Uncovered
+from lightning_struct.functional.per_sample.convolution import Convolution
+
+__all__ = ["Contribution", "Convolution", "Dense", "Lookup", "Outer", "Uncovered"]

@@ -16,7 +16,7 @@ from lightning_struct.functional.randomness import RandomState
 
 @dataclass
 class Rerun:
-    """State that running a layer again needs: (device, dtype, enabled) of autocast, and the state of the random generators."""
+    """State that running a layer again needs: (device, dtype, enabled) of autocast, and of the random generators."""
 
     autocast: tuple[str, torch.dtype, bool]
     random_state: RandomState | None

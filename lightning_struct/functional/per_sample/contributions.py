@@ -1,4 +1,4 @@
-"""Contributions: each sample's share of what one use of a parameter adds to its gradient, in forms that are cheap to measure.
+"""Contributions: each sample's share of what one use of a parameter adds to its gradient, in forms cheap to measure.
 
 The share of sample i is cᵢ, with Σᵢ cᵢ the gradient. A layer's inputs and the cotangents of its outputs determine all cᵢ;
 their squared norms rarely need the cᵢ themselves, which for n samples are n times as large as the parameter.

@@ -110,7 +110,7 @@ class Convolution(Contribution):
         return max(self.stride) == 1 and self.cotangents.shape[1] < self.inputs.shape[1]
 
     def input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Patches (m, groups, in / groups * kernel, positions) of m samples, and cotangents (m, groups, out / groups, positions)."""
+        """Patches and cotangents of m samples, (m, groups, in / groups * kernel or out / groups, positions)."""
         delta = at_least_float32(self.cotangents[chunk])
         images = F.pad(at_least_float32(self.inputs[chunk]), _pad_argument(self.padding))
         patches = _patches(images, self.kernel, self.stride, self.dilation, delta.shape[2:])

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from lightning_struct.functional.layer_call import LayerCall, Samples
-from lightning_struct.functional.layers import kind_of, owned_parameters
+from lightning_struct.functional.layers import has_plain_parameters, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered, at_least_float32
 from lightning_struct.functional.per_sample.rerun import by_sample
 
@@ -97,7 +97,7 @@ def _outside_of_graphs() -> Callable[..., Tensor]:
 def is_recorded(layer: nn.Module) -> bool:
     """Whether the shares of the layer's parameters are read off calls that are recorded while it runs."""
     kind = kind_of(layer)
-    return kind is not None and kind.base is nn.MultiheadAttention
+    return kind is not None and kind.base is nn.MultiheadAttention and has_plain_parameters(layer, kind)
 
 
 class ParameterUse(ABC):
@@ -197,7 +197,7 @@ def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tupl
         if made.outputs.requires_grad and parameters:
             uses.append((get_gradient_edge(made.outputs), Projection(made, parameters, sequences)))
     for name in ("bias_k", "bias_v"):
-        if (parameter := parameters.get(name)) is not None:
+        if recorded and (parameter := parameters.get(name)) is not None:
             node = _node_that_reads(parameter, recorded)
             if node is not None:
                 uses.append((GradientEdge(node, 0), AddedRow(name, parameter, sequences)))

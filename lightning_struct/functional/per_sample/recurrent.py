@@ -61,7 +61,7 @@ def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
 
 @dataclass(frozen=True)
 class _SequenceLayout:
-    """Order of the caller's tensors, which become (T, N, ...), time first; sequences are sorted by length where they are packed.
+    """Order of the caller's tensors, which become (T, N, ...), time first; packed sequences are sorted by length.
 
     Attributes:
         batch_first: the caller's tensors have the batch first.
@@ -217,7 +217,7 @@ def _joined(cells: Sequence[_Cell], layout: _SequenceLayout) -> Tensor:
 
 
 class _CellWeights(NamedTuple):
-    """Parameters of one direction: weight_ih (gates·hidden, in), weight_hh (gates·hidden, state), weight_hr (state, hidden)."""
+    """One direction: weight_ih (gates·hidden, in), weight_hh (gates·hidden, state), weight_hr (state, hidden)."""
 
     weight_ih: Tensor
     weight_hh: Tensor

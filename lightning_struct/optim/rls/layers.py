@@ -77,7 +77,7 @@ def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLe
 
 
 def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> list[Use]:
-    """Uses from the calls that the layer makes of ``linear``: what the heads attended to after dropout, as it was multiplied."""
+    """Uses from the calls that the layer makes of ``linear``; dropout of the attention is in what they read."""
     bias_of = {matrix.weight: matrix.bias for matrix in _matrices(call.layer)}
     read: dict[str, dict[int, tuple[Tensor, int]]] = defaultdict(dict)
     parameters = {name: weight.parameter for name, weight in weights.items()}

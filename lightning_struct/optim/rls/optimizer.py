@@ -23,7 +23,7 @@ AuxiliaryFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class RLS(torch.optim.Optimizer):
-    """Recursive least squares: each layer's gradient is multiplied by P, the inverse autocorrelation of the inputs seen so far.
+    """Recursive least squares: P, the inverse autocorrelation of a layer's inputs so far, multiplies its gradient.
 
     For each weight, with x̄ the mean of what it was multiplied by since the last step and T the mean length of sequences (1
     but for recurrent layers)::
@@ -47,7 +47,8 @@ class RLS(torch.optim.Optimizer):
 
     Args:
         module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and the projections of
-            ``nn.MultiheadAttention`` are trained by RLS.
+            ``nn.MultiheadAttention`` are trained by RLS, and layers that
+            :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
@@ -64,7 +65,8 @@ class RLS(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument out of range; a name in ``exclude`` or ``gradient_scale`` that is none; parameters that
-            neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, or not initialised yet; nothing to train.
+            neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, or not initialised yet;
+            nothing to train.
         MemoryError: the matrices P do not fit into the memory that is free.
 
     Example:
@@ -115,7 +117,8 @@ class RLS(torch.optim.Optimizer):
         self._weights = list(dict.fromkeys(weight for weights in of_layers.values() for weight in weights.values()))
         if not self._weights:
             raise ValueError(
-                f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to train"
+                f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to "
+                "train; lightning_struct.functional.register_layer declares layers of other types"
             )
         for weight in self._weights:
             if form == "rank1" or (max_size is not None and weight.size > max_size):
@@ -174,7 +177,7 @@ class RLS(torch.optim.Optimizer):
 
         Raises:
             ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen; named
-                are the step and the weights. No weight and no state has changed; only the gradients' clipping by others, if any, has.
+                are the step and the weights. No weight and no state has changed; the gradients have if others clipped them.
         """
         result = None
         if closure is not None:

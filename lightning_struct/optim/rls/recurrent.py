@@ -85,7 +85,7 @@ def _chunks(weights: Sequence[Tensor], levels: int) -> list[list[Tensor]]:
 
 
 def watch(layer: nn.RNNBase) -> LevelByLevel | None:
-    """The context for a call of the layer; None where arguments and outputs of the call show all: one level, torch's forward."""
+    """The context for a call of the layer; None where the call shows all itself: one level, and torch's forward."""
     kind = kind_of(layer)
     own_forward = kind is not None and type(layer).forward is not getattr(kind.base, "forward", None)
     return LevelByLevel() if layer.num_layers > 1 or own_forward else None

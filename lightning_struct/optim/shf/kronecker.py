@@ -52,7 +52,8 @@ class KroneckerFactors:
 
     Linear, Conv1d/2d/3d, RNN, LSTM, GRU and MultiheadAttention have Kronecker factors, for each group of a convolution and
     each of the stacked projections of an attention their own; the factors of a weight that several layers use, or that
-    one uses several times, are of all uses. All other parameters, and what is excluded, have a diagonal.
+    one uses several times, are of all uses. So have layers that were declared to be like one of them (see
+    :func:`~lightning_struct.functional.register_layer`). All other parameters, and what is excluded, have a diagonal.
 
     Args:
         module: the network.

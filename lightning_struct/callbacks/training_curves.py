@@ -29,7 +29,7 @@ class TrainingCurves(L.Callback):
     """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
     After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
-    validation ``val_loss``: whichever of them the module logs. When ``fit`` ends, or is interrupted from the keyboard,
+    validation ``val_loss``: whichever of them the module logs. When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM,
     ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process, and not
     under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint.
 
@@ -138,7 +138,7 @@ class TrainingCurves(L.Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
+        if isinstance(exception, (KeyboardInterrupt, SystemExit)):  # SIGTERM: Lightning makes a SystemExit of it
             self._write(trainer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,73 +1,146 @@
 """How every recipe's command line is put together, and what it prints."""
 
+import argparse
+import os
+import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+import torch
+import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from rich.console import Console
-from rich.table import Table
 
+from lightning_struct import __version__
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.denormals import denormals_flushed
+from lightning_struct.recipes.catalogue import default_config, did_you_mean
+from lightning_struct.recipes.quiet import noise_filtered
+from lightning_struct.utilities.optional import require
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
+CONFIG_IN_CHECKPOINT = "recipe_config"
+WORDS_FOR_CHECKPOINTS = ("best", "last", "hpc")  # Lightning finds these itself
+PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the recipes of one kind of task end with.
+    """The results that the recipes of one kind of task show at the end of ``fit``, and what they write.
 
     Attributes:
-        metrics: for each metric of a test run that is shown at the end of ``fit``, its heading and its format.
-        predictions: what ``predict`` writes.
-        config: the file that is run without ``--config``.
+        metrics: for each metric of a test run that is shown, its heading and its format.
+        predictions: name of what ``predict`` writes.
         log_every_n_steps: few and long steps are all logged.
         gap: the metric whose difference between training and test set is shown, too.
     """
 
     metrics: Mapping[str, tuple[str, str]]
     predictions: str
-    config: str
     log_every_n_steps: int
     gap: str | None = None
 
 
-RECONSTRUCTIONS = Results(
-    {"test_loss": ("½‖x̂ - x‖²", ".4g"), "test_squared_error": ("‖x̂ - x‖²", ".4g")}, "reconstructions", "shf.yaml", 1
+AUTOENCODER_RESULTS = Results(
+    {"test_loss": ("½‖x̂ - x‖²", ".4g"), "test_squared_error": ("‖x̂ - x‖²", ".4g")}, "reconstructions", 1
 )
-CLASSES = Results({"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", "rls.yaml", 50)
-STRUCTURED = replace(CLASSES, config="ldr_sd.yaml", gap="test_accuracy")
-WORDS = Results({"test_loss": ("nats", ".4g"), "test_perplexity": ("perplexity", ".2f")}, "words", "ldr_sd.yaml", 50)
+CLASSIFIER_RESULTS = Results(
+    {"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", log_every_n_steps=50
+)
+STRUCTURED_CLASSIFIER_RESULTS = replace(CLASSIFIER_RESULTS, gap="test_accuracy")
+LANGUAGE_MODEL_RESULTS = Results(
+    {"test_loss": ("nats", ".4g"), "test_perplexity": ("perplexity", ".2f")}, "words", log_every_n_steps=50
+)
 
 
-def config_directory(name: str) -> Path:
-    """Where the YAML files of a recipe are: in the wheel, or in the checkout of an editable install."""
-    packaged, checkout = Path(__file__).parent / "configs", Path(__file__).parents[2] / "recipes"
-    return (packaged if packaged.is_dir() else checkout) / name
+class RunConfigCallback(SaveConfigCallback):
+    """Saves the config of a run beside its results and in its checkpoints: each says itself how to resume it."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CONFIG_IN_CHECKPOINT] = self.parser.dump(self.config, skip_none=False)
 
 
 class RecipeCLI(LightningCLI):
-    """LightningCLI that says at the end of ``fit`` what was reached and where the results are."""
+    """LightningCLI that says at the end of ``fit`` what was reached and where the results are.
 
-    def __init__(self, *arguments: Any, results: Results, links: Mapping[str, str], **options: Any) -> None:
+    A checkpoint brings the config of its run, unless ``--config`` names another one; options of the command line win over
+    both. LightningCLI instead puts the hyperparameters of the checkpoint, which lack what makes optimizers and schedulers,
+    over the config: a resumed run would have others.
+
+    Args:
+        arguments: of LightningCLI.
+        recipe: whose configs can be named.
+        results: of its kind of task.
+        links: arguments of the model by the attributes of the data module that they are taken from.
+        options: of LightningCLI.
+    """
+
+    def __init__(
+        self, *arguments: Any, recipe: str, results: Results, links: Mapping[str, str], **options: Any
+    ) -> None:
+        self.recipe = recipe
         self.results = results
         self.links = links
-        super().__init__(*arguments, **options)
+        self._fit_began: float | None = None
+        try:
+            super().__init__(*arguments, **options)
+        except (KeyboardInterrupt, SystemExit, OSError):
+            if self._fit_began is not None:
+                self._say_how_to_resume()
+            raise
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        from lightning_struct.recipes.parser import ConfigByName, RecipeParser  # they need jsonargparse
+
+        versions = [f"lightning_struct=={__version__}", f"lightning.pytorch=={L.__version__}"]
+        parser = RecipeParser(recipe=self.recipe, dump_header=versions, **kwargs)
+        parser.add_argument(
+            "-c",
+            "--config",
+            action=ConfigByName,
+            help="Path of a YAML file, or name of a config: of this recipe, as in lightning-struct RECIPE, or RECIPE/NAME.",
+        )
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for source, target in self.links.items():
             parser.link_arguments(source, target, apply_on="instantiate")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+        options = self.config[self.config.subcommand]
+        # LightningCLI now would put the hyperparameters of the checkpoint over the config: it sees none.
+        self._checkpoint, options.ckpt_path = options.ckpt_path, None
+
+    def before_instantiate_classes(self) -> None:
+        self.config[self.subcommand].ckpt_path = self._checkpoint
+        self._check_checkpoint()
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        if self.subcommand in ("validate", "test"):  # they print what they measure and need no folder
+            self.save_config_callback = None
+            if self._logger_is_the_default():
+                kwargs.setdefault("logger", False)
+        return super().instantiate_trainer(**kwargs)
+
+    def _logger_is_the_default(self) -> bool:
+        default, chosen = self.trainer_defaults["logger"], self.config[self.subcommand].trainer.logger
+        same_class = getattr(chosen, "class_path", None) == default["class_path"]
+        return same_class and default["init_args"].items() <= chosen.init_args.as_dict().items()
+
     def before_validate(self) -> None:
-        if self.config[self.subcommand].get("ckpt_path") is None:
+        if self._checkpoint is None:
             rank_zero_warn(f"{self.subcommand} runs on untrained weights: name trained ones by --ckpt_path.")
 
     before_test = before_predict = before_validate
@@ -78,23 +151,28 @@ class RecipeCLI(LightningCLI):
     def after_fit(self) -> None:
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        from rich.console import Console
+
+        assert self._fit_began is not None
         seconds = time.monotonic() - self._fit_began
-        log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        console = Console(soft_wrap=True, highlight=False, quiet=not self.trainer.is_global_zero)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        weights = "the best checkpoint" if best else "the last weights"
+        console.print(f"Testing {weights} on the training, the validation and the test set.")
         errors = self._final_errors(best)
-        if self.trainer.is_global_zero:
-            weights = "the best checkpoint" if best else "the last weights"
-            console = Console(soft_wrap=True, highlight=False)
-            console.print(_table(f"Averages over samples, {weights}", self.results, errors))
-            if self.results.gap is not None:
-                heading, form = self.results.metrics[self.results.gap]
-                gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]
-                console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
-            console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
-            console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
-            for picture in sorted(log_dir.glob("*.png")):
-                console.print(f"picture          {picture}", markup=False)
-            console.print(f"log              {log_dir}", markup=False)
+        console.print(_table(f"Averages over samples, {weights}", self.results, errors))
+        if self.results.gap is not None:
+            heading, form = self.results.metrics[self.results.gap]
+            gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]
+            console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
+        console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
+        console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
+        for picture in sorted(self._log_dir().glob("*.png")):
+            console.print(f"picture          {picture}", markup=False)
+        console.print(f"log              {self._log_dir()}", markup=False)
+
+    def _log_dir(self) -> Path:
+        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
     def _final_errors(self, checkpoint: str) -> dict[str, Mapping[str, float]]:
         """Errors over each of the three sets; the last one, of the test set, also goes to the log."""
@@ -105,6 +183,34 @@ class RecipeCLI(LightningCLI):
             (errors[part],) = self.trainer.test(self.model, loader, ckpt_path=ckpt_path, verbose=False)
             ckpt_path = None  # its weights stay in the model
         return errors
+
+    def _check_checkpoint(self) -> None:
+        """Refuse a checkpoint that is not there, before any data are read."""
+        path = self._checkpoint
+        if path is None or path in WORDS_FOR_CHECKPOINTS or "://" in path or path.startswith("registry"):
+            return
+        if not Path(path).exists():
+            there = sorted(Path("results", self.recipe).glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime)
+            sentences = [
+                f"There is no checkpoint {path}.",
+                did_you_mean(path, map(str, there)),
+                f"The newest here is {there[-1]}." if there else "",
+            ]
+            raise MisconfigurationException(" ".join(filter(None, sentences)))
+
+    def _say_how_to_resume(self) -> None:
+        """Tell where the results of an unfinished fit are, and the command that goes on with it."""
+        if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        folders = {str(getattr(callback, "dirpath", None)) for callback in self.trainer.checkpoint_callbacks}
+        written = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
+        newest = max(written, key=lambda path: path.stat().st_mtime, default=self._checkpoint)
+        print(f"\nresults so far   {self._log_dir()}", file=sys.stderr)
+        if newest is None:
+            print("No checkpoint was written yet: start again to train.", file=sys.stderr)
+        else:
+            command = f"python -m lightning_struct.recipes.{self.recipe} fit --ckpt_path {shlex.quote(str(newest))}"
+            print(f"to resume        {command}", file=sys.stderr)
 
 
 def run_recipe(
@@ -120,7 +226,7 @@ def run_recipe(
     """Parse arguments and run the subcommand they name.
 
     Args:
-        name: of the recipe: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
+        name: of the recipe, one of ``RECIPES``: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
         model_class: the configured model is this class or one derived from it.
         data_class: the data module, configured by ``--data.*``; it has ``evaluation_dataloader`` as
             :class:`InMemoryDataModule` has it.
@@ -132,55 +238,81 @@ def run_recipe(
 
     Returns:
         The command line after its run, with ``trainer``, ``model`` and ``datamodule``.
+
+    Raises:
+        MisconfigurationException: if the extra ``recipes`` is not installed, or there is no such checkpoint.
     """
+    for package in ("jsonargparse", "rich"):
+        require(package, "The command line of a recipe")
     given = sys.argv[1:] if args is None else list(args)
-    has_config = any(argument in ("-c", "--config") or argument.startswith("--config=") for argument in given)
-    defaults = [] if has_config else [str(config_directory(name) / results.config)]
     program = f"python -m lightning_struct.recipes.{name}"
-    run = partial(
-        RecipeCLI,
-        model_class,
-        data_class,
-        results=results,
-        args=None if args is None else given,
-        links=links or {},
-        subclass_mode_model=True,
-        subclass_mode_data=subclass_mode_data,
-        auto_configure_optimizers=False,
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={
-            "prog": program,
-            **{
-                subcommand: {
-                    "default_config_files": defaults,
-                    "usage": f"{program} {subcommand} [--config FILE] [--KEY=VALUE ...]",
-                }
-                for subcommand in SUBCOMMANDS
+    with ExitStack() as stack:
+        stack.enter_context(noise_filtered())
+        stack.enter_context(denormals_flushed())  # saturated units and long sequences have subnormal derivatives
+        defaults = _default_configs(name, given, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        parsers = {
+            subcommand: {
+                "default_config_files": defaults,
+                "usage": f"{program} {subcommand} [--config CONFIG] [--KEY=VALUE ...]",
+                "allow_abbrev": False,
+            }
+            for subcommand in SUBCOMMANDS
+        }
+        return RecipeCLI(
+            model_class,
+            data_class,
+            recipe=name,
+            results=results,
+            links=links or {},
+            args=given,
+            subclass_mode_model=True,
+            subclass_mode_data=subclass_mode_data,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            save_config_callback=RunConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": program, "allow_abbrev": False, **parsers},
+            trainer_defaults={
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.CSVLogger",
+                    "init_args": {"save_dir": "results", "name": name},
+                },
+                "log_every_n_steps": results.log_every_n_steps,
+                "callbacks": [PredictionWriter(results.predictions)],
             },
-        },
-        trainer_defaults={
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.CSVLogger",
-                "init_args": {"save_dir": "results", "name": name},
-            },
-            "log_every_n_steps": results.log_every_n_steps,
-            "callbacks": [PredictionWriter(results.predictions)],
-        },
+        )
+
+
+def config_of_checkpoint(path: str | Path) -> dict[str, Any] | None:
+    """The config of the run that wrote a checkpoint, None if there is none in it."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    text = checkpoint.get(CONFIG_IN_CHECKPOINT)
+    return (
+        None
+        if text is None
+        else {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
     )
-    with denormals_flushed():  # saturated units and long sequences have subnormal derivatives
-        return run()
 
 
-def run_command(main: Callable[[], Any]) -> None:
-    """Run ``main`` as a command: what the user can put right is one message and exit status 1, not a traceback."""
-    try:
-        main()
-    except MisconfigurationException as error:
-        sys.exit(f"error: {error}")
+def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[str]:
+    """The config to be read if none is named: that of the checkpoint if there is one, else that of the recipe."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("-c", "--config")
+    options.add_argument("--ckpt_path")
+    named, _ = options.parse_known_args(arguments)
+    if named.config is not None:
+        return []
+    config = config_of_checkpoint(named.ckpt_path) if named.ckpt_path and Path(named.ckpt_path).is_file() else None
+    if config is None:
+        return [str(default_config(name))]
+    file = folder / "config_of_checkpoint.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return [str(file)]
 
 
-def _table(title: str, results: Results, values: dict[str, Mapping[str, float]]) -> Table:
+def _table(title: str, results: Results, values: dict[str, Mapping[str, float]]) -> "Table":
+    from rich.table import Table
+
     table = Table("", *(heading for heading, _ in results.metrics.values()), title=title, title_justify="left")
     for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
         table.add_row(label, *(format(values[part][name], form) for name, (_, form) in results.metrics.items()))

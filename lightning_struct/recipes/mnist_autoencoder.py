@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from lightning_struct.data import MNISTDataModule
 from lightning_struct.models import Autoencoder
-from lightning_struct.recipes.cli import RECONSTRUCTIONS, RecipeCLI, run_command, run_recipe
+from lightning_struct.recipes.cli import AUTOENCODER_RESULTS, RecipeCLI, run_recipe
+from lightning_struct.recipes.errors import run_command
 
 
 def main(args: Sequence[str] | None = None) -> RecipeCLI:
     """Run the recipe on ``args``, by default on the command line of this process."""
-    return run_recipe("mnist_autoencoder", Autoencoder, MNISTDataModule, RECONSTRUCTIONS, args)
+    return run_recipe("mnist_autoencoder", Autoencoder, MNISTDataModule, AUTOENCODER_RESULTS, args)
 
 
 if __name__ == "__main__":

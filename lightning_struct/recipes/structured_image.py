@@ -26,12 +26,15 @@ from collections.abc import Sequence
 
 from lightning_struct.data import InMemoryDataModule
 from lightning_struct.models import Classifier
-from lightning_struct.recipes.cli import STRUCTURED, RecipeCLI, run_command, run_recipe
+from lightning_struct.recipes.cli import STRUCTURED_CLASSIFIER_RESULTS, RecipeCLI, run_recipe
+from lightning_struct.recipes.errors import run_command
 
 
 def main(args: Sequence[str] | None = None) -> RecipeCLI:
     """Run the recipe on ``args``, by default on the command line of this process."""
-    return run_recipe("structured_image", Classifier, InMemoryDataModule, STRUCTURED, args, subclass_mode_data=True)
+    return run_recipe(
+        "structured_image", Classifier, InMemoryDataModule, STRUCTURED_CLASSIFIER_RESULTS, args, subclass_mode_data=True
+    )
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 from lightning_struct.data import TextCorpusDataModule
 from lightning_struct.models import LanguageModel
-from lightning_struct.recipes.cli import WORDS, RecipeCLI, run_command, run_recipe
+from lightning_struct.recipes.cli import LANGUAGE_MODEL_RESULTS, RecipeCLI, run_recipe
+from lightning_struct.recipes.errors import run_command
 
 LINKS = {"data.vocabulary_size": "model.init_args.vocabulary_size"}
 
 
 def main(args: Sequence[str] | None = None) -> RecipeCLI:
     """Run the recipe on ``args``, by default on the command line of this process."""
-    return run_recipe("wikitext_lstm", LanguageModel, TextCorpusDataModule, WORDS, args, links=LINKS)
+    return run_recipe("wikitext_lstm", LanguageModel, TextCorpusDataModule, LANGUAGE_MODEL_RESULTS, args, links=LINKS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.optim import RLS
-from lightning_struct.recipes.cli import config_directory
+from lightning_struct.recipes.catalogue import config_directory
 from lightning_struct.recipes.mnist_fnn import main
 
 RUN = Path("results/mnist_fnn/version_0")

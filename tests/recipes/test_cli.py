@@ -8,8 +8,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_struct.callbacks import TrainingCurves
 from lightning_struct.models import Autoencoder
 from lightning_struct.recipes import usps_autoencoder
-from lightning_struct.recipes.cli import config_directory, run_command
+from lightning_struct.recipes.catalogue import config_directory
 from lightning_struct.recipes.curves_autoencoder import main
+from lightning_struct.recipes.errors import run_command
 
 RUN = Path("results/curves_autoencoder/version_0")
 

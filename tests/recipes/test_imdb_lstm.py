@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.models import RLSClassifier
-from lightning_struct.recipes.cli import config_directory
+from lightning_struct.recipes.catalogue import config_directory
 from lightning_struct.recipes.imdb_lstm import main
 
 WAYS = sorted(path.stem for path in config_directory("imdb_lstm").glob("*.yaml"))

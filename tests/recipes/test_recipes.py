@@ -9,7 +9,7 @@ import torch
 
 from lightning_struct.models import SHFAutoencoder
 from lightning_struct.optim import SHF
-from lightning_struct.recipes.cli import config_directory
+from lightning_struct.recipes.catalogue import config_directory
 
 PIXELS = {"curves_autoencoder": 784, "mnist_autoencoder": 784, "usps_autoencoder": 256}
 SHIPPED = [(name, path.stem) for name in PIXELS for path in sorted(config_directory(name).glob("*.yaml"))]

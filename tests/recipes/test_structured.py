@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_struct.models import Classifier, LanguageModel
 from lightning_struct.models.structured import LayerFactory
 from lightning_struct.nn import LDRSubdiagonal, PrunedLinear
-from lightning_struct.recipes.cli import config_directory
+from lightning_struct.recipes.catalogue import config_directory
 
 QUIET = [
     "--trainer.accelerator=cpu",

@@ -1,0 +1,47 @@
+"""The end of a recipe that is run as a command: what its user can put right is one message, not a traceback."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+INTERRUPTED, TERMINATED = 130, 143  # exit statuses of SIGINT and SIGTERM, as shells have them
+ELSEWHERE = "write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
+REMEDIES = {
+    errno.ENOSPC: f"Free some space there, or {ELSEWHERE}",
+    errno.EDQUOT: f"Free some space there, or {ELSEWHERE}",
+    errno.EROFS: f"Nothing can be written there: {ELSEWHERE}",
+    errno.EACCES: f"Make it accessible; results can be written elsewhere: {ELSEWHERE}",
+    errno.EPERM: f"Make it accessible; results can be written elsewhere: {ELSEWHERE}",
+    errno.ENOTDIR: f"A file stands where a folder is needed: move it away, or {ELSEWHERE}",
+    errno.EEXIST: f"A file stands where a folder is needed: move it away, or {ELSEWHERE}",
+    errno.EISDIR: "A folder stands where a file is needed: move it away",
+}
+
+
+def run_command(main: Callable[[], Any]) -> None:
+    """Run ``main`` as a command.
+
+    Errors that the user can put right end it with one message and exit status 1; SIGINT (Ctrl-C) ends it with status 130 and
+    SIGTERM with 143. All other errors are defects and keep their traceback.
+    """
+    try:
+        main()
+    except MisconfigurationException as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        place = f": {os.fspath(error.filename)}" if isinstance(error.filename, (str, os.PathLike)) else ""
+        sys.exit(f"error: {os.strerror(error.errno)}{place}. {REMEDIES[error.errno]}.")
+    except SIGTERMException:
+        sys.exit(TERMINATED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning ends an interrupted run with status 1
+            sys.exit(INTERRUPTED)
+        raise

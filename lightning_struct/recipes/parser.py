@@ -1,0 +1,85 @@
+"""The parser of a recipe's command line: configs have names, and wrong options are answered with the nearest right one.
+
+Needs the extra ``recipes``: only the command line of a recipe imports it.
+"""
+
+import argparse
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NoReturn
+
+from jsonargparse import ActionConfigFile
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_struct.recipes.catalogue import did_you_mean, find_config
+
+# What jsonargparse says of a wrong option: 4.40 and 4.53 have other words, hence several.
+UNKNOWN_OPTION = re.compile(
+    r"unrecognized arguments: --(?P<argument>[\w.]+)"
+    r"|Option '(?P<option>[\w.]+)' is not accepted"
+    r"|does not accept (?:option|nested key) '(?P<key>[\w.]+)'"
+    r"|[Kk]ey [\"'](?P<unexpected>[\w.]+)[\"'] is not expected"
+    r"|No action for key [\"'](?P<unhandled>[\w.]+)[\"']"
+)
+UNKNOWN_CHOICE = re.compile(r"invalid choice: '?(?P<choice>\w+)'?")
+UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
+HOMES_OF_CLASSES = tuple(f"lightning_struct.{part}" for part in ("models", "data", "callbacks", "optim", "nn"))
+
+
+class ConfigByName(ActionConfigFile):
+    """Reads the config that is named by its path, or as :func:`find_config` says."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            values = find_config(values, parser.recipe)
+        except LookupError as error:
+            raise TypeError(error.args[0]) from error  # the parser makes its own error of it
+        super().__call__(parser, namespace, values, option_string)
+
+
+class RecipeParser(LightningArgumentParser):
+    """LightningCLI's parser for a recipe.
+
+    Args:
+        recipe: whose configs can be named.
+        options: of the parser of LightningCLI.
+    """
+
+    def __init__(self, *arguments: Any, recipe: str = "", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.recipe = recipe
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with the message, and the nearest right name below it."""
+        question = (
+            "" if "Did you mean" in message else suggestion(message, self)
+        )  # a parser within this one may have asked
+        super().error(f"{message}\n{question}" if question else message, ex)
+
+
+def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
+    """The question that follows an error message of the parser, empty if there is nothing to suggest."""
+    options, subcommands = _accepted(parser)
+    if choice := UNKNOWN_CHOICE.search(message):
+        return did_you_mean(choice["choice"], subcommands)
+    if unknown := UNKNOWN_CLASS.search(message):
+        return did_you_mean(
+            unknown["name"], (name for home in HOMES_OF_CLASSES for name in import_module(home).__all__)
+        )
+    if wrong := UNKNOWN_OPTION.search(message):
+        name = next(name for name in wrong.groups() if name is not None)
+        return did_you_mean(f"--{name}", options) or did_you_mean(f"--{name.partition('.')[0]}", options)
+    return ""
+
+
+def _accepted(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:
+    """Options of a parser and of its subcommands, and these subcommands."""
+    options: set[str] = set()
+    subcommands: set[str] = set()
+    for action in parser._actions:  # argparse has no public way to list them
+        options.update(option for option in action.option_strings if not option.endswith(".help"))
+        if isinstance(action.choices, Mapping):
+            subcommands.update(action.choices)
+            options.update(*(_accepted(subparser)[0] for subparser in action.choices.values()))
+    return options, subcommands

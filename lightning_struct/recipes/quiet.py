@@ -1,0 +1,42 @@
+"""Messages of other packages that say nothing to whoever runs a recipe, kept out of its output."""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WARNINGS = (
+    r"The '.*_dataloader' does not have many workers",  # data in memory: workers would only be slower
+    r"The number of training batches .* is smaller than the logging interval",
+    r"The dirpath has changed",  # a resumed run has a folder of its own
+    r".isinstance\(treespec, LeafSpec\). is deprecated",  # inside Lightning
+    r"Checkpoint directory .* exists and is not empty",  # the second ModelCheckpoint of a run
+    r"The `srun` command is available on your system",
+)
+LOG_MESSAGES = (
+    r"💡 Tip: ",  # Lightning's advice to install other packages
+    r"TPU available: False",
+    r"HPU available: False",
+)
+LOGGER = "lightning.pytorch.utilities.rank_zero"
+
+
+@contextmanager
+def noise_filtered() -> Iterator[None]:
+    """Within it, the messages above are not shown; all others are."""
+
+    def tells(record: logging.LogRecord) -> bool:
+        return not any(re.match(pattern, record.getMessage()) for pattern in LOG_MESSAGES)
+
+    logger = logging.getLogger(LOGGER)
+    logger.addFilter(tells)
+    try:
+        with warnings.catch_warnings():
+            for pattern in WARNINGS:
+                warnings.filterwarnings("ignore", pattern)
+            # what jsonargparse deprecates and LightningCLI calls
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
+            yield
+    finally:
+        logger.removeFilter(tells)

@@ -125,29 +125,6 @@ def test_fast_dev_run_writes_no_results(conf, capsys):
 
 
 @pytest.mark.slow
-def test_resumed_run_ends_where_the_uninterrupted_one_ends(conf):
-    arguments = ["fit", "--config", conf("classifier"), "--trainer.callbacks=null"]  # the last weights are kept
-    whole = main([*arguments, "--trainer.max_epochs=3"])
-    main([*arguments, "--trainer.max_epochs=2"])
-    last = "results/mnist_fnn/version_1/checkpoints/epoch=1-step=4.ckpt"
-    resumed = main([*arguments, "--trainer.max_epochs=3", "--ckpt_path", last])
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    assert resumed.trainer.global_step == 6 and all(torch.equal(first, second) for first, second in pairs)
-
-
-@pytest.mark.slow
-def test_resumed_rls_ends_where_the_uninterrupted_one_ends():
-    arguments = ["fit", "--config", str(config_directory("mnist_fnn") / "rls_momentum_l1.yaml"), *NETWORKS["mnist_fnn"]]
-    arguments.append("--trainer.callbacks=null")  # the last weights are kept
-    whole = run("mnist_fnn", *arguments, "--trainer.max_epochs=3")
-    run("mnist_fnn", *arguments, "--trainer.max_epochs=2")
-    last = "results/mnist_fnn/version_1/checkpoints/epoch=1-step=6.ckpt"
-    resumed = run("mnist_fnn", *arguments, "--trainer.max_epochs=3", "--ckpt_path", last)
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    assert resumed.trainer.global_step == 9 and all(torch.equal(first, second) for first, second in pairs)
-
-
-@pytest.mark.slow
 def test_checkpoint_says_itself_which_network_it_is_of(conf):
     main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
     checkpoint = str(RUN / "checkpoints" / "last.ckpt")

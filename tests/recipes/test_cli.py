@@ -1,3 +1,4 @@
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -8,9 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_struct.callbacks import TrainingCurves
 from lightning_struct.models import Autoencoder
 from lightning_struct.recipes import usps_autoencoder
-from lightning_struct.recipes.catalogue import config_directory
 from lightning_struct.recipes.curves_autoencoder import main
-from lightning_struct.recipes.errors import run_command
 
 RUN = Path("results/curves_autoencoder/version_0")
 
@@ -96,15 +95,6 @@ def test_same_seed_gives_the_same_weights(conf):
 
 
 @pytest.mark.slow
-def test_resumed_run_ends_where_the_uninterrupted_one_ends(conf):
-    whole = main(["fit", "--config", conf("adam"), "--trainer.max_epochs=3"])
-    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=2"])
-    last = "results/curves_autoencoder/version_1/checkpoints/last.ckpt"
-    resumed = main(["fit", "--config", conf("adam"), "--trainer.max_epochs=3", "--ckpt_path", last])
-    assert resumed.trainer.global_step == 6 and torch.equal(weights(resumed), weights(whole))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
 def test_trained_weights_are_evaluated_by_their_checkpoint(conf, subcommand):
     main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1"])
@@ -136,27 +126,6 @@ def test_misconfiguration_propagates_from_main(conf, tmp_path):
         usps_autoencoder.main(["fit", "--config", conf("adam"), *arguments])
 
 
-def test_misconfiguration_of_a_command_is_one_message_and_exit_status_1():
-    def misconfigured():
-        raise MisconfigurationException("put the files there")
-
-    with pytest.raises(SystemExit) as exit:
-        run_command(misconfigured)
-    assert exit.value.code == "error: put the files there"
-
-
-def test_other_errors_of_a_command_keep_their_traceback():
-    def broken():
-        raise KeyError("a defect")
-
-    with pytest.raises(KeyError):
-        run_command(broken)
-
-
-def test_configs_are_found():
-    assert (config_directory("curves_autoencoder") / "shf.yaml").is_file()
-
-
 @pytest.mark.slow
 def test_resumed_shf_run_ends_where_the_uninterrupted_one_ends(conf):
     whole = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=4"])
@@ -180,3 +149,45 @@ def test_checkpoint_says_itself_which_network_it_is_of(conf, way):
     checkpoint = str(RUN / "checkpoints" / "last.ckpt")
     cli = main(["test", "--ckpt_path", checkpoint, "--trainer.accelerator=cpu", "--data.test_size=5"])
     assert list(cli.model.hparams["layer_sizes"]) == [784, 8, 3]
+
+
+def test_validate_and_test_leave_no_folder(conf):
+    for subcommand in ("validate", "test"):
+        cli = main([subcommand, "--config", conf("adam")])
+        assert cli.trainer.callback_metrics and not Path("results").exists()
+
+
+def test_logger_that_is_named_is_used_in_a_test(conf):
+    main(["test", "--config", conf("adam"), "--trainer.logger.init_args.save_dir=tested"])
+    assert [path.name for path in Path("tested").rglob("metrics.csv")] == ["metrics.csv"]
+
+
+def test_predict_leaves_a_folder_with_its_predictions_and_says_so(conf, caplog):
+    with caplog.at_level("INFO"):
+        main(["predict", "--config", conf("adam")])
+    assert (RUN / "reconstructions.pt").is_file()
+    assert caplog.messages[-1] == f"Reconstructions are in {RUN / 'reconstructions.pt'}"
+
+
+NOISE = ("Tip:", "LeafSpec", "smaller than the logging interval", "dirpath has changed", "many workers")
+
+
+def test_run_and_its_resumption_print_no_noise(conf, caplog):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        main(["fit", "--config", conf("adam"), "--trainer.log_every_n_steps=50"])
+        main(["fit", "--ckpt_path", str(RUN / "checkpoints" / "last.ckpt"), "--trainer.max_epochs=3"])
+    printed = [*caplog.messages, *(str(warning.message) for warning in caught)]
+    assert not [message for message in printed if any(noise in message for noise in NOISE)]
+
+
+def test_own_warnings_and_those_of_callbacks_are_shown(conf):
+    with pytest.warns(UserWarning, match="a warning of a callback"):
+        main(["fit", "--config", conf("adam"), "--trainer.callbacks+=tests.recipes.test_cli.Warner"])
+
+
+class Warner(L.Callback):
+    """Warns in a training step."""
+
+    def on_train_batch_end(self, *_):
+        warnings.warn("a warning of a callback", stacklevel=1)

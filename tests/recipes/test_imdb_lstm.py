@@ -59,18 +59,6 @@ def test_plain_network_has_no_gates():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["rls_momentum_l1", "hrls"])
-def test_resumed_run_ends_where_the_uninterrupted_one_ends(way):
-    arguments = [*config(way), *NETWORK, "--trainer.callbacks=null"]  # the last weights are kept
-    whole = run("fit", *arguments, "--trainer.max_epochs=3")
-    run("fit", *arguments, "--trainer.max_epochs=2")
-    last = "results/imdb_lstm/version_1/checkpoints/epoch=1-step=6.ckpt"
-    resumed = run("fit", *arguments, "--trainer.max_epochs=3", "--ckpt_path", last)
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    assert resumed.trainer.global_step == 9 and all(torch.equal(first, second) for first, second in pairs)
-
-
-@pytest.mark.slow
 def test_checkpoint_of_another_vocabulary_is_refused():
     run("fit", *config("rls"), *NETWORK, "--trainer.max_epochs=1")
     checkpoint = "results/imdb_lstm/version_0/checkpoints/last.ckpt"

@@ -252,18 +252,3 @@ def test_predict_writes_the_likeliest_words():
     written = torch.load(Path(cli.trainer.log_dir) / "words.pt")["words"]
     table = cli.datamodule.evaluation_dataloader("test").table[:-1]
     assert torch.equal(written, cli.model.eval()(table)[0].argmax(-1))
-
-
-@pytest.mark.slow
-def test_resumed_language_model_without_dropout_ends_where_the_uninterrupted_one_ends():
-    arguments = [
-        *config("wikitext_lstm", "low_rank"),
-        "--model.dropout=0",
-    ]  # dropout draws from torch's global generator
-    arguments.append("--trainer.callbacks=null")  # the last weights are kept
-    whole = run("wikitext_lstm", "fit", *arguments, "--trainer.max_epochs=3")
-    run("wikitext_lstm", "fit", *arguments, "--trainer.max_epochs=2")
-    last = "results/wikitext_lstm/version_1/checkpoints/epoch=1-step=6.ckpt"
-    resumed = run("wikitext_lstm", "fit", *arguments, "--trainer.max_epochs=3", "--ckpt_path", last)
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    assert resumed.trainer.global_step == 9 and all(torch.equal(first, second) for first, second in pairs)

@@ -1,0 +1,117 @@
+"""Wrong options, missing files and interruptions of a recipe that is run as a command."""
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from lightning_struct.recipes import mnist_fnn
+from lightning_struct.recipes.errors import run_command
+
+
+@pytest.fixture
+def ending():
+    """Exit status or message of a command that raises ``error``."""
+
+    def end(error):
+        def command():
+            raise error
+
+        with pytest.raises(SystemExit) as exit:
+            run_command(command)
+        return exit.value.code
+
+    return end
+
+
+def test_misconfiguration_is_one_message(ending):
+    assert ending(MisconfigurationException("put the files there")) == "error: put the files there"
+
+
+def test_full_disk_is_one_message(ending):
+    message = ending(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "results/x.ckpt"))
+    assert message.startswith(
+        "error: No space left on device: results/x.ckpt. Free some space there, or write elsewhere"
+    )
+
+
+def test_sigterm_has_its_exit_status(ending):
+    assert ending(SIGTERMException()) == 143
+
+
+def test_keyboard_interrupt_has_its_exit_status(ending):
+    assert ending(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.parametrize("error", [KeyError("a defect"), FileNotFoundError(errno.ENOENT, "a defect")])
+def test_other_errors_keep_their_traceback(error):
+    def broken():
+        raise error
+
+    with pytest.raises(type(error)):
+        run_command(broken)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "question"),
+    [
+        (["fitt"], "Did you mean fit?"),
+        (["fit", "--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
+        (["fit", "--data.batchsize=3"], "Did you mean --data.batch_size?"),
+        (["fit", "--model.network.layer_size=[784,10]"], "Did you mean --layer_sizes?"),
+        (["fit", "--model=RLSClasifier"], "Did you mean RLSClassifier?"),
+        (["fit", "--config", "hrsl"], "Did you mean hrls?"),
+    ],
+    ids=["subcommand", "trainer", "data", "network", "class", "config"],
+)
+def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
+    with pytest.raises(SystemExit) as end:
+        mnist_fnn.main(arguments)
+    assert end.value.code == 2 and question in capsys.readouterr().err
+
+
+def test_missing_checkpoint_is_one_error_before_anything_is_written():
+    with pytest.raises(MisconfigurationException, match="There is no checkpoint nowhere.ckpt"):
+        mnist_fnn.main(["fit", "--data.synthetic=true", "--ckpt_path", "nowhere.ckpt"])
+    assert not Path("results").exists()
+
+
+def test_results_that_are_a_file_are_one_message(conf):
+    Path("results").write_text("not a folder")
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier")]))
+    assert "results/mnist_fnn" in end.value.code and "A file stands where a folder is needed" in end.value.code
+
+
+def test_missing_extra_is_one_message_that_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: mnist_fnn.main(["fit"]))
+    assert "pip install 'lightning-struct[recipes]'" in end.value.code
+
+
+class Interruption(L.Callback):
+    """Sends this process a signal in the second epoch."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.current_epoch == 1:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(number, status, conf, capsys):
+    arguments = ["--trainer.callbacks+=tests.recipes.test_errors.Interruption", f"--trainer.callbacks.number={number}"]
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
+    run = Path("results/mnist_fnn/version_0")
+    resume = f"python -m lightning_struct.recipes.mnist_fnn fit --ckpt_path {run}/checkpoints/last.ckpt"
+    assert end.value.code == status and resume in capsys.readouterr().err
+    assert {"metrics.csv", "training_curves.png"} <= {path.name for path in run.iterdir()}

@@ -1,0 +1,98 @@
+"""Every recipe is resumed by the checkpoint alone: with the config of its run, to the weights of the uninterrupted run."""
+
+from importlib import import_module
+
+import pytest
+import torch
+import yaml
+
+from lightning_struct.recipes.catalogue import RECIPES, config_names
+from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
+
+SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
+LITTLE = {
+    "curves_autoencoder": [*SAMPLES, "--model.layer_sizes=[784,8,3]"],
+    "mnist_autoencoder": [*SAMPLES, "--model.layer_sizes=[784,8,3]"],
+    "usps_autoencoder": [*SAMPLES, "--model.layer_sizes=[256,8,3]"],
+    "mnist_fnn": [*SAMPLES, "--model.network.layer_sizes=[784,8,10]"],
+    "cifar_cnn": [*SAMPLES, "--model.network.channels=2", "--model.network.hidden=8"],
+    "imdb_lstm": [
+        *SAMPLES,
+        "--model.network.vocabulary_size=50",
+        "--model.network.embedding_size=4",
+        "--model.network.hidden_size=6",
+        "--data.vocabulary_size=50",
+        "--data.max_length=12",
+    ],
+    "structured_image": ["--data.train_size=40", "--data.test_size=10", "--data.batch_size=10"],
+    "structured_conv": ["--data.train_size=4", "--data.val_size=2", "--data.test_size=2", "--data.batch_size=2"],
+    "wikitext_lstm": [
+        "--model.hidden_size=8",
+        "--model.embedding_size=8",
+        "--data.synthetic_vocabulary=30",
+        "--data.train_size=3000",
+        "--data.val_size=400",
+        "--data.test_size=400",
+    ],
+}
+QUIET = [
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--data.synthetic=true",
+]
+CASES = [
+    *((recipe, None) for recipe in RECIPES),
+    ("curves_autoencoder", "adam"),
+    ("curves_autoencoder", "kronecker"),
+    ("mnist_fnn", "hrls"),
+    ("imdb_lstm", "rls_momentum_l1"),
+]
+KEEP_ALL = [  # a mode of its own: Lightning tells the states of checkpoint callbacks apart by it
+    "--trainer.callbacks+=ModelCheckpoint",
+    "--trainer.callbacks.save_top_k=-1",
+    "--trainer.callbacks.mode=max",
+    "--trainer.callbacks.filename={epoch}",
+]
+
+
+def run(recipe, *arguments):
+    return import_module(f"lightning_struct.recipes.{recipe}").main(["fit", *arguments])
+
+
+def printed_config(capsys, recipe, *arguments):
+    with pytest.raises(SystemExit):
+        run(recipe, *arguments, "--print_config")
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_resumed_config_is_that_of_the_run(recipe, capsys):
+    not_the_default = ["--config", config_names(recipe)[-1]]
+    original = printed_config(capsys, recipe, *not_the_default, "--trainer.max_epochs=7", *LITTLE[recipe])
+    torch.save({CONFIG_IN_CHECKPOINT: yaml.safe_dump(original)}, "some.ckpt")
+    assert printed_config(capsys, recipe, "--ckpt_path", "some.ckpt") == original | {"ckpt_path": "some.ckpt"}
+
+
+def test_options_and_a_named_config_win_over_the_checkpoint(capsys):
+    original = printed_config(capsys, "mnist_fnn", "--config", "adam")
+    torch.save({CONFIG_IN_CHECKPOINT: yaml.safe_dump(original)}, "some.ckpt")
+    longer = printed_config(capsys, "mnist_fnn", "--ckpt_path", "some.ckpt", "--trainer.max_epochs=7")
+    other = printed_config(capsys, "mnist_fnn", "--ckpt_path", "some.ckpt", "--config", "hrls")
+    assert longer["trainer"] == original["trainer"] | {"max_epochs": 7} and longer["model"] == original["model"]
+    assert other["model"]["class_path"] == "lightning_struct.models.RLSClassifier"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "config"), CASES)
+def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
+    named = [] if config is None else ["--config", config]
+    whole = run(recipe, *named, *LITTLE[recipe], *QUIET, "--trainer.max_epochs=2", *KEEP_ALL)
+    first = f"results/{recipe}/version_0/checkpoints/epoch=0.ckpt"
+    resumed = run(recipe, "--ckpt_path", first)
+    assert resumed.trainer.global_step == whole.trainer.global_step
+    assert [type(each) for each in resumed.trainer.optimizers] == [type(each) for each in whole.trainer.optimizers]
+    assert len(resumed.trainer.lr_scheduler_configs) == len(whole.trainer.lr_scheduler_configs)
+    last = [torch.load(f"results/{recipe}/version_{run}/checkpoints/epoch=1.ckpt") for run in (0, 1)]
+    weights, resumed_weights = (checkpoint["state_dict"] for checkpoint in last)
+    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)

@@ -1,0 +1,41 @@
+"""Extension of griffe: the markup of our docstrings, which is Sphinx's, as Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`(~?)([\w.]+)`")
+LITERAL_BLOCK = re.compile(r"(?m)^( *)(.*?) ?::\n\n((?:\1 {2,}.*\n?|\n)+)")
+DIRECTIVE = re.compile(r"(?m)^( *)\.\. code-block:: (\w+)\n\n((?:\1 {2,}.*\n?|\n)+)")
+
+
+def _link(match: re.Match[str]) -> str:
+    """A role as a link, where the site has the name; else as code."""
+    shortened, target = match.groups()
+    shown = target.rsplit(".", 1)[-1] if shortened else target
+    return f'<autoref optional identifier="{target}"><code>{shown}</code></autoref>'
+
+
+def _fenced(indent: str, language: str, block: str) -> str:
+    lines = block.rstrip().splitlines()
+    depth = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    code = "\n".join(indent + line[depth:] for line in lines)
+    return f"{indent}```{language}\n{code}\n{indent}```\n\n"
+
+
+def to_markdown(text: str) -> str:
+    """``text`` with roles as links, and literal blocks as fenced ones."""
+    text = ROLE.sub(_link, text)
+    text = DIRECTIVE.sub(lambda m: _fenced(m[1], m[2], m[3]), text)
+    return LITERAL_BLOCK.sub(lambda m: f"{m[1]}{m[2]}{':' if m[2] else ''}\n\n" + _fenced(m[1], "python", m[3]), text)
+
+
+class DocstringMarkup(griffe.Extension):
+    """Rewrites each docstring once, when it is read."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = to_markdown(obj.docstring.value)

@@ -1,0 +1,75 @@
+"""The README and the pages of the documentation: their code runs as it is written, and what they link to is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")), *SITE]
+CODE = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text())], ids=named)
+def test_code_of_a_page_runs_block_after_block(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, object] = {"__name__": "__page__"}
+    for block in CODE.finditer(page.read_text()):
+        lines_above = page.read_text()[: block.start(1)].count("\n")
+        # with the lines above, so that an error names the line of the page
+        exec(compile("\n" * lines_above + block[1], str(page), "exec"), names)  # noqa: S102  it is our own page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_everything_that_a_page_links_to_is_there(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)[^)]*\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_readme_can_be_read_in_one_sitting() -> None:
+    assert len(README.read_text().splitlines()) <= 250
+
+
+def test_readme_has_no_picture_that_an_index_would_not_show() -> None:
+    assert re.findall(r"!\[[^]]*\]\((?!https:)[^)]*\)", README.read_text()) == []
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    results = "\n".join(page.read_text() for page in SITE if page.parent.name == "results")
+    claims = re.findall(r"^\*\*(.*?)\*\*", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert claims
+    figures = {figure for claim in claims for figure in re.findall(r"\d+(?:,\d{3})*\.\d+", claim)}
+    assert sorted(figure for figure in figures if figure not in results) == []
+
+
+def string(node: ast.expr) -> str:
+    """A string expression as it is written, with … where something is put in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(string(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return string(node.left) + string(node.right)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+
+def test_messages_that_the_faq_explains_are_those_of_the_package() -> None:
+    headings = re.findall(r"^### `(.+)`$", (ROOT / "docs/guides/faq.md").read_text(), flags=re.MULTILINE)
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "lightning_struct").rglob("*.py")]
+    kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
+    said = "\n".join({string(node) for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)})
+    patterns = {heading: ".*".join(map(re.escape, heading.split("…"))) for heading in headings}
+    assert headings
+    assert [heading for heading, pattern in patterns.items() if not re.search(pattern, said)] == []

@@ -4,19 +4,20 @@ INSTALLED := $(VENV)/.installed
 VENV_OLDEST := .venv-oldest
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 
-.PHONY: help demo test test-oldest lint types clean
+.PHONY: help demo test test-oldest lint types docs clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
-	@echo "make test   all tests"
+	@echo "make test   all tests, and the examples in docstrings"
 	@echo "make test-oldest  the quick tests on the oldest supported versions (tests/oldest.txt)"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
+	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove the environments"
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev,docs]'
 	touch $@
 
 $(INSTALLED_OLDEST): pyproject.toml tests/oldest.txt
@@ -40,5 +41,9 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(VENV)/bin/mypy
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
+	@echo "The documentation is in site/index.html; to search in it: $(PYTHON) -m http.server --directory site"
+
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST)
+	rm -rf $(VENV) $(VENV_OLDEST) site

@@ -10,6 +10,7 @@ import griffe
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`(~?)([\w.]+)`")
 LITERAL_BLOCK = re.compile(r"(?m)^( *)(.*?) ?::\n\n((?:\1 {2,}.*\n?|\n)+)")
 DIRECTIVE = re.compile(r"(?m)^( *)\.\. code-block:: (\w+)\n\n((?:\1 {2,}.*\n?|\n)+)")
+GROUPED = re.compile(r"(?m)^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):( .*(?:\n\1 +.*)*)")
 
 
 def _link(match: re.Match[str]) -> str:
@@ -26,11 +27,24 @@ def _fenced(indent: str, language: str, block: str) -> str:
     return f"{indent}```{language}\n{code}\n{indent}```\n\n"
 
 
+def _literal_block(match: re.Match[str]) -> str:
+    """The sentence before a literal block, and the block."""
+    indent, sentence, block = match.groups()
+    colon = "" if sentence[-1:] in (".", "") else ":"
+    return f"{indent}{sentence}{colon}\n\n{_fenced(indent, 'python', block)}"
+
+
+def _one_each(match: re.Match[str]) -> str:
+    """An argument line for each of several names that are described together."""
+    indent, names, description = match.groups()
+    return "\n".join(f"{indent}{name}:{description}" for name in names.split(", "))
+
+
 def to_markdown(text: str) -> str:
-    """``text`` with roles as links, and literal blocks as fenced ones."""
-    text = ROLE.sub(_link, text)
+    """``text`` with roles as links, literal blocks as fenced ones, and one line for each argument."""
+    text = GROUPED.sub(_one_each, ROLE.sub(_link, text))
     text = DIRECTIVE.sub(lambda m: _fenced(m[1], m[2], m[3]), text)
-    return LITERAL_BLOCK.sub(lambda m: f"{m[1]}{m[2]}{':' if m[2] else ''}\n\n" + _fenced(m[1], "python", m[3]), text)
+    return LITERAL_BLOCK.sub(_literal_block, text)
 
 
 class DocstringMarkup(griffe.Extension):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,14 @@ def test_messages_that_the_faq_explains_are_those_of_the_package() -> None:
     patterns = {heading: ".*".join(map(re.escape, heading.split("…"))) for heading in headings}
     assert headings
     assert [heading for heading, pattern in patterns.items() if not re.search(pattern, said)] == []
+
+
+def test_the_picture_of_the_architecture_is_that_of_the_imports() -> None:
+    script = runpy.run_path(str(ROOT / "docs/draw_architecture.py"))
+    assert script["PICTURE"].read_text() == script["draw"](), "run: python docs/draw_architecture.py"
+
+
+def test_every_configuration_of_a_recipe_is_on_its_page() -> None:
+    configurations = (ROOT / "recipes").glob("*/*.yaml")
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs/recipes").glob("*.md")}
+    assert [str(path) for path in configurations if f"`{path.name}`" not in pages.get(path.parent.name, "")] == []

@@ -66,6 +66,7 @@ def string(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
 
 
+@pytest.mark.slow
 def test_messages_that_the_faq_explains_are_those_of_the_package() -> None:
     headings = re.findall(r"^### `(.+)`$", (ROOT / "docs/guides/faq.md").read_text(), flags=re.MULTILINE)
     trees = [ast.parse(path.read_text()) for path in (ROOT / "lightning_struct").rglob("*.py")]
@@ -76,6 +77,7 @@ def test_messages_that_the_faq_explains_are_those_of_the_package() -> None:
     assert [heading for heading, pattern in patterns.items() if not re.search(pattern, said)] == []
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_architecture_is_that_of_the_imports() -> None:
     script = runpy.run_path(str(ROOT / "docs/draw_architecture.py"))
     assert script["PICTURE"].read_text() == script["draw"](), "run: python docs/draw_architecture.py"
@@ -85,3 +87,12 @@ def test_every_configuration_of_a_recipe_is_on_its_page() -> None:
     configurations = (ROOT / "recipes").glob("*/*.yaml")
     pages = {page.stem: page.read_text() for page in (ROOT / "docs/recipes").glob("*.md")}
     assert [str(path) for path in configurations if f"`{path.name}`" not in pages.get(path.parent.name, "")] == []
+
+
+def test_commands_name_recipes_and_configurations_that_are_there() -> None:
+    commands = "\n".join("\n".join(re.findall(r"^```console\n(.*?)^```", page.read_text(), CODE.flags)) for page in PAGES)
+    recipes = set(re.findall(r"-m lightning_struct\.recipes\.(\w+)", commands)) - {"NAME"}
+    scripts = set(re.findall(r"(?:recipes|benchmarks)/\w+(?:/\w+\.yaml|\.py)", commands)) - {"recipes/NAME/FILE.yaml"}
+    assert recipes and scripts
+    assert [name for name in recipes if not (ROOT / f"lightning_struct/recipes/{name}.py").exists()] == []
+    assert [name for name in scripts if not (ROOT / name).exists()] == []

@@ -11,6 +11,8 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`(~?)([\w.]+)`")
 LITERAL_BLOCK = re.compile(r"(?m)^( *)(.*?) ?::\n\n((?:\1 {2,}.*\n?|\n)+)")
 DIRECTIVE = re.compile(r"(?m)^( *)\.\. code-block:: (\w+)\n\n((?:\1 {2,}.*\n?|\n)+)")
 GROUPED = re.compile(r"(?m)^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):( .*(?:\n\1 +.*)*)")
+EXAMPLE = re.compile(r"(?m)^( *)Example:$")
+ARGUMENTS = re.compile(r"(?m)^( *)Args:$")
 
 
 def _link(match: re.Match[str]) -> str:
@@ -42,7 +44,7 @@ def _one_each(match: re.Match[str]) -> str:
 
 def to_markdown(text: str) -> str:
     """``text`` with roles as links, literal blocks as fenced ones, and one line for each argument."""
-    text = GROUPED.sub(_one_each, ROLE.sub(_link, text))
+    text = GROUPED.sub(_one_each, ROLE.sub(_link, EXAMPLE.sub(r"\1Examples:", text)))
     text = DIRECTIVE.sub(lambda m: _fenced(m[1], m[2], m[3]), text)
     return LITERAL_BLOCK.sub(_literal_block, text)
 
@@ -51,5 +53,9 @@ class DocstringMarkup(griffe.Extension):
     """Rewrites each docstring once, when it is read."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = to_markdown(obj.docstring.value)
+        if obj.docstring is None:
+            return
+        text = to_markdown(obj.docstring.value)
+        if isinstance(obj, griffe.Class) and any(str(base).endswith("NamedTuple") for base in obj.bases):
+            text = ARGUMENTS.sub(r"\1Attributes:", text)  # griffe knows no signature of them
+        obj.docstring.value = text

@@ -89,10 +89,16 @@ def test_every_configuration_of_a_recipe_is_on_its_page() -> None:
     assert [str(path) for path in configurations if f"`{path.name}`" not in pages.get(path.parent.name, "")] == []
 
 
-def test_commands_name_recipes_and_configurations_that_are_there() -> None:
-    commands = "\n".join("\n".join(re.findall(r"^```console\n(.*?)^```", page.read_text(), CODE.flags)) for page in PAGES)
-    recipes = set(re.findall(r"-m lightning_struct\.recipes\.(\w+)", commands)) - {"NAME"}
-    scripts = set(re.findall(r"(?:recipes|benchmarks)/\w+(?:/\w+\.yaml|\.py)", commands)) - {"recipes/NAME/FILE.yaml"}
-    assert recipes and scripts
+def test_commands_name_recipes_configurations_and_scripts_that_are_there() -> None:
+    commands = "\n".join(
+        "\n".join(re.findall(r"^```console\n(.*?)^```", page.read_text(), CODE.flags)) for page in PAGES
+    )
+    recipes = set(re.findall(r"(?:-m lightning_struct\.recipes\.|^lightning-struct )(\w+)", commands, re.MULTILINE))
+    configurations = set(re.findall(r"^lightning-struct (\w+) .*--config (\w+)", commands, re.MULTILINE))
+    scripts = set(re.findall(r"benchmarks/\w+\.py", commands))
+    assert recipes and configurations and scripts
     assert [name for name in recipes if not (ROOT / f"lightning_struct/recipes/{name}.py").exists()] == []
-    assert [name for name in scripts if not (ROOT / name).exists()] == []
+    assert [
+        pair for pair in configurations if not (ROOT / "recipes" / "/".join(pair)).with_suffix(".yaml").exists()
+    ] == []
+    assert [script for script in scripts if not (ROOT / script).exists()] == []

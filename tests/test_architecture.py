@@ -16,7 +16,7 @@ PACKAGE = "lightning_struct"
 # What each part may import besides itself. Parts of one line are peers.
 ON_TORCH = {"functional": set(), "collective": set()}
 STATEFUL = {part: {"functional", "collective"} for part in ("optim", "nn")}
-PEERS = {"strategies", "callbacks", "models", "data", "utilities"}
+PEERS = ("strategies", "callbacks", "models", "data", "utilities")
 ON_LIGHTNING = {part: {*ON_TORCH, *STATEFUL, *PEERS} for part in PEERS}
 MAY_IMPORT = ON_TORCH | STATEFUL | ON_LIGHTNING | {"recipes": {*ON_TORCH, *STATEFUL, *PEERS}}
 

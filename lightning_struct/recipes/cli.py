@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import lightning as L
 import torch
@@ -99,6 +101,13 @@ class RecipeCLI(LightningCLI):
             if self._fit_began is not None:
                 self._say_how_to_resume()
             raise
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            raise MisconfigurationException(
+                f"The weights of {self._checkpoint} do not fit the model that was configured. Leave out --config and the "
+                f"options of the model, if there are any: the checkpoint brings its own.\n{error}"
+            ) from error
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         from lightning_struct.recipes.parser import ConfigByName, RecipeParser  # they need jsonargparse
@@ -197,13 +206,15 @@ class RecipeCLI(LightningCLI):
                 f"The newest here is {there[-1]}." if there else "",
             ]
             raise MisconfigurationException(" ".join(filter(None, sentences)))
+        if Path(path).is_file() and not is_zipfile(path):
+            raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
 
     def _say_how_to_resume(self) -> None:
         """Tell where the results of an unfinished fit are, and the command that goes on with it."""
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         folders = {str(getattr(callback, "dirpath", None)) for callback in self.trainer.checkpoint_callbacks}
-        written = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
+        written = [path for folder in folders for path in Path(folder).glob("*.ckpt") if is_zipfile(path)]  # complete
         newest = max(written, key=lambda path: path.stat().st_mtime, default=self._checkpoint)
         print(f"\nresults so far   {self._log_dir()}", file=sys.stderr)
         if newest is None:
@@ -285,7 +296,10 @@ def run_recipe(
 
 def config_of_checkpoint(path: str | Path) -> dict[str, Any] | None:
     """The config of the run that wrote a checkpoint, None if there is none in it."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError:  # not written by a recipe: it has objects of others
+        return None
     text = checkpoint.get(CONFIG_IN_CHECKPOINT)
     return (
         None
@@ -302,7 +316,7 @@ def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[
     named, _ = options.parse_known_args(arguments)
     if named.config is not None:
         return []
-    config = config_of_checkpoint(named.ckpt_path) if named.ckpt_path and Path(named.ckpt_path).is_file() else None
+    config = config_of_checkpoint(named.ckpt_path) if named.ckpt_path and is_zipfile(named.ckpt_path) else None
     if config is None:
         return [str(default_config(name))]
     file = folder / "config_of_checkpoint.yaml"

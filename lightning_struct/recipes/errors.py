@@ -35,7 +35,8 @@ def run_command(main: Callable[[], Any]) -> None:
     except OSError as error:
         if error.errno not in REMEDIES:
             raise
-        place = f": {os.fspath(error.filename)}" if isinstance(error.filename, (str, os.PathLike)) else ""
+        path = error.filename2 or error.filename  # of a copy, the place that it goes to
+        place = f": {os.fspath(path)}" if isinstance(path, (str, os.PathLike)) else ""
         sys.exit(f"error: {os.strerror(error.errno)}{place}. {REMEDIES[error.errno]}.")
     except SIGTERMException:
         sys.exit(TERMINATED)

@@ -16,7 +16,7 @@ from lightning_struct.recipes.catalogue import did_you_mean, find_config
 
 # What jsonargparse says of a wrong option: 4.40 and 4.53 have other words, hence several.
 UNKNOWN_OPTION = re.compile(
-    r"unrecognized arguments: --(?P<argument>[\w.]+)"
+    r"[Uu]nrecognized arguments: --(?P<argument>[\w.]+)"
     r"|Option '(?P<option>[\w.]+)' is not accepted"
     r"|does not accept (?:option|nested key) '(?P<key>[\w.]+)'"
     r"|[Kk]ey [\"'](?P<unexpected>[\w.]+)[\"'] is not expected"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_struct.recipes import mnist_fnn
@@ -34,7 +35,7 @@ def test_misconfiguration_is_one_message(ending):
 
 
 def test_full_disk_is_one_message(ending):
-    message = ending(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "results/x.ckpt"))
+    message = ending(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some copy", None, "results/x.ckpt"))
     assert message.startswith(
         "error: No space left on device: results/x.ckpt. Free some space there, or write elsewhere"
     )
@@ -79,6 +80,21 @@ def test_missing_checkpoint_is_one_error_before_anything_is_written():
     with pytest.raises(MisconfigurationException, match="There is no checkpoint nowhere.ckpt"):
         mnist_fnn.main(["fit", "--data.synthetic=true", "--ckpt_path", "nowhere.ckpt"])
     assert not Path("results").exists()
+
+
+def test_truncated_checkpoint_is_one_error():
+    torch.save({"state_dict": {"weight": torch.zeros(100)}}, "some.ckpt")
+    Path("some.ckpt").write_bytes(Path("some.ckpt").read_bytes()[:300])
+    with pytest.raises(MisconfigurationException, match="some.ckpt is no complete checkpoint"):
+        mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.ckpt"])
+
+
+def test_checkpoint_of_another_model_is_one_error(conf):
+    mnist_fnn.main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
+    checkpoint = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
+    other = ["--config", conf("classifier"), "--model.network.layer_sizes=[784,7,10]"]
+    with pytest.raises(MisconfigurationException, match="the checkpoint brings its own"):
+        mnist_fnn.main(["test", *other, "--ckpt_path", checkpoint])
 
 
 def test_results_that_are_a_file_are_one_message(conf):

@@ -17,7 +17,17 @@ from lightning_struct.strategies.shf import SHFOptimization
 
 
 def logistic_layers(sizes: Sequence[int]) -> nn.Sequential:
-    """Linear layers between consecutive sizes, each followed by a logistic activation."""
+    """Linear layers between consecutive sizes, each followed by a logistic activation.
+
+    Example:
+        >>> logistic_layers([4, 3, 2])
+        Sequential(
+          (0): Linear(in_features=4, out_features=3, bias=True)
+          (1): Sigmoid()
+          (2): Linear(in_features=3, out_features=2, bias=True)
+          (3): Sigmoid()
+        )
+    """
     return nn.Sequential(*(layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Sigmoid())))
 
 
@@ -41,6 +51,10 @@ class Autoencoder(L.LightningModule):
 
     Raises:
         MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.
+
+    Example:
+        >>> Autoencoder([784, 30, 6])(torch.zeros(5, 784)).shape
+        torch.Size([5, 784])
     """
 
     def __init__(

@@ -32,6 +32,10 @@ def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequentia
 
     Raises:
         MisconfigurationException: if there are fewer than two sizes, or one that is not positive.
+
+    Example:
+        >>> fully_connected([784, 32, 10])(torch.zeros(5, 1, 28, 28)).shape
+        torch.Size([5, 10])
     """
     if len(layer_sizes) < 2 or min(layer_sizes) < 1:
         raise MisconfigurationException(
@@ -58,6 +62,10 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
 
     Raises:
         MisconfigurationException: if a size is not positive, or ``image_size`` not a multiple of 8.
+
+    Example:
+        >>> mini_vgg(channels=2, hidden=8, image_size=8)(torch.zeros(5, 3, 8, 8)).shape
+        torch.Size([5, 10])
     """
     if min(channels, hidden, num_classes, image_size) < 1 or image_size % 8:
         raise MisconfigurationException(
@@ -79,13 +87,13 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
 
 
 def _with_output(layers: nn.Sequential, features: int, num_classes: int) -> nn.Sequential:
-    """The layers and a last one under a name of its own, whatever their number: optimizers may leave it to another."""
+    """The layers and an output layer named ``output``, whatever their number, so that optimizers can exclude it by name."""
     layers.add_module("output", nn.Linear(features, num_classes))
     return layers
 
 
 class Classifier(L.LightningModule):
-    """Trains a network on labelled samples and measures how many it recognises. ::
+    """Classifier of labelled samples: trains any network, and measures its loss and accuracy. ::
 
         Trainer().fit(Classifier(fully_connected([784, 512, 10])), datamodule=MNISTDataModule(draws="epoch"))
 

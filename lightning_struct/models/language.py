@@ -1,4 +1,4 @@
-"""A language model: an LSTM with structured input-hidden matrices that tells the next word."""
+"""A language model: an LSTM with structured input-hidden matrices that predicts the next word."""
 
 import statistics
 from typing import Any, Literal
@@ -20,7 +20,7 @@ INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
 
 
 class LanguageModel(L.LightningModule):
-    """Reads a text in columns and tells the word that follows each (section 5.1 and appendix F.2, Table 2). ::
+    """Language model that reads a text in columns and predicts the next words (section 5.1 and appendix F.2, Table 2). ::
 
         data = TextCorpusDataModule(data_dir="data")
         Trainer(gradient_clip_val=0.25).fit(LanguageModel(data.vocabulary_size), datamodule=data)
@@ -104,7 +104,7 @@ class LanguageModel(L.LightningModule):
         self._random_states: Tensor | None = None  # of all processes
 
     def forward(self, words: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Logits of the next words, (steps, columns, vocabulary_size), and the state behind the last step.
+        """Logits of the next words, (steps, columns, vocabulary_size), and the state after the last step.
 
         Args:
             words: (steps, columns), int64.
@@ -139,7 +139,7 @@ class LanguageModel(L.LightningModule):
         self._log_perplexity("test")
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The words that are likeliest to follow, (steps, columns), int64."""
+        """Likeliest next words, (steps, columns), int64."""
         return self._next_logits("predict", batch[0], batch_idx).argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -178,7 +178,7 @@ class LanguageModel(L.LightningModule):
             self._random_states = random_states
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """The parameters of structured matrices by their names, with the average of their norms, and all others."""
+        """Parameter groups: one per name of a structured parameter, with its average Jacobian norm, and one of all others."""
         layers = [layer for layer in self.modules() if self.balanced and isinstance(layer, StructuredLinear)]
         norms = [jacobian_norms(layer) for layer in layers]
         groups: list[dict[str, Any]] = [
@@ -193,7 +193,7 @@ class LanguageModel(L.LightningModule):
         return [{"params": others, "jacobian_norm": 1.0}, *groups]
 
     def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:
-        """Logits of a batch that follows the last one of this stage; the first begins without a state."""
+        """Logits of a batch that continues the previous one of this stage; the first batch begins with a state of zeros."""
         state = self._state_before(stage) if batch_idx else None
         logits, (h, c) = self(words, state)
         self._states[stage] = h.detach(), c.detach()
@@ -226,7 +226,7 @@ class LanguageModel(L.LightningModule):
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """State of the generators that dropout draws from, (bytes,), uint8."""
+    """States of the random generators that dropout draws from, (bytes,), uint8."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -9,7 +9,7 @@ from lightning_struct.models.classifier import Classifier
 from lightning_struct.nn import BlockStructured, PrunedLinear
 
 LayerFactory = Callable[[int, int], nn.Module]
-"""Makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a ``functools.partial``."""
+"""A function that makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a ``functools.partial``."""
 
 COLORS = 3
 HALVINGS = 4  # of height and width by the two poolings of LeNet, together
@@ -23,9 +23,7 @@ def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
 def single_hidden_layer(
     pixels: int = 784, classes: int = 10, layer: LayerFactory = unbiased_linear, hidden: int | None = None
 ) -> nn.Sequential:
-    """A hidden layer, a ReLU and an output layer (appendix F.1, Tables 1, 6, 8, 13). ::
-
-        single_hidden_layer(784, 10, partial(LDRSubdiagonal, rank=1, bias=False))
+    """A hidden layer, a ReLU and an output layer (appendix F.1, Tables 1, 6, 8, 13).
 
     Args:
         pixels: of an image; images are flattened.
@@ -38,6 +36,13 @@ def single_hidden_layer(
 
     Raises:
         MisconfigurationException: if a size is not positive.
+
+    Example:
+        >>> from functools import partial
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> network = single_hidden_layer(784, 10, partial(LDRSubdiagonal, rank=1, bias=False))
+        >>> sum(parameter.numel() for parameter in network.parameters())  # Table 1: 10,986
+        10986
     """
     units = pixels if hidden is None else hidden
     _check_positive(pixels=pixels, classes=classes, hidden=units)
@@ -63,7 +68,12 @@ def lenet(
         A network from (n, ...) to (n, classes): logits. Its last layers are named ``hidden`` and ``output``.
 
     Raises:
-        MisconfigurationException: if a size is not positive, or ``size`` no multiple of 4.
+        MisconfigurationException: if a size is not positive, or ``size`` is not a multiple of 4.
+
+    Example:
+        >>> import torch
+        >>> lenet(size=8)(torch.zeros(5, 64)).shape
+        torch.Size([5, 10])
     """
     _check_positive(size=size, channels=channels, classes=classes)
     if size % HALVINGS:
@@ -90,8 +100,8 @@ def convolution_and_layer(
     3 x 3 x 25 weights. Its counts are those of hidden layers without bias.
 
     Args:
-        channels: that come out of the convolution.
-        pool: halve height and width behind it.
+        channels: outputs of the convolution.
+        pool: halve height and width after it.
         hidden: units of the hidden layer.
         classes: outputs.
         size: height and width of an image, even if there is a pooling.
@@ -123,11 +133,7 @@ def structured_in_place_of_convolution(
     classes: int = 10,
     size: int = 32,
 ) -> nn.Sequential:
-    """Two structured layers on colour images: the last rows of Table 3. ::
-
-        structured_in_place_of_convolution(
-            partial(LDRSubdiagonal, rank=48, bias=False), partial(LDRSubdiagonal, rank=16, bias=False, pad="square")
-        )
+    """Two structured layers on colour images: the last rows of Table 3.
 
     The paper's counts are those of layers without bias, with the hidden layer 3072 → 512 a part of a square one.
 
@@ -145,6 +151,14 @@ def structured_in_place_of_convolution(
 
     Raises:
         MisconfigurationException: if a size is not positive.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from lightning_struct.nn import LowRank
+        >>> layer = partial(LowRank, rank=1, bias=False)
+        >>> structured_in_place_of_convolution(layer, layer, size=4)(torch.zeros(5, 3, 4, 4)).shape
+        torch.Size([5, 10])
     """
     _check_positive(hidden=hidden, classes=classes, size=size)
     entries = size**2
@@ -164,15 +178,15 @@ def structured_in_place_of_convolution(
 
 
 def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
-    """A trained network whose hidden layer has only its largest weights left, to be trained on (Tables 8 and 9).
+    """A trained network whose hidden layer keeps only its largest weights, to be trained further (Tables 8 and 9).
 
     Args:
         checkpoint: of a run of :class:`Classifier` from the command line, whose network has an ``nn.Linear`` named
             ``hidden``, such as :func:`single_hidden_layer` and :func:`lenet`.
-        parameters: weights that are left, those of largest magnitude.
+        parameters: number of weights that are kept, those of largest magnitude.
 
     Returns:
-        The network with a :class:`PrunedLinear` in the place of that layer.
+        The network with a :class:`PrunedLinear` in place of that layer.
 
     Raises:
         MisconfigurationException: if there is no such checkpoint, or no such layer in it.
@@ -193,7 +207,7 @@ def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
 
 
 def _with_head(layers: nn.Sequential, hidden: nn.Module, units: int, classes: int) -> nn.Sequential:
-    """The layers, a hidden one and the output, the last two by name."""
+    """The layers, a hidden layer named ``hidden``, a ReLU, and an output layer named ``output``."""
     layers.add_module("hidden", hidden)
     layers.append(nn.ReLU())
     layers.add_module("output", nn.Linear(units, classes))

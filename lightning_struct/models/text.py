@@ -12,7 +12,7 @@ CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
 
 
 class RecurrentNetwork(nn.Module):
-    """Embedding, stacked recurrent layers, and an output layer that reads their last state.
+    """Recurrent network: an embedding, stacked recurrent layers, and an output layer that reads their last state.
 
     The default is the network for IMDB of Zhang et al., section VI-A, which does not name the vocabulary and the size of the
     embedding. Padding is not read: the last state of each text is that after its own last word. ::
@@ -34,6 +34,12 @@ class RecurrentNetwork(nn.Module):
 
     Raises:
         MisconfigurationException: if a size is not positive or the cell unknown.
+
+    Example:
+        >>> import torch
+        >>> words = torch.tensor([[4, 9, 2], [7, 0, 0]])  # the second text has one word
+        >>> RecurrentNetwork(vocabulary_size=10, embedding_size=4, hidden_size=6)(words).shape
+        torch.Size([2, 2])
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class RecurrentNetwork(nn.Module):
         self.output = nn.Linear(hidden_size, num_classes)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits (n, num_classes) of words (n, length), int64, with 0 behind the end of each text.
+        """Logits (n, num_classes) of words (n, length), int64, with 0 after the end of each text.
 
         Raises:
             MisconfigurationException: if a word has a number that the embedding does not have.

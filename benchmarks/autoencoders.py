@@ -231,7 +231,7 @@ def report(runs: Sequence[Run], output: Path) -> None:
 
 
 def progress_of(validation: dict[str, float], step: dict[str, float]) -> str:
-    """How far SHF is at an iteration."""
+    """Error, seconds, batch size and solver iterations of SHF at an iteration."""
     return (
         f"{validation['error']:.2f}; {validation['cpu']:.0f} s; n {step['batch_size']:.0f}; "
         f"{step['solver_iterations']:.0f} its; λ {step['damping']:.2f}"
@@ -254,7 +254,7 @@ def best_of(by_name: dict[str, list[Run]], kind: str) -> str | None:
 
 
 def compare_with_adam(by_name: dict[str, list[Run]]) -> None:
-    """For each seed: seconds to the lowest error that Adam's best way ever has, for both."""
+    """Seconds to the lowest error that Adam's best way ever has, for both and each seed."""
     adam = best_of(by_name, "adam")
     if adam is None:
         return

@@ -1,4 +1,4 @@
-"""What it costs to measure the norm of every sample's gradient in every training step, here and by other packages.
+"""Cost of measuring the norm of every sample's gradient in every training step, here and by other packages.
 
     python benchmarks/gradient_norms.py [--tasks autoencoder cnn transformer] [--threads 1] [--pairs 15]
 

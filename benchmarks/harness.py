@@ -1,4 +1,4 @@
-"""What the benchmarks share: a file for each run, a process for each run, a clock, tables and pictures.
+"""The harness of the benchmarks: a file for each run, a process for each run, a clock, tables and pictures.
 
 A run is a dict that goes to a JSON file of its own, with the machine that it ran on. A run whose file is there is not
 repeated, so a benchmark that was stopped goes on where it was, and several processes can share its runs. Two ways of running:
@@ -72,7 +72,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def machine() -> dict[str, str | int]:
-    """What a time depends on: the processor, the versions, and how many threads this process computes with."""
+    """The machine behind a time: processor, versions, and the threads that this process computes with."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -275,7 +275,7 @@ class TrainingClock(L.Callback):
 
     @property
     def seconds(self) -> float:
-        """What has been counted so far."""
+        """Seconds counted so far."""
         return self._before + (0.0 if self._since is None else self._now() - self._since)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -334,7 +334,7 @@ def seed_style(number: int) -> dict[str, Any]:
 
 
 def explain_seeds(seeds: Collection[int]) -> str:
-    """What a legend says about several curves of one colour."""
+    """The words beside a legend that explain several curves of one colour."""
     listed = ", ".join(map(str, sorted(seeds)))
     return f"seed {listed}" if len(seeds) == 1 else f"one curve for each seed ({listed}), the first in full colour"
 

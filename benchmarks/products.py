@@ -1,4 +1,4 @@
-"""What one solver iteration of SHF costs, in gradient evaluations of the same model on the same batch, and that of others.
+"""Cost of one solver iteration, of SHF and of others, in gradient evaluations of the same model on the same batch.
 
     OMP_NUM_THREADS=1 python benchmarks/products.py [--samples 2000] [--threads 1] [--repeats 7]
 

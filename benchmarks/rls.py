@@ -63,7 +63,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-3)
 
 @dataclass(frozen=True)
 class Task:
-    """What differs between the tasks.
+    """Settings in which the tasks differ.
 
     Attributes:
         data: makes the data module.

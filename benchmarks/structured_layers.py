@@ -1,4 +1,4 @@
-"""How much faster than a dense layer a layer of low displacement rank is (LDR-SD, Thomas et al., Table 14).
+"""Speed of a layer of low displacement rank against a dense layer (LDR-SD, Thomas et al., Table 14).
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py [--output DIRECTORY] [--rival FILE] [--rounds 9]
 

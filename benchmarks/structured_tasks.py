@@ -278,7 +278,7 @@ def run_images(options: argparse.Namespace) -> None:
 
 
 def summary(result: Run) -> str:
-    """How a run ended."""
+    """Figures at the end of a run."""
     if "error" in result:
         return result["error"]
     return f"test {result['test_accuracy']:.2%}, {result['seconds']:.0f} s"

@@ -137,7 +137,7 @@ class LayerChain:
                     cotangent, owned = cotangent @ step.weight, True
 
     def _uses(self, u: Tensor) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
-        """For each parameter, (inputs, cotangents) of each of its uses, as (n, ..., features); a bias has no inputs."""
+        """Uses of each parameter: pairs (inputs, cotangents) as (n, ..., features); a bias has no inputs."""
         uses: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
         for layer, cotangent in self._backward(u):
             if layer.weight_name is not None:
@@ -147,7 +147,7 @@ class LayerChain:
         return uses
 
     def _complete(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In the order and dtype of the parameters, zero where the chain does not reach."""
+        """Gradients in the order and dtype of the parameters, zero where the chain does not reach."""
         return {
             name: gradients[name].to(p.dtype) if name in gradients else torch.zeros_like(p)
             for name, p in self._params.items()

@@ -1,4 +1,4 @@
-"""How every recipe's command line is put together, and what it prints."""
+"""The command line that all recipes share, and what it prints at the end."""
 
 import argparse
 import os

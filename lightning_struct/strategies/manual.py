@@ -20,7 +20,7 @@ class ManualOptimization(L.LightningModule):
         self.automatic_optimization = False
 
     def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
-        """How a batch becomes what the network reads and what the loss compares its outputs with.
+        """The inputs that the network reads and the targets that the loss compares its outputs with, from a batch.
 
         Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.
 

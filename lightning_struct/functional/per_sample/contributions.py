@@ -165,7 +165,7 @@ class Outer(Contribution):
         return tuple(self.parameter_shape)
 
     def squared_norms(self) -> Tensor:
-        """With T = 1 a product of two row norms, else ⟨A Aᵀ, Δ Δᵀ⟩ or the product ΔᵀA, whichever is cheaper."""
+        """Squared norms: with T = 1 products of two row norms, else ⟨A Aᵀ, Δ Δᵀ⟩ or from ΔᵀA, whichever is cheaper."""
         positions, width, height = self._sizes()
         if positions == 1:
             known = self.cotangent_norms

@@ -77,7 +77,7 @@ class CurvatureBlock(ABC):
 
     @property
     def numbers(self) -> int:
-        """How many numbers the factors have."""
+        """Count of the numbers in the factors."""
         return sum(torch.Size(shape).numel() for shape in self.sizes.values())
 
 

@@ -4,7 +4,7 @@ INSTALLED := $(VENV)/.installed
 VENV_OLDEST := .venv-oldest
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 
-.PHONY: help demo test test-oldest lint types docs clean
+.PHONY: help environments demo test test-oldest lint types docs clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
@@ -24,6 +24,8 @@ $(INSTALLED_OLDEST): pyproject.toml tests/oldest.txt
 	$(PYTHON) -m venv $(VENV_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint tests/oldest.txt
 	touch $@
+
+environments: $(INSTALLED) $(INSTALLED_OLDEST)
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python -m lightning_struct.recipes.curves_autoencoder fit --config recipes/curves_autoencoder/demo.yaml

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,13 @@ LANGUAGE_MODEL_RESULTS = Results(
 class RunConfigCallback(SaveConfigCallback):
     """Saves the config of a run beside its results and in its checkpoints: each says itself how to resume it."""
 
+    @cached_property
+    def text(self) -> str:
+        """The config as YAML."""
+        return self.parser.dump(self.config, skip_none=False)
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CONFIG_IN_CHECKPOINT] = self.parser.dump(self.config, skip_none=False)
+        checkpoint[CONFIG_IN_CHECKPOINT] = self.text
 
 
 class RecipeCLI(LightningCLI):

@@ -16,7 +16,7 @@ from lightning_struct.functional.layers import padding
 
 
 def patch_sum(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor) -> tuple[Tensor, int]:
-    """Sum of the patches, and their number.
+    """Sum of the patches, and their number, by which it is divided for x̄ (equation (72)).
 
     Args:
         layer: any convolution that is not transposed.

@@ -18,7 +18,7 @@ from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 class InputRecorder:
-    """Adds up, in the statistics of the trained weights, the inputs of each call of a layer whose output gets a gradient.
+    """Recorder of the sums behind x̄ (equations (31), (51), (72), (80), (92)): inputs of the calls whose output gets a gradient.
 
     A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer that
     is unpickled, keeps a hook that does nothing.

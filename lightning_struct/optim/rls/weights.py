@@ -240,14 +240,14 @@ class TrainedWeight:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]
             velocity = state["velocity"]
-            self._add_step_(velocity, momentum, inverse, -scale / h)
-            features.add_(velocity[0])
+            self._add_step_(velocity, momentum, inverse, -scale / h)  # Ω ← αΩ - (η/h) P ∇, equation (99)
+            features.add_(velocity[0])  # Θ ← Θ + Ω, equation (100)
             constants.add_(velocity[1])
         else:
-            self._add_step_([features, constants], 1.0, inverse, -scale / h)
-        inverse.update_(mean, applied, h, weight)
+            self._add_step_([features, constants], 1.0, inverse, -scale / h)  # equations (62), (63) and (97)
+        inverse.update_(mean, applied, h, weight)  # equations (53), (84) and (94)
         if l1:
-            # The paper's equation 98 takes the signs before the step and the new P; taken here are those after it.
+            # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after it.
             for part, shrinkage in zip(
                 (features, constants), inverse.multiply(features.sign(), constants.sign()), strict=True
             ):

@@ -23,11 +23,13 @@ class Attention(nn.Module):
         kdim, vdim = widths
         self.layer = nn.MultiheadAttention(WIDTH, 2, kdim=kdim, vdim=vdim, dtype=torch.float64, **options)
         self.reads, self.batch_first, self.need_weights = reads, options.get("batch_first", False), False
+        self.attn_mask = None
 
-    def forward(self, **tensors):
+    def forward(self, padding=None, **tensors):
         parts = [tensors[name] if self.batch_first else tensors[name].transpose(0, 1) for name in self.reads]
         distinct = {name: part for name, part in zip(self.reads, parts, strict=True)}
-        output, weights = self.layer(*(distinct[name] for name in self.reads), need_weights=self.need_weights)
+        masks = {"key_padding_mask": padding, "attn_mask": self.attn_mask}
+        output, weights = self.layer(*(distinct[name] for name in self.reads), need_weights=self.need_weights, **masks)
         output = output if self.batch_first else output.transpose(0, 1)
         flat = output.tanh().flatten(1).sum(1)
         return flat if weights is None else flat + weights.square().flatten(1).sum(1)
@@ -63,6 +65,21 @@ def of_recorder(model, inputs):
 def test_norms_are_those_of_per_sample_autograd(reads, bias, batch_first, need_weights):
     model, inputs = Attention(reads, bias=bias, batch_first=batch_first), tensors()
     model.need_weights = need_weights
+    torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("attn_mask", [None, "causal", "biases"])
+def test_masks_may_hide_keys(attn_mask, padded, need_weights):
+    model, inputs = Attention("xkv"), tensors()
+    model.need_weights = need_weights
+    scores = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model.attn_mask = {None: None, "causal": torch.ones(4, 3, dtype=torch.bool).triu(1), "biases": scores}[attn_mask]
+    if padded:
+        hidden = torch.arange(3)[None] >= torch.tensor([3, 2, 1, 3, 2])[:, None]
+        biases = torch.zeros(SEQUENCES, 3, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+        inputs["padding"] = biases if attn_mask == "biases" else hidden
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 

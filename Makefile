@@ -31,10 +31,10 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python -m lightning_struct.recipes.curves_autoencoder fit --config recipes/curves_autoencoder/demo.yaml
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 test-oldest: $(INSTALLED_OLDEST)
-	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 -m "not slow" -W ignore
+	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" -W ignore
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -242,5 +242,5 @@ def _draw_heat_map(axes: "Axes", values: np.ndarray) -> None:
     else:
         scale, extend = {"cmap": "viridis"}, "neither"
     # more entries than pixels are averaged, not picked: picking makes stripes that are not there
-    picture = axes.imshow(values, interpolation="auto", **scale)
+    picture = axes.imshow(values, interpolation="antialiased", **scale)
     axes.figure.colorbar(picture, ax=axes, extend=extend, label="entry")

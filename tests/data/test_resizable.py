@@ -73,6 +73,7 @@ def test_batches_that_workers_were_asked_for_keep_their_size():
     assert [len(batch) for batch in batches(loader, [6], sizes)] == [2, 2, 2, 6, 6, 6, 6, 6, 4]
 
 
+@pytest.mark.slow
 @given(SIZES, st.integers(1, 40), st.integers(1, 8), st.booleans())
 def test_every_sample_comes_exactly_once(sizes, samples, first, shuffled):
     loader, sized = resizable(range(samples), batch_size=first, shuffle=shuffled)

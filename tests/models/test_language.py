@@ -91,6 +91,7 @@ def test_training_sees_the_state_but_its_gradient_stops_at_the_batch():
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_training_learns_which_words_follow():
     lit, data = model(optimizer=partial(torch.optim.SGD, lr=5.0)), text(train_size=2000)
     run = trainer(max_epochs=4, gradient_clip_val=0.25)
@@ -107,6 +108,7 @@ def test_rate_is_quartered_after_an_epoch_that_is_no_better():
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-30 / 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [True, False], ids=["another model", "the same model"])
 def test_resumed_within_an_epoch_it_ends_where_the_uninterrupted_run_ends(tmp_path, other):
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=16, save_top_k=-1)  # 11 in an epoch
@@ -144,6 +146,7 @@ def step_of_one_batch(lit, clip):
     return next(iter(data.train_dataloader())), before, dict(lit.named_parameters())
 
 
+@pytest.mark.slow
 def test_structured_weights_are_trained_in_units_that_move_their_matrix_by_no_more_than_themselves():
     """The step is that of SGD with clipping in the variables ‖∂M/∂θ‖ θ."""
     rate, clip = 2.0, 0.05

@@ -89,6 +89,7 @@ def test_fast_dev_run_writes_no_results(conf, capsys):
     assert not Path("results").exists() and "Averages over" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_weights(conf):
     first, second = (main(["fit", "--config", conf("adam"), "--trainer.callbacks=null"]) for _ in range(2))
     assert torch.equal(weights(first), weights(second))
@@ -106,6 +107,7 @@ def test_trained_weights_are_evaluated_by_their_checkpoint(conf, subcommand):
     assert cli.trainer.callback_metrics[f"{name}_squared_error"].item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_predict_writes_reconstructions_of_the_test_images(conf):
     main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1"])
     checkpoint = str(RUN / "checkpoints" / "last.ckpt")
@@ -135,6 +137,7 @@ def test_resumed_shf_run_ends_where_the_uninterrupted_one_ends(conf):
     assert resumed.trainer.global_step == 16 and torch.equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.slow
 def test_shf_grows_its_batch_and_lowers_its_damping(conf):
     cli = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=3"])
     (curves,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, TrainingCurves))
@@ -172,6 +175,7 @@ def test_predict_leaves_a_folder_with_its_predictions_and_says_so(conf, caplog):
 NOISE = ("Tip:", "LeafSpec", "smaller than the logging interval", "dirpath has changed", "many workers")
 
 
+@pytest.mark.slow
 def test_run_and_its_resumption_print_no_noise(conf, caplog):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -89,6 +89,7 @@ def test_truncated_checkpoint_is_one_error():
         mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.ckpt"])
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_one_error(conf):
     mnist_fnn.main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
     checkpoint = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
@@ -122,6 +123,7 @@ class Interruption(L.Callback):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(number, status, conf, capsys):
     arguments = ["--trainer.callbacks+=tests.recipes.test_errors.Interruption", f"--trainer.callbacks.number={number}"]

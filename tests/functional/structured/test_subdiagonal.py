@@ -94,6 +94,7 @@ def cases(shapes, corners):
     return [(family, m, n, corner) for family, (m, n), corner in itertools.product(FAMILIES, shapes, corners)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "dense", "tree"])
 def test_small_matrices_are_the_definition(method):
     errors = {}
@@ -106,6 +107,7 @@ def test_small_matrices_are_the_definition(method):
     assert too_large(errors, 1e-10) == {}
 
 
+@pytest.mark.slow
 def test_small_matrices_in_single_precision():
     errors = {}
     for case in cases(SMALL, CORNERS[:2]):

@@ -387,6 +387,7 @@ def test_a_regression_of_one_output_takes_a_few_iterations() -> None:
     assert iterations(module, data, preconditioner=None, **options) > 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
 def test_a_regression_is_solved_in_float32(solver: str) -> None:
     module = network(torch.float32)

@@ -310,6 +310,7 @@ def test_chunks_give_the_same_steps(build: Callable[[], nn.Module], precondition
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
 def test_a_regression_is_solved(solver: str) -> None:
     module = network()

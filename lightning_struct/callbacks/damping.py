@@ -1,19 +1,23 @@
 """The Levenberg-Marquardt rule as a callback."""
 
-import math
-from typing import Any
+from __future__ import annotations
 
-import lightning as L
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+import math
+from typing import TYPE_CHECKING, Any
+
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+
+if TYPE_CHECKING:
+    import lightning as L
 
 # Under what name optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
 _WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
 
 
-class LevenbergMarquardtDamping(L.Callback):
+class LevenbergMarquardtDamping(Callback):
     """Adapts the damping of an optimizer to how well its model predicted the reduction of the loss (section 4.2).
 
     After each step of an optimizer it sets its ``damping`` by :meth:`decide`, in the first process for all. It does so for

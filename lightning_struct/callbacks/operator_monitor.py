@@ -1,21 +1,23 @@
 """The displacement operators that structured layers learn, logged and drawn."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
+    import lightning as L
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _LARGEST_PICTURE = 4096 * 4096
 
 
-class OperatorMonitor(L.Callback):
+class OperatorMonitor(Callback):
     """Logs the range of learned displacement operators, and draws structured layers (Thomas et al., figure 4). ::
 
         monitor = OperatorMonitor()
@@ -67,7 +69,7 @@ class OperatorMonitor(L.Callback):
         self._last_step = -1
         self._directory: Path | None = None
 
-    def plot(self, layer: str | StructuredLinear) -> "tuple[Figure, list[Axes]]":
+    def plot(self, layer: str | StructuredLinear) -> tuple[Figure, list[Axes]]:
         """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B (figure 4).
 
         Args:
@@ -82,7 +84,7 @@ class OperatorMonitor(L.Callback):
         """
         return plot_layer(self._layer(layer), self.image_size)
 
-    def plot_dense(self, layer: str | StructuredLinear) -> "tuple[Figure, list[Axes]]":
+    def plot_dense(self, layer: str | StructuredLinear) -> tuple[Figure, list[Axes]]:
         """Draw the matrix of a layer alone.
 
         Args:
@@ -169,7 +171,7 @@ def operator_records(layer: nn.Module) -> dict[str, Tensor]:
     return {name: record.detach() for name, record in records.items()}
 
 
-def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = None) -> "tuple[Figure, list[Axes]]":
+def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = None) -> tuple[Figure, list[Axes]]:
     """Draw the matrix of a layer as a heat map and, if it learns operators, the subdiagonal of B beside it.
 
     B[j + 1, j] is drawn at pixel j + 1 of the image that the layer reads: the first pixel stays blank.
@@ -197,7 +199,7 @@ def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = Non
     return figure, axes
 
 
-def _new_figure(count: int) -> "tuple[Figure, list[Axes]]":
+def _new_figure(count: int) -> tuple[Figure, list[Axes]]:
     require("matplotlib", "A plot of structured layers")
     from matplotlib.figure import Figure
 
@@ -205,14 +207,14 @@ def _new_figure(count: int) -> "tuple[Figure, list[Axes]]":
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def _draw_matrix(axes: "Axes", layer: StructuredLinear) -> None:
+def _draw_matrix(axes: Axes, layer: StructuredLinear) -> None:
     with torch.no_grad():
         matrix = layer.to_dense().float().cpu().numpy()
     _draw_heat_map(axes, matrix)
     axes.set(title=f"matrix of {type(layer).__name__}", xlabel="input", ylabel="output")
 
 
-def _draw_subdiagonal(axes: "Axes", subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
+def _draw_subdiagonal(axes: Axes, subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
     pixels = np.concatenate([[np.nan], subdiagonal])
     side = math.isqrt(pixels.size)
     axes.set_title("subdiagonal of B")
@@ -230,7 +232,7 @@ def _draw_subdiagonal(axes: "Axes", subdiagonal: np.ndarray, image_size: tuple[i
     axes.set(xlabel="column of the input image", ylabel="row of the input image")
 
 
-def _draw_heat_map(axes: "Axes", values: np.ndarray) -> None:
+def _draw_heat_map(axes: Axes, values: np.ndarray) -> None:
     """Draw values with zero in white, red above and blue below, or from dark to light where all have one sign.
 
     The most extreme thousandth of values of both signs shares the last colour, so that a few entries do not pale the others.

@@ -1,13 +1,18 @@
 """Predictions of a Trainer, in a file."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_struct.utilities.namespaces import BasePredictionWriter, lightning_classes
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -24,8 +29,12 @@ class PredictionWriter(BasePredictionWriter):
     """
 
     def __init__(self, name: str = "predictions") -> None:
-        super().__init__(write_interval="epoch")
         self.name = name
+
+    @property
+    def interval(self) -> Any:  # type: ignore[override]
+        """What is written is written at the end of the predictions."""
+        return lightning_classes("callbacks.prediction_writer.WriteInterval")[0]("epoch")
 
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]

@@ -1,25 +1,27 @@
 """Inputs of an autoencoder beside their reconstructions, drawn at the end of training."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
+    import lightning as L
     from matplotlib.figure import Figure
 
 
 def plot_reconstructions(
     images: Tensor, reconstructions: Tensor, image_size: tuple[int, int] | None = None
-) -> "tuple[Figure, np.ndarray]":
+) -> tuple[Figure, np.ndarray]:
     """Draw images (upper row) above their reconstructions (lower row).
 
     Args:
@@ -59,7 +61,7 @@ def plot_reconstructions(
     return figure, axes
 
 
-class ReconstructionPlot(L.Callback):
+class ReconstructionPlot(Callback):
     """Draws validation images above the reconstructions that the trained module makes of them, at the end of ``fit``.
 
     ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put it
@@ -103,7 +105,7 @@ class ReconstructionPlot(L.Callback):
                 "or leave out this callback."
             )
 
-    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> "tuple[Figure, np.ndarray]":
+    def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
         loader: Any = trainer.val_dataloaders
         batch = next(iter(loader[0] if isinstance(loader, Sequence) else loader))

@@ -1,19 +1,20 @@
 """Losses, batch sizes and solver statistics over the seconds of training: recorded, written and drawn."""
 
+from __future__ import annotations
+
 import csv
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
+    import lightning as L
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -25,7 +26,7 @@ COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, *RECORDED_IN_VALIDATION)
 _FEW_POINTS = 20
 
 
-class TrainingCurves(L.Callback):
+class TrainingCurves(Callback):
     """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
     After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
@@ -68,7 +69,7 @@ class TrainingCurves(L.Callback):
         running = 0.0 if self._started_at is None else time.monotonic() - self._started_at
         return self._seconds_before + running
 
-    def plot(self) -> "tuple[Figure, list[Axes]]":
+    def plot(self) -> tuple[Figure, list[Axes]]:
         """Draw the losses over the seconds of training (training dotted, validation solid, as in figure 2 of
         Emirahmetoglu & Stewart) and, if it was logged, the batch size over them (figure 3).
 
@@ -128,7 +129,7 @@ class TrainingCurves(L.Callback):
             self._record(trainer, RECORDED_IN_TRAINING)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._record(trainer, RECORDED_IN_VALIDATION)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -154,7 +155,7 @@ class TrainingCurves(L.Callback):
         if values:
             self.records.append({"seconds": self.seconds, "step": trainer.global_step, **values})
 
-    def _draw(self, panel: "Axes", name: str, **style: Any) -> None:
+    def _draw(self, panel: Axes, name: str, **style: Any) -> None:
         points = [(record["seconds"], record[name]) for record in self.records if name in record]
         if points:
             panel.plot(*zip(*points, strict=True), marker="." if len(points) <= _FEW_POINTS else "", **style)

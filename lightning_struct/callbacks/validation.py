@@ -1,17 +1,16 @@
 """Validation for callbacks: the monitored value, the validations that count, and each process's share of the data."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from lightning_struct.data.resizable import isolated_random_states
 from lightning_struct.utilities.lightning_internals import (
     prepare_batch,
     unwrapped_sampler,
@@ -19,6 +18,10 @@ from lightning_struct.utilities.lightning_internals import (
     validation_follows,
     validation_loaders,
 )
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
@@ -88,7 +91,7 @@ class DueValidation:
 
         Validations are told apart by batches: Lightning does not count the steps of an optimizer that it does not wrap.
         """
-        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
         return fitting and trainer.fit_loop.total_batch_idx != self._last_batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
         MisconfigurationException: ``samples`` with a loader that is not over single samples of a map-style data set.
     """
     loaders = validation_loaders(trainer)
-    with isolate_rng():
+    with isolated_random_states(), torch.random.fork_rng(range(torch.cuda.device_count())):
         return [
             prepare_batch(trainer, batch)
             for loader, limit in zip(loaders, trainer.num_val_batches, strict=True)

@@ -1,20 +1,24 @@
 """Stopping on the validation merit, with the best weights put back."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning as L
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
 from lightning_struct.optim.shf import SHF
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
+if TYPE_CHECKING:
+    import lightning as L
 
-class ValidationMeritStopping(L.Callback):
+
+class ValidationMeritStopping(Callback):
     """Ends training when a monitored value has not improved for a while, and puts the best weights back.
 
     At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and keeps

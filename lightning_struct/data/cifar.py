@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_struct.data.files import (
@@ -27,6 +26,7 @@ from lightning_struct.data.in_memory import (
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -1,10 +1,10 @@
 """CURVES as a LightningDataModule."""
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_struct.data.curves import generate_curves
 from lightning_struct.data.in_memory import InMemoryDataModule, LoaderOptions, Splits, Unpack, image_dataset
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class CurvesDataModule(InMemoryDataModule):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_struct.data.files import (
     DamagedFileError,

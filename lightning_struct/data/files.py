@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 SYNTHETIC_REMEDY = "train on procedurally made data of the same shapes (--data.synthetic=true)"

@@ -4,7 +4,6 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_struct.data.in_memory import (
@@ -16,6 +15,7 @@ from lightning_struct.data.in_memory import (
     check_pixels,
     split_at_random,
 )
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class FlatImagesOptions(LoaderOptions, total=False):

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import (
@@ -27,6 +26,7 @@ from lightning_struct.data.in_memory import (
     Unpack,
     split_at_random,
 )
+from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 DIRECTORY = "aclImdb"

@@ -4,13 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,7 +98,7 @@ def check_pixels(name: str, images: Tensor) -> None:
         )
 
 
-class InMemoryDataModule(L.LightningDataModule, ABC):
+class InMemoryDataModule(LightningDataModule, ABC):
     """Loaders of three in-memory sets; a subclass implements :meth:`load_splits`, which gets the sets.
 
     Every data set of this package takes the options below, all but ``batch_size`` as keywords. Some have other defaults.

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from lightning_struct.data.files import read_or_explain
 from lightning_struct.data.flat_images import FlatImagesDataModule, FlatImagesOptions
 from lightning_struct.data.in_memory import LabelledImages, Unpack, split_at_random, split_in_order
 from lightning_struct.data.synthetic import synthetic_digits
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 SIZE = 28
 CLASSES = 10

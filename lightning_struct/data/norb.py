@@ -9,8 +9,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from lightning_struct.data.files import DamagedFileError, check_labels, naming_f
 from lightning_struct.data.flat_images import FlatImagesDataModule, FlatImagesOptions
 from lightning_struct.data.in_memory import LabelledImages, Unpack, split_in_order
 from lightning_struct.data.synthetic import synthetic_digits
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 SIZE = 32
 SITES = {

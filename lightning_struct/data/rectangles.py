@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.amat import SITE, read_amat

@@ -4,14 +4,16 @@ import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # Plain values and tensors only, so that a checkpoint that holds it can be loaded with weights_only=True.
 RandomStates: TypeAlias = dict[str, Any]
@@ -135,7 +137,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             self.started_from = random_states(self.generators())
             return islice(iter(source), bound)
         self.started_from, self._resumed_from = self._resumed_from, None
-        with isolate_rng(include_cuda=False):
+        with isolated_random_states():
             set_random_states(self.started_from, self.generators())
             units = iter(source)
             first = list(islice(units, passed_over, passed_over + 1))  # some samplers draw only when asked for one
@@ -179,9 +181,9 @@ class ResizableLoader:
         source: Any = loader.batch_sampler
         self._class, self._batch_sampler = type(loader), source
         if self.iterable:
-            units = _length(loader.dataset)
+            units = known_length(loader.dataset)
         else:
-            units = _length(source.sampler if type(source) is BatchSampler else source)
+            units = known_length(source.sampler if type(source) is BatchSampler else source)
         self.sampler = ResizableBatchSampler(source, units)
         self._resume: Position | None = None
         self._began_from: RandomStates | None = None
@@ -312,7 +314,7 @@ class ResizableLoader:
             return self._deliver(begin())
         self.sampler.begin(_sizes(position))
         self._began_from = position["random_states"]
-        with isolate_rng(include_cuda=False):
+        with isolated_random_states():
             # workers are seeded when the pass begins; without them the data set draws at its first sample
             if self._replays_workers:
                 set_random_states(position["random_states"], self._generators())
@@ -374,15 +376,18 @@ def set_random_states(states: RandomStates, generators: Sequence[torch.Generator
         generator.set_state(state)
 
 
+@contextmanager
+def isolated_random_states() -> Iterator[None]:
+    """Afterwards the global generators of torch (on the CPU), Python and NumPy go on where they were."""
+    states = random_states(())
+    try:
+        yield
+    finally:
+        set_random_states(states, ())
+
+
 def _sizes(position: Position) -> list[int]:
     return [size for size, count in position["sizes"] for _ in range(count)]
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _check(loader: Any) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
 from lightning_struct.collective import rank as current_rank
 from lightning_struct.collective import world_size
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class IndependentDraws(DistributedSampler):

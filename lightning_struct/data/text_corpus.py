@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import naming_file, read_or_explain
+from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 PARTS = ("train", "val", "test")
 LAYOUTS = (
@@ -95,7 +94,7 @@ class ColumnLoader:
         self._first = self._done % len(self)  # a whole epoch is followed by the next one
 
 
-class TextCorpusDataModule(L.LightningDataModule):
+class TextCorpusDataModule(LightningDataModule):
     """WikiText-2, or any other text: 2,088,628 / 217,646 / 245,569 words for training, validation and test.
 
     Batches are (words, next words), both (steps, columns), int64, as in torch's example ``word_language_model``, whose

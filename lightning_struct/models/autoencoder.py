@@ -7,13 +7,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.shf import SHFOptimization
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def logistic_layers(sizes: Sequence[int]) -> nn.Sequential:

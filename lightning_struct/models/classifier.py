@@ -7,7 +7,6 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +16,7 @@ from lightning_struct.optim.rls import RLS
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.rls import RLSOptimization
 from lightning_struct.strategies.shf import SHFOptimization
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def fully_connected(layer_sizes: Sequence[int] = (784, 512, 10)) -> nn.Sequential:

@@ -7,13 +7,13 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.models.structured import LayerFactory
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 State = tuple[Tensor, Tensor]
 INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example

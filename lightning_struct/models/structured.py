@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_struct.models.classifier import Classifier
 from lightning_struct.nn import BlockStructured, PrunedLinear
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 LayerFactory = Callable[[int, int], nn.Module]
 """A function that makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a ``functools.partial``."""

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.data.imdb import PADDING
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
 

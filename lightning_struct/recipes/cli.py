@@ -19,14 +19,14 @@ import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct import __version__
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.denormals import denormals_flushed
 from lightning_struct.recipes.catalogue import default_config, did_you_mean
 from lightning_struct.recipes.quiet import noise_filtered
+from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:

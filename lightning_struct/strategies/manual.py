@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import lightning as L
 from torch import Tensor
 
 from lightning_struct.strategies.requirements import Requirements
+from lightning_struct.utilities.namespaces import lightning_classes
+
+if TYPE_CHECKING:
+    from lightning import LightningModule
+else:  # the module that it is mixed into may be of either namespace
+    LightningModule = object
 
 
-class ManualOptimization(L.LightningModule):
+class ManualOptimization(LightningModule):
     """Base of the mixins, which say by ``_requirements`` what they need."""
 
     _requirements: ClassVar[Requirements]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        modules = lightning_classes("LightningModule")
+        if next(base for base in cls.__mro__ if base in (ManualOptimization, *modules)) in modules:
+            # put after the module, whose methods would hide those of the mixin
+            cls.__bases__ = tuple(sorted(cls.__bases__, key=lambda base: not issubclass(base, ManualOptimization)))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+
+if TYPE_CHECKING:
+    import lightning as L
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 

@@ -1,16 +1,17 @@
 """RLS as the training step of a LightningModule."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_struct.optim.rls import RLS
 from lightning_struct.strategies.manual import ManualOptimization
 from lightning_struct.strategies.requirements import Requirements
+from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
 
 class RLSOptimization(ManualOptimization):
@@ -33,6 +34,7 @@ class RLSOptimization(ManualOptimization):
             weights and P are unchanged.
 
     Example:
+        >>> import lightning as L
         >>> import torch
         >>> class LitNet(RLSOptimization, L.LightningModule):
         ...     def __init__(self):
@@ -133,4 +135,4 @@ class RLSOptimization(ManualOptimization):
 
 def _is_missing(training_step: Any) -> bool:
     """Whether it is Lightning's own, which does nothing."""
-    return training_step.__func__ is L.LightningModule.training_step
+    return training_step.__func__ in [module.training_step for module in lightning_classes("LightningModule")]

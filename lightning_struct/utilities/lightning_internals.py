@@ -1,15 +1,18 @@
 """The only place that touches private fields of Lightning. Checked with Lightning 2.6.0 and 2.6.6."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from torch.utils.data import DataLoader
+
+from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.namespaces import lightning_classes
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 def validation_loaders(trainer: L.Trainer) -> list[Any]:
@@ -38,8 +41,9 @@ def prepare_batch(trainer: L.Trainer, batch: Any) -> Any:
 
 def unwrapped_sampler(loader: DataLoader) -> Any:
     """The sampler of a loader, without the distributed one that Lightning may have put around it."""
-    sampler = loader.sampler
-    return sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else sampler  # type: ignore[attr-defined]
+    sampler: Any = loader.sampler
+    wrappers = lightning_classes("trainer.connectors.data_connector.DistributedSamplerWrapper")
+    return sampler.dataset._sampler if isinstance(sampler, wrappers) else sampler
 
 
 def validation_follows(trainer: L.Trainer) -> bool:
@@ -103,13 +107,15 @@ class TrainingLoaders:
     @property
     def steps_fetch(self) -> bool:
         """Whether the module fetches its batches itself: ``training_step(self, dataloader_iter)``."""
-        return isinstance(self._loop._data_fetcher, _DataLoaderIterDataFetcher)
+        return isinstance(self._loop._data_fetcher, lightning_classes("loops.fetchers._DataLoaderIterDataFetcher"))
 
     @property
     def ahead(self) -> int:
         """Batches that Lightning has fetched beyond the one under way; it does so for loaders without a length."""
-        fetcher = self._loop._data_fetcher
-        return len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        fetcher: Any = self._loop._data_fetcher
+        return (
+            len(fetcher.batches) if isinstance(fetcher, lightning_classes("loops.fetchers._PrefetchDataFetcher")) else 0
+        )
 
     @property
     def unread(self) -> int:
@@ -147,7 +153,7 @@ class TrainingLoaders:
         combined.limits = limits
         if combined._iterator is not None:
             combined._iterator.limits = limits
-        length = sized_len(combined)
+        length = known_length(combined)
         if self._loop._data_fetcher is not None:
             self._loop._data_fetcher.length = length
         self.length = math.inf if length is None else length
@@ -161,10 +167,11 @@ class TrainingLoaders:
     def length(self, batches: float) -> None:
         self._loop.max_batches = batches
         total = batches if batches < math.inf else None
-        bar = self._trainer.progress_bar_callback
-        if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        bar: Any = self._trainer.progress_bar_callback
+        tqdm, rich = lightning_classes("callbacks.TQDMProgressBar"), lightning_classes("callbacks.RichProgressBar")
+        if isinstance(bar, tqdm) and bar._train_progress_bar is not None:
             bar.train_progress_bar.total = total
-        elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        elif isinstance(bar, rich) and bar.progress is not None and bar.train_progress_bar_id is not None:
             bar.progress.update(bar.train_progress_bar_id, total=total)
 
     def iterate_anew(self) -> None:

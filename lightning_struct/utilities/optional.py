@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 EXTRA_OF = {
     "jsonargparse": "recipes",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import lightning as L
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing import TYPE_CHECKING
+
+from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
@@ -14,8 +17,9 @@ def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
         MisconfigurationException: the strategy is FSDP, DeepSpeed, model parallel, or another that shards models.
     """
     strategy = type(trainer.strategy)
-    if strategy.model_sharded_context is not Strategy.model_sharded_context or issubclass(
-        strategy, ModelParallelStrategy
+    whole = [base.model_sharded_context for base in lightning_classes("strategies.Strategy")]
+    if strategy.model_sharded_context not in whole or issubclass(
+        strategy, lightning_classes("strategies.ModelParallelStrategy")
     ):
         raise MisconfigurationException(
             f"{name} needs all weights on each process, but {strategy.__name__} shards them. Use one device or "

@@ -1,16 +1,18 @@
 """More batches accumulated for each optimizer step, where larger ones would not fit in memory."""
 
-import math
-from typing import Any
+from __future__ import annotations
 
-import lightning as L
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+import math
+from typing import TYPE_CHECKING, Any
+
 from torch.utils._pytree import tree_leaves
 
 from lightning_struct.callbacks.growing_batch_size.growth import State
+from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 class AccumulationGrowth:
@@ -34,7 +36,8 @@ class AccumulationGrowth:
                 "GrowingBatchSize(mode='accumulate') accumulates gradients over batches, which under manual optimization "
                 f"{type(trainer.lightning_module).__name__}.training_step does itself: use mode='batch'"
             )
-        others = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
+        others: list[Any] = [c for c in trainer.callbacks if isinstance(c, scheduling)]  # type: ignore[attr-defined]
         if any(scheduler.going_to_accumulate_grad_batches() for scheduler in others):
             raise MisconfigurationException(
                 "GrowingBatchSize(mode='accumulate') and GradientAccumulationScheduler both set accumulate_grad_batches: "
@@ -51,13 +54,13 @@ class AccumulationGrowth:
 
     @property
     def dataset_size(self) -> int | None:
-        sizes = [sized_len(getattr(loader, "dataset", None)) for loader in self._loaders()]
+        sizes = [known_length(getattr(loader, "dataset", None)) for loader in self._loaders()]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def expected_sizes(self) -> list[int]:
         sizes = []
         for loader in self._loaders():
-            size, samples = getattr(loader, "batch_size", None), sized_len(getattr(loader, "sampler", None))
+            size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "sampler", None))
             if isinstance(size, int):
                 left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
                 sizes.append(left if 0 < left < size else size)
@@ -101,4 +104,8 @@ class AccumulationGrowth:
 
     def _loaders(self) -> list[Any]:
         loaders = self._trainer.train_dataloader
-        return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
+        return (
+            loaders.flattened
+            if isinstance(loaders, lightning_classes("utilities.CombinedLoader"))
+            else tree_leaves(loaders)
+        )

@@ -1,11 +1,11 @@
 """The callback: a batch that grows by a gradient-variance test and a validation test (section 4.3)."""
 
+from __future__ import annotations
+
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning as L
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
@@ -17,20 +17,22 @@ from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities.lightning_internals import logs_now
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 if TYPE_CHECKING:
+    import lightning as L
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GROWTH: dict[str, type[LoaderGrowth] | type[AccumulationGrowth]] = {
+GROWTH: dict[str, type[LoaderGrowth | AccumulationGrowth]] = {
     "batch": LoaderGrowth,
     "accumulate": AccumulationGrowth,
 }
 MOST_RECORDS = 4096
 
 
-class GrowingBatchSize(L.Callback):
+class GrowingBatchSize(Callback):
     """Lets the batch grow as the gradient gets small against its noise, or as validation stalls.
 
     It implements the batch sizes of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2). It works in any project: automatic and manual optimization, any optimizer, one device or DDP, loaders with and without
@@ -231,7 +233,7 @@ class GrowingBatchSize(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._give_back(keep_state=True)
 
-    def plot(self) -> "tuple[Figure, list[Axes]]":
+    def plot(self) -> tuple[Figure, list[Axes]]:
         """Draw batch size, variance ratio and validation value, as far as they were recorded, over the samples seen.
 
         Returns:

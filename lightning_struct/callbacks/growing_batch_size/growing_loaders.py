@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_struct.data.resizable import Position, ResizableLoader
 from lightning_struct.data.sampling import IndependentDraws
+from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class GrowingLoader:
@@ -17,7 +16,7 @@ class GrowingLoader:
         """``limit``, in batches of the first size or as a fraction of them, bounds the samples of an epoch."""
         self._loader, self._processes = ResizableLoader(loader), processes
         self._loader.nominal = True  # until Lightning has checked its own settings against the length
-        length = sized_len(loader)
+        length = known_length(loader)
         if isinstance(limit, int):
             self._loader.limit(limit)
         elif limit is not None and length is not None:
@@ -38,7 +37,7 @@ class GrowingLoader:
 
     @property
     def length(self) -> int | None:
-        return sized_len(self._loader.loader)
+        return known_length(self._loader.loader)
 
     @property
     def resumes(self) -> bool:

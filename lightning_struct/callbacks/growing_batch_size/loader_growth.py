@@ -1,16 +1,20 @@
 """Larger batches from the training loaders, within the running epoch."""
 
-import math
-from typing import Any
+from __future__ import annotations
 
-import lightning as L
+import math
+from typing import TYPE_CHECKING, Any
+
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities.lightning_internals import TrainingLoaders
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 class LoaderGrowth:

@@ -1,12 +1,12 @@
 """Gradient statistics of the optimizer steps of any LightningModule, measured by hooks on its layers."""
 
-import math
-from typing import Any
+from __future__ import annotations
 
-import lightning as L
+import math
+from typing import TYPE_CHECKING, Any
+
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
@@ -17,6 +17,10 @@ from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+if TYPE_CHECKING:
+    import lightning as L
 
 CHANGED = (
     "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, penalised "

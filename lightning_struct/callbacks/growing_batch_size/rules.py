@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def next_batch_size(

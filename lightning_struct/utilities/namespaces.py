@@ -1,0 +1,101 @@
+"""Lightning under both of its names: ``lightning.pytorch`` and ``pytorch_lightning`` have the same classes twice.
+
+No module of callbacks, strategies, data and utilities imports either of them. The classes below join those of each namespace
+when a project imports it, so that a project that uses one does not load the other, and one that uses both can give the
+same object to Trainers of both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+    from lightning.pytorch.core import LightningDataModule
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+else:
+
+    class _Unjoined:
+        """Base until Lightning is imported: bases that are built in, as ``object`` is, could not be exchanged."""
+
+    class Callback(_Unjoined):
+        """Base of callbacks: a ``Callback`` of each namespace that is imported."""
+
+    class BasePredictionWriter(_Unjoined):
+        """A ``BasePredictionWriter`` of each namespace that is imported."""
+
+    class LightningDataModule(_Unjoined):
+        """Base of data modules: a ``LightningDataModule`` of each namespace that is imported."""
+
+        def __init__(self):
+            if not lightning_classes("core.LightningDataModule"):
+                import_module(NAMESPACES[0])
+            super().__init__()
+
+    class _UnjoinedException(Exception):
+        """The same for exceptions."""
+
+    class MisconfigurationException(_UnjoinedException):
+        """A ``MisconfigurationException`` of each namespace that is imported: whatever a project catches, this is one."""
+
+
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+
+_JOINS: dict[type, str] = {
+    Callback: "callbacks.Callback",
+    BasePredictionWriter: "callbacks.BasePredictionWriter",
+    LightningDataModule: "core.LightningDataModule",
+    MisconfigurationException: "utilities.exceptions.MisconfigurationException",
+}
+
+
+def lightning_classes(path: str) -> tuple[Any, ...]:
+    """The class of each namespace that is imported, to be the second argument of ``isinstance`` and ``issubclass``.
+
+    Args:
+        path: where the class is within a namespace.
+
+    Example:
+        >>> import lightning.pytorch
+        >>> lightning.pytorch.callbacks.TQDMProgressBar in lightning_classes("callbacks.TQDMProgressBar")
+        True
+    """
+    module, _, name = path.rpartition(".")
+    imported = (space for space in NAMESPACES if hasattr(sys.modules.get(space), "Trainer"))  # not: is being imported
+    return tuple(getattr(import_module(f"{space}.{module}".rstrip(".")), name) for space in imported)
+
+
+def _join() -> None:
+    for ours, path in _JOINS.items():
+        ours.__bases__ = lightning_classes(path) or ours.__bases__
+
+
+class _JoinWhenImported(MetaPathFinder):
+    """Leaves it to the other finders to find a namespace, and joins it when it has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in NAMESPACES:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_join(module: ModuleType) -> None:
+                execute(module)
+                _join()
+
+            vars(spec.loader)["exec_module"] = execute_and_join
+        return spec
+
+
+_join()
+sys.meta_path.insert(0, _JoinWhenImported())

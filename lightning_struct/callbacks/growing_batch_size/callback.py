@@ -60,15 +60,21 @@ class GrowingBatchSize(Callback):
 
     Args:
         max_batch_size: n_max: what memory allows; the size of the data set if None.
-        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. For first-order methods at a fixed
-            rate begin with 1: 0.5 lets their batch grow too soon. Infinite: no norm test.
+        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. None: 0.5, the paper's, where the
+            module has its own statistics, else 1, the gradient noise scale, for first-order methods. Infinite: no norm test.
+        schedule: sizes set by hand instead of the norm test.
+        scale_lr: how the learning rate follows the batch size: by its square root, in proportion, or by AdaScale's gain.
+        estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
+            accumulated batches, or between those of consecutive steps; ``"auto"`` chooses.
+        max_overhead: share of the training time that measuring may take, in (0, 1].
+        max_device_batch_size: samples of one forward pass on one device; beyond them batches are accumulated.
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
             each validation; if None, the validation value in the module's own statistics, applied in each step.
         validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``. Infinite:
             it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule set by hand.
         growth: factor of the validation rule, at least 1.
         window: number of predictions that are averaged, and of checks that are looked back; there is no decision before.
-        every_n_steps: optimizer steps between two checks.
+        every_n_steps: optimizer steps between two checks; None: as ``max_overhead`` allows.
         mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates gradients
             over more of them, where memory is short (automatic optimization only; any loader).
         allow_shrinking: let the batch become smaller where the mean of the predictions is.
@@ -99,29 +105,47 @@ class GrowingBatchSize(Callback):
         self,
         max_batch_size: int | None = None,
         *,
-        theta: float = 0.5,
+        theta: float | None = None,
+        schedule: str | None = None,
+        scale_lr: Literal["sqrt", "linear", "adascale"] | None = None,
+        estimator: Literal["auto", "layers", "ranks", "steps"] = "auto",
+        max_overhead: float = 0.03,
+        max_device_batch_size: int | None = None,
         validation_monitor: str | None = None,
         validation_threshold: float = 0.005,
         growth: float = 1.005,
         window: int = 5,
-        every_n_steps: int = 1,
+        every_n_steps: int | None = None,
         mode: Literal["batch", "accumulate"] = "batch",
         allow_shrinking: bool = False,
         probes: int | None = 8,
     ) -> None:
-        check_settings(max_batch_size, theta, growth, window, every_n_steps, probes)
-        if mode not in GROWTH:
-            raise MisconfigurationException(f"mode must be one of {', '.join(map(repr, GROWTH))}, but is {mode!r}")
-        self.max_batch_size, self.theta = max_batch_size, theta
+        check_settings(
+            max_batch_size=max_batch_size,
+            theta=theta,
+            schedule=schedule,
+            scale_lr=scale_lr,
+            estimator=estimator,
+            max_overhead=max_overhead,
+            max_device_batch_size=max_device_batch_size,
+            growth=growth,
+            window=window,
+            every_n_steps=every_n_steps,
+            mode=mode,
+            probes=probes,
+        )
+        self.max_batch_size, self.theta, self.schedule, self.scale_lr = max_batch_size, theta, schedule, scale_lr
+        self.estimator, self.max_overhead, self.every_n_steps = estimator, max_overhead, every_n_steps
+        self.max_device_batch_size, self.mode = max_device_batch_size, mode
         self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
-        self.growth, self.window, self.every_n_steps = growth, window, every_n_steps
-        self.mode, self.allow_shrinking, self.probes = mode, allow_shrinking, probes
+        self.growth, self.window, self.allow_shrinking, self.probes = growth, window, allow_shrinking, probes
         self.predictions: list[int] = []
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
         self._samples = 0
         self._samples_of_step = self._batches_of_step = 0
         self._steps = 0
+        self._theta, self._cadence = theta, every_n_steps or 1
         self._last_step = 0
         self._batch_size: int | None = None
         self._growth: BatchGrowth | None = None
@@ -149,7 +173,10 @@ class GrowingBatchSize(Callback):
             self._growth = GROWTH[self.mode](trainer, self._batch_size)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not callable(getattr(pl_module, "gradient_statistics", None)):
+        reports = callable(getattr(pl_module, "gradient_statistics", None))
+        if self.theta is None:
+            self._theta = 0.5 if reports else 1.0
+        if not reports:
             refuse_sharded_weights(trainer, "GrowingBatchSize")
             self._measurement = GradientMeasurement(trainer, pl_module, self.probes)
         for config in trainer.lr_scheduler_configs:
@@ -244,7 +271,7 @@ class GrowingBatchSize(Callback):
         """
         if not self.records:
             raise MisconfigurationException("GrowingBatchSize has nothing to plot: train first")
-        return plot_growth(self.records, self.theta)
+        return plot_growth(self.records, self._theta)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -254,6 +281,7 @@ class GrowingBatchSize(Callback):
             "validation_values": list(self.validation_values),
             "samples": self._samples,
             "steps": self._steps,
+            "theta": self._theta,
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
         }
@@ -263,6 +291,7 @@ class GrowingBatchSize(Callback):
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
+        self._theta = state_dict["theta"] if self.theta is None else self.theta
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
         if self._growth is not None and state_dict["growth"] is not None:
@@ -282,7 +311,7 @@ class GrowingBatchSize(Callback):
 
     @property
     def _checks_next_step(self) -> bool:
-        return (self._steps + 1) % self.every_n_steps == 0
+        return (self._steps + 1) % self._cadence == 0
 
     def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         checks = self._checks_next_step
@@ -329,12 +358,13 @@ class GrowingBatchSize(Callback):
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Predict the batch size from the statistics of a step, and record both."""
         size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
-        if variance is None and self.theta < math.inf:
+        assert self._theta is not None
+        if variance is None and self._theta < math.inf:
             raise MisconfigurationException(
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
                 "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
             )
-        predicted = predicted_batch_size(statistics, self._active_growth.dataset_size, self.theta, self.max_batch_size)
+        predicted = predicted_batch_size(statistics, self._active_growth.dataset_size, self._theta, self.max_batch_size)
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: dict[str, float] = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if variance is not None and squared_norm > 0:

@@ -17,12 +17,12 @@ PANELS = {
 }
 
 
-def plot_growth(records: Sequence[Mapping[str, float]], theta: float) -> "tuple[Figure, list[Axes]]":
+def plot_growth(records: Sequence[Mapping[str, float]], theta: float | None) -> "tuple[Figure, list[Axes]]":
     """Draw the checks of a GrowingBatchSize, one panel for each quantity that was recorded.
 
     Args:
         records: of the callback, at least one.
-        theta: θ of the norm test, whose square is drawn beside the variance ratio, if it is finite.
+        theta: θ of the norm test, whose square is drawn beside the variance ratio, if it is known and finite.
 
     Raises:
         MisconfigurationException: matplotlib is missing.
@@ -48,7 +48,7 @@ def plot_growth(records: Sequence[Mapping[str, float]], theta: float) -> "tuple[
             panel.legend()
         elif name == "variance_ratio":
             panel.set_yscale("log")
-            if theta < math.inf:
+            if theta is not None and theta < math.inf:
                 panel.axhline(theta**2, color="black", linestyle="--", linewidth=1, label="θ²")
                 panel.legend(handles=[panel.lines[-1]])
     return figure, axes

@@ -89,20 +89,58 @@ def predicted_batch_size(
     return max_batch_size or statistics.batch_size
 
 
+ESTIMATORS = ("auto", "layers", "ranks", "steps")
+LEARNING_RATE_RULES = (None, "sqrt", "linear", "adascale")
+MODES = ("batch", "accumulate")
+
+
 def check_settings(
-    max_batch_size: int | None, theta: float, growth: float, window: int, every_n_steps: int, probes: int | None
+    *,
+    max_batch_size: int | None,
+    theta: float | None,
+    schedule: str | None,
+    scale_lr: str | None,
+    estimator: str,
+    max_overhead: float,
+    max_device_batch_size: int | None,
+    growth: float,
+    window: int,
+    every_n_steps: int | None,
+    mode: str,
+    probes: int | None,
 ) -> None:
-    """Raise for an argument of GrowingBatchSize that is out of range.
+    """Raise for an argument of GrowingBatchSize that is out of range, or that contradicts another.
 
     Raises:
         MisconfigurationException: names the argument and its value.
     """
-    if not (theta > 0 and growth >= 1 and window >= 1 and every_n_steps >= 1):
+    if not ((theta is None or theta > 0) and growth >= 1 and window >= 1):
         raise MisconfigurationException(
-            "GrowingBatchSize needs theta > 0, growth >= 1, window >= 1 and every_n_steps >= 1, but got "
-            f"{theta}, {growth}, {window} and {every_n_steps}"
+            f"GrowingBatchSize needs theta > 0, growth >= 1 and window >= 1, but got {theta}, {growth} and {window}"
         )
-    if max_batch_size is not None and max_batch_size < 1:
-        raise MisconfigurationException(f"max_batch_size must be at least 1, but is {max_batch_size}")
-    if probes is not None and probes < 1:
-        raise MisconfigurationException(f"probes must be at least 1, or None, but is {probes}")
+    counts = {
+        "max_batch_size": max_batch_size,
+        "max_device_batch_size": max_device_batch_size,
+        "every_n_steps": every_n_steps,
+        "probes": probes,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise MisconfigurationException(f"{name} must be at least 1, or None, but is {count}")
+    choices = {
+        "estimator": (estimator, ESTIMATORS),
+        "scale_lr": (scale_lr, LEARNING_RATE_RULES),
+        "mode": (mode, MODES),
+    }
+    for name, (value, values) in choices.items():
+        if value not in values:
+            raise MisconfigurationException(f"{name} must be one of {', '.join(map(repr, values))}, but is {value!r}")
+    if not 0 < max_overhead <= 1:
+        raise MisconfigurationException(
+            f"max_overhead must be in (0, 1], a share of the training, but is {max_overhead}"
+        )
+    if schedule is not None and theta is not None and theta < math.inf:
+        raise MisconfigurationException(
+            f"schedule={schedule!r} sets the sizes, and theta={theta} would decide them by the norm test: leave one of them "
+            "out"
+        )

@@ -111,6 +111,20 @@ def test_the_mathematics_optimizers_and_layers_need_torch_alone(part):
     assert others == []
 
 
+def names_of_lightning(tree: ast.Module) -> list[str]:
+    """The modules of Lightning, of either namespace, that are imported in a module."""
+    return [
+        name for name in imports(tree) if name.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
+    ]
+
+
+def test_what_works_with_both_namespaces_imports_neither():
+    neutral = {name for name in modules() if part_of(name) in ("strategies", "callbacks", "data", "utilities")}
+    one = f"{PACKAGE}.utilities.namespaces"
+    assert [name for name in sorted(neutral - {one}) if names_of_lightning(modules()[name])] == []
+    assert names_of_lightning(modules()[one]), "the one place, for type checkers"
+
+
 def private_names_of_others(tree: ast.Module, ours: set[str]) -> set[str]:
     """The private attributes and imports in a module that nobody in the package has defined."""
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -139,7 +153,7 @@ def test_private_names_of_lightning_are_used_in_one_file():
     found = {
         name: private_names_of_others(tree, ours)
         for name, tree in others.items()
-        if any(other.split(".")[0] in ("lightning", "pytorch_lightning") for other in imports(tree))
+        if names_of_lightning(tree) or f"{PACKAGE}.utilities.namespaces" in imports(tree)
     }
     assert {name: names for name, names in found.items() if names} == {}
     assert private_names_of_others(modules()[internals], ours), "the one file that uses them is read as such"

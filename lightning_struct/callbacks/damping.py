@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-
-if TYPE_CHECKING:
-    import lightning as L
 
 # Under what name optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
 _WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")

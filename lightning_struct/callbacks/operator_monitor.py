@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
-    import lightning as L
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

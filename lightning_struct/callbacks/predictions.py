@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import BasePredictionWriter, lightning_classes
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 class PredictionWriter(BasePredictionWriter):

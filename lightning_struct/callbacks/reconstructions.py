@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
-    import lightning as L
     from matplotlib.figure import Figure
 
 

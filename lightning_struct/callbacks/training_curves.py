@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
-    import lightning as L
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_struct.data.resizable import isolated_random_states
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import (
     prepare_batch,
     unwrapped_sampler,
@@ -19,9 +20,6 @@ from lightning_struct.utilities.lightning_internals import (
     validation_loaders,
 )
 from lightning_struct.utilities.namespaces import MisconfigurationException
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
 from lightning_struct.optim.shf import SHF
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 class ValidationMeritStopping(Callback):

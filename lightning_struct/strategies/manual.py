@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_struct.strategies.requirements import Requirements
-from lightning_struct.utilities.namespaces import lightning_classes
-
-if TYPE_CHECKING:
-    from lightning import LightningModule
-else:  # the module that it is mixed into may be of either namespace
-    LightningModule = object
+from lightning_struct.utilities import namespaces as L
 
 
-class ManualOptimization(LightningModule):
+class ManualOptimization(L.LightningModule):
     """Base of the mixins, which say by ``_requirements`` what they need."""
 
     _requirements: ClassVar[Requirements]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        modules = lightning_classes("LightningModule")
+        modules = L.lightning_classes("LightningModule")
         if next(base for base in cls.__mro__ if base in (ManualOptimization, *modules)) in modules:
             # put after the module, whose methods would hide those of the mixin
             cls.__bases__ = tuple(sorted(cls.__bases__, key=lambda base: not issubclass(base, ManualOptimization)))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
-
-if TYPE_CHECKING:
-    import lightning as L
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import lightning_classes
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 def validation_loaders(trainer: L.Trainer) -> list[Any]:

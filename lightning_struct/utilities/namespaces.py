@@ -1,6 +1,6 @@
 """Lightning under both of its names: ``lightning.pytorch`` and ``pytorch_lightning`` have the same classes twice.
 
-No module of callbacks, strategies, data and utilities imports either of them. The classes below join those of each namespace
+Callbacks, mixins and data modules import this module (as ``L``) instead of either of them. The classes below join those of each namespace
 when a project imports it, so that a project that uses one does not load the other, and one that uses both can give the
 same object to Trainers of both.
 """
@@ -16,10 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import BasePredictionWriter, Callback
     from lightning.pytorch.core import LightningDataModule
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 else:
+    Trainer = Any  # of either namespace, in annotations alone
+    LightningModule = object  # likewise, and what the base of the mixins is: what they are mixed into is the module
 
     class _Unjoined:
         """Base until Lightning is imported: bases that are built in, as ``object`` is, could not be exchanged."""

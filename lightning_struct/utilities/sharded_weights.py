@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:

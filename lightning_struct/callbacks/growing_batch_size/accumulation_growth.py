@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
 from lightning_struct.callbacks.growing_batch_size.growth import State
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 class AccumulationGrowth:

@@ -16,12 +16,12 @@ from lightning_struct.callbacks.growing_batch_size.measurement import GradientMe
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 if TYPE_CHECKING:
-    import lightning as L
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

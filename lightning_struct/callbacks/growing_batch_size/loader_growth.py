@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.sampling import IndependentDraws
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import TrainingLoaders
 from lightning_struct.utilities.namespaces import MisconfigurationException
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 class LoaderGrowth:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,11 +16,9 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
 from lightning_struct.utilities.namespaces import MisconfigurationException
-
-if TYPE_CHECKING:
-    import lightning as L
 
 CHANGED = (
     "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, penalised "

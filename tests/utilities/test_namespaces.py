@@ -1,0 +1,151 @@
+"""Projects on lightning.pytorch and on pytorch_lightning: both are imported here, each alone in a process of its own."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_struct import SHF, GrowingBatchSize, PredictionWriter, SHFOptimization
+from lightning_struct.utilities.namespaces import MisconfigurationException
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+
+BOTH = pytest.mark.parametrize("pl", [lightning.pytorch, pytorch_lightning], ids=lambda pl: pl.__name__)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+DATA = TensorDataset(torch.randn(90, 3, generator=torch.Generator().manual_seed(0)))
+LOADERS = {
+    "map-style": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+}
+
+
+def network(pl, *mixins):
+    class Network(*mixins, pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(3, 2)
+            self.sizes = []
+
+        def forward(self, inputs):
+            return self.layer(inputs)
+
+        def inputs_and_targets(self, batch):
+            return batch[0], batch[0][:, :2].sin()
+
+        def training_step(self, batch, batch_idx):
+            inputs, targets = self.inputs_and_targets(batch)
+            return torch.nn.functional.mse_loss(self(inputs), targets)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.sizes.append(len(batch[0]))
+
+        def predict_step(self, batch, batch_idx):
+            return self(batch[0])
+
+        def configure_optimizers(self):
+            return SHF(self, "mse", damping=1.0) if mixins else torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Network()
+
+
+def make_trainer(pl, *callbacks, epochs=3, **options):
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
+    return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **options})
+
+
+@pytest.mark.parametrize("mixins", [(), (SHFOptimization,)], ids=["automatic", "SHF"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_batches_and_weights_are_the_same_in_both(loader, mixins):
+    sizes, weights = [], []
+    for pl in (lightning.pytorch, pytorch_lightning):
+        module = network(pl, *mixins)
+        make_trainer(pl, GrowingBatchSize(32, window=1)).fit(module, LOADERS[loader]())
+        sizes.append(module.sizes)
+        weights.append(module.layer.weight)
+    assert max(sizes[0]) > 4, "the batch has grown"
+    assert sizes[0] == sizes[1] and torch.equal(*weights)
+
+
+def test_one_callback_serves_trainers_of_both():
+    callback = GrowingBatchSize(32, window=1)
+    make_trainer(lightning.pytorch, callback, epochs=1).fit(network(lightning.pytorch), LOADERS["map-style"]())
+    module = network(pytorch_lightning)
+    make_trainer(pytorch_lightning, callback, epochs=1).fit(module, LOADERS["map-style"]())
+    assert module.sizes[0] > 4, "it goes on with the size that it had"
+
+
+@BOTH
+def test_predictions_are_written_in_both(pl, tmp_path):
+    trainer = make_trainer(pl, PredictionWriter(), default_root_dir=tmp_path)
+    trainer.predict(network(pl), DataLoader(DATA, batch_size=32))
+    assert torch.load(tmp_path / "predictions.pt")["predictions"].shape == (90, 2)
+
+
+@BOTH
+def test_a_project_catches_the_exception_of_its_namespace(pl):
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException):
+        GrowingBatchSize(max_batch_size=0)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])
+def test_sharded_weights_are_refused_in_both(pl, name):
+    strategy = getattr(pl.strategies, name)
+    with pytest.raises(MisconfigurationException, match=f"needs all weights on each process, but {name}"):
+        refuse_sharded_weights(SimpleNamespace(strategy=object.__new__(strategy)), "SHF")
+
+
+@BOTH
+def test_whole_weights_are_not_refused(pl):
+    for strategy in (pl.strategies.DDPStrategy(), pl.strategies.SingleDeviceStrategy()):
+        refuse_sharded_weights(SimpleNamespace(strategy=strategy), "SHF")
+
+
+PROJECT = """
+import sys
+from lightning_struct import GrowingBatchSize, SHFOptimization
+from lightning_struct.data import DrawLoader
+
+callback = GrowingBatchSize(max_batch_size=16)
+import {namespace} as pl
+from {namespace}.cli import LightningArgumentParser
+
+parser = LightningArgumentParser()
+parser.add_subclass_arguments(pl.Callback, "callback")
+parsed = parser.parse_args(["--callback=lightning_struct.GrowingBatchSize", "--callback.max_batch_size=8"])
+print(parser.instantiate_classes(parsed).callback.max_batch_size)
+
+
+class Network(SHFOptimization, pl.LightningModule): ...
+
+
+print(Network().automatic_optimization)
+print(pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False).callbacks[0] is callback)
+print("{other}" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "namespace, other", [("lightning.pytorch", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
+)
+def test_a_project_of_one_namespace_does_not_load_the_other(namespace, other):
+    code = PROJECT.format(namespace=namespace, other=other)
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.stdout.split() == ["8", "False", "True", "False"], run.stderr

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_struct import SHF, GrowingBatchSize, PredictionWriter, SHFOptimization
+from lightning_struct.data import CurvesDataModule
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -98,6 +99,15 @@ def test_predictions_are_written_in_both(pl, tmp_path):
 
 
 @BOTH
+def test_data_modules_serve_trainers_of_both(pl):
+    module = network(pl)
+    module.inputs_and_targets = lambda batch: (batch[0][:, :3], batch[0][:, :2])
+    datamodule = CurvesDataModule(train_size=40, val_size=12, test_size=7, batch_size=10)
+    make_trainer(pl, epochs=1).fit(module, datamodule=datamodule)
+    assert module.sizes == 10 * [10]
+
+
+@BOTH
 def test_a_project_catches_the_exception_of_its_namespace(pl):
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException):
         GrowingBatchSize(max_batch_size=0)
@@ -120,7 +130,6 @@ def test_whole_weights_are_not_refused(pl):
 PROJECT = """
 import sys
 from lightning_struct import GrowingBatchSize, SHFOptimization
-from lightning_struct.data import DrawLoader
 
 callback = GrowingBatchSize(max_batch_size=16)
 import {namespace} as pl
@@ -128,7 +137,12 @@ from {namespace}.cli import LightningArgumentParser
 
 parser = LightningArgumentParser()
 parser.add_subclass_arguments(pl.Callback, "callback")
-parsed = parser.parse_args(["--callback=lightning_struct.GrowingBatchSize", "--callback.max_batch_size=8"])
+parser.add_subclass_arguments(pl.LightningDataModule, "data")
+parsed = parser.parse_args([
+    "--callback=lightning_struct.GrowingBatchSize",
+    "--callback.max_batch_size=8",
+    "--data=lightning_struct.data.CurvesDataModule",
+])
 print(parser.instantiate_classes(parsed).callback.max_batch_size)
 
 

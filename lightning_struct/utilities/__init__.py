@@ -1,1 +1,4 @@
-"""Helpers that strategies, callbacks, data and recipes share: Lightning's internals, sharded weights, optional packages."""
+"""Helpers that strategies, callbacks, data and recipes share.
+
+They know Lightning's namespaces and internals, strategies that shard weights, and optional packages.
+"""

@@ -1,8 +1,9 @@
 """Lightning under both of its names: ``lightning.pytorch`` and ``pytorch_lightning`` have the same classes twice.
 
-Callbacks, mixins and data modules import this module (as ``L``) instead of either of them. The classes below join those of each namespace
-when a project imports it, so that a project that uses one does not load the other, and one that uses both can give the
-same object to Trainers of both.
+Callbacks, mixins and data modules import this module, as ``L``, instead of either of them. The classes below join those
+of each namespace when a project imports it. So a project that uses one does not load the other, and one that uses both
+can give the same object to Trainers of both. Annotations, too, are by names of this module: the command line runs the
+imports that a module has for type checkers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.core import LightningDataModule
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 else:
-    Trainer = Any  # of either namespace, in annotations alone
-    LightningModule = object  # likewise, and what the base of the mixins is: what they are mixed into is the module
+    Trainer = Any  # in annotations alone
+    LightningModule = object  # likewise, and as base of the mixins: the module is what they are put before
 
     class _Unjoined:
         """Base until Lightning is imported: bases that are built in, as ``object`` is, could not be exchanged."""
@@ -37,12 +38,12 @@ else:
         """Base of data modules: a ``LightningDataModule`` of each namespace that is imported."""
 
         def __init__(self):
-            if not lightning_classes("core.LightningDataModule"):
+            if not lightning_classes("core.LightningDataModule"):  # its attributes are needed from here on
                 import_module(NAMESPACES[0])
             super().__init__()
 
     class _UnjoinedException(Exception):
-        """The same for exceptions."""
+        """The same for exceptions, whose built-in base is ``Exception``."""
 
     class MisconfigurationException(_UnjoinedException):
         """A ``MisconfigurationException`` of each namespace that is imported: whatever a project catches, this is one."""
@@ -87,7 +88,7 @@ class _JoinWhenImported(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in NAMESPACES:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_struct.utilities import namespaces as L
@@ -193,3 +194,9 @@ def loss_scale(trainer: L.Trainer) -> float | None:
     """Factor by which a GradScaler multiplies the loss; None without one."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return None if scaler is None else scaler.get_scale()
+
+
+def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
+    """Factor in the gradients in ``on_before_optimizer_step``: 1 unless the optimizer takes that of a GradScaler itself."""
+    scale = loss_scale(trainer)
+    return scale if scale is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0

@@ -12,12 +12,22 @@ def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
     Raises:
         MisconfigurationException: the strategy is FSDP, DeepSpeed, model parallel, or another that shards models.
     """
-    strategy = type(trainer.strategy)
-    whole = [base.model_sharded_context for base in lightning_classes("strategies.Strategy")]
-    if strategy.model_sharded_context not in whole or issubclass(
-        strategy, lightning_classes("strategies.ModelParallelStrategy")
-    ):
+    if shards_weights(trainer):
         raise MisconfigurationException(
-            f"{name} needs all weights on each process, but {strategy.__name__} shards them. Use one device or "
+            f"{name} needs all weights on each process, but {type(trainer.strategy).__name__} shards them. Use one device or "
             "strategy='ddp'"
         )
+
+
+def shards_weights(trainer: L.Trainer) -> bool:
+    """Whether a process may hold parts of the weights only."""
+    strategy = type(trainer.strategy)
+    whole = [base.model_sharded_context for base in lightning_classes("strategies.Strategy")]
+    return strategy.model_sharded_context not in whole or issubclass(
+        strategy, lightning_classes("strategies.ModelParallelStrategy")
+    )
+
+
+def shards_plain_tensors(trainer: L.Trainer) -> bool:
+    """Whether such a part is a plain tensor, as with ``FSDPStrategy``, which tells not how many processes hold it."""
+    return isinstance(trainer.strategy, lightning_classes("strategies.FSDPStrategy"))

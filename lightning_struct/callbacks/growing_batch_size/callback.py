@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
-from lightning_struct.callbacks.growing_batch_size.measurement import GradientMeasurement, samples_in
+from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +29,7 @@ GROWTH: dict[str, type[LoaderGrowth | AccumulationGrowth]] = {
     "batch": LoaderGrowth,
     "accumulate": AccumulationGrowth,
 }
+LOGGED = ("batch_size", "batch_size_predicted", "gradient_variance", "gradient_noise_scale")
 MOST_RECORDS = 4096
 
 
@@ -143,16 +144,18 @@ class GrowingBatchSize(Callback):
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
         self._samples = 0
-        self._samples_of_step = self._batches_of_step = 0
         self._steps = 0
-        self._theta, self._cadence = theta, every_n_steps or 1
+        self._theta = theta
         self._last_step = 0
         self._batch_size: int | None = None
         self._growth: BatchGrowth | None = None
         self._last_state: dict[str, Any] | None = None
-        self._measurement: GradientMeasurement | None = None
-        self._to_log: dict[str, Any] | None = None
+        self._measurement: Measurement | None = None
+        self._measurement_state: dict[str, Any] | None = None
+        self._resumes = False
+        self._to_log: dict[str, float] = {}
         self._logged_here: tuple[str, ...] | None = None
+        self._told = False
         self._validation = DueValidation()
 
     def decide(self, batch_size: int) -> int:
@@ -173,12 +176,21 @@ class GrowingBatchSize(Callback):
             self._growth = GROWTH[self.mode](trainer, self._batch_size)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        reports = callable(getattr(pl_module, "gradient_statistics", None))
-        if self.theta is None:
-            self._theta = 0.5 if reports else 1.0
-        if not reports:
-            refuse_sharded_weights(trainer, "GrowingBatchSize")
-            self._measurement = GradientMeasurement(trainer, pl_module, self.probes)
+        reported = callable(getattr(pl_module, "gradient_statistics", None))
+        self._theta = (0.5 if reported else 1.0) if self.theta is None else self.theta
+        self._measurement = Measurement(
+            trainer,
+            pl_module,
+            needed=self._tests_norm or self.scale_lr == "adascale",
+            estimator=self.estimator,
+            every_n_steps=self.every_n_steps,
+            max_overhead=self.max_overhead,
+            probes=self.probes,
+        )
+        if self._measurement_state is not None:
+            load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
+            load(self._measurement_state)
+        self._resumes = False
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 rank_zero_warn(
@@ -201,8 +213,7 @@ class GrowingBatchSize(Callback):
                 "length: set max_batch_size to what memory allows"
             )
         self._last_step = trainer.global_step
-        self._samples_of_step = self._batches_of_step = 0
-        self._logged_here = None
+        self._logged_here, self._told = None, False
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
 
@@ -213,34 +224,27 @@ class GrowingBatchSize(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._active_growth.on_train_batch_start()
-        if self._measurement is None:
-            return
-        if self._checks_next_step:
-            self._measurement.begin_batch(batch, self._active_growth.expected_sizes(), self._steps)
-        else:
-            self._measurement.pause()
+        self._active_measurement.begin_batch(batch, self._active_growth.expected_sizes(), self._steps + 1)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._active_measurement.before_backward(loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._measurement is not None:
-            self._measurement.after_backward()
+        self._active_measurement.after_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self._measurement is not None:
-            self._measurement.before_step(optimizer)
+        self._active_measurement.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
-        if self._measurement is not None:
-            read = samples_in(batch, self._active_growth.expected_sizes()) * trainer.world_size
-            self._samples += read
-            self._samples_of_step += read
-            self._batches_of_step += 1
+        self._samples += self._active_measurement.end_batch(batch, self._active_growth.expected_sizes())
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._after_step(trainer, pl_module)
+            self._tell()
             self._log(trainer, pl_module)
         self._active_growth.on_train_batch_end()
 
@@ -282,6 +286,7 @@ class GrowingBatchSize(Callback):
             "samples": self._samples,
             "steps": self._steps,
             "theta": self._theta,
+            "measurement": (self._measurement_state if self._measurement is None else self._measurement.state_dict()),
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
         }
@@ -291,9 +296,12 @@ class GrowingBatchSize(Callback):
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
-        self._theta = state_dict["theta"] if self.theta is None else self.theta
+        self._theta = state_dict.get("theta") if self.theta is None else self.theta
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
+        self._measurement_state, self._resumes = state_dict.get("measurement"), self._measurement is None
+        if self._measurement is not None and self._measurement_state is not None:
+            self._measurement.load_state_dict(self._measurement_state)
         if self._growth is not None and state_dict["growth"] is not None:
             self._growth.load_state_dict(state_dict["growth"])
         elif self._growth is not None and self._batch_size is not None:
@@ -305,34 +313,35 @@ class GrowingBatchSize(Callback):
         return self._growth
 
     @property
+    def _active_measurement(self) -> Measurement:
+        assert self._measurement is not None
+        return self._measurement
+
+    @property
     def _limit(self) -> float:
         sizes = (self.max_batch_size, self._active_growth.dataset_size)
         return min((size for size in sizes if size is not None), default=math.inf)
 
     @property
-    def _checks_next_step(self) -> bool:
-        return (self._steps + 1) % self._cadence == 0
+    def _tests_norm(self) -> bool:
+        assert self._theta is not None
+        return self._theta < math.inf and self.schedule is None
 
     def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        checks = self._checks_next_step
         self._steps += 1
-        if self._measurement is not None:
-            # how many batches a module accumulates by hand is its own affair: decided is the size of one
-            batches = 1 if pl_module.automatic_optimization else self._batches_of_step
-            statistics = self._measurement.statistics(self._samples_of_step // batches) if checks else None
-            self._samples_of_step = self._batches_of_step = 0
-        else:
-            statistics = pl_module.gradient_statistics()  # type: ignore[operator]
-            self._samples += 0 if statistics is None else statistics.batch_size
-        if statistics is None:
+        step = self._active_measurement.end_step(self._steps)
+        if step is None:
             return
-        self._active_growth.on_step(statistics.batch_size)
-        if not checks:
+        if self._active_measurement.is_reported:
+            self._samples += step.samples
+        self._to_log["batch_size"] = float(step.samples)
+        self._active_growth.on_step(step.samples)
+        if step.checked is None:
             return
-        if statistics.batch_size < 2:
+        if step.checked.variance is None and step.samples < 2 and self._tests_norm:
             self._grow_from_one()
             return
-        self._check(statistics, type(pl_module).__name__)
+        self._check(step.checked, type(pl_module).__name__)
         decided = self.decide(self._active_growth.batch_size)
         self._batch_size = trainer.strategy.broadcast(decided)
         if self._batch_size != self._active_growth.batch_size:
@@ -340,12 +349,6 @@ class GrowingBatchSize(Callback):
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
-        self._to_log = {
-            "batch_size_predicted": float(self.predictions[-1]),
-            "batch_size": float(statistics.batch_size),
-        }
-        if statistics.variance is not None:
-            self._to_log["gradient_variance"] = statistics.variance
 
     def _grow_from_one(self) -> None:
         if self._active_growth.batch_size == 1 < self._limit:  # else it is what was left of an epoch
@@ -356,15 +359,26 @@ class GrowingBatchSize(Callback):
             self._active_growth.set_batch_size(2)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
-        """Predict the batch size from the statistics of a step, and record both."""
+        """Predict the batch size from the statistics of a step and the averages so far, and record both."""
         size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
         assert self._theta is not None
-        if variance is None and self._theta < math.inf:
+        measurement, theta = self._active_measurement, (self._theta if self._tests_norm else math.inf)
+        if variance is None and theta < math.inf:
             raise MisconfigurationException(
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
                 "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
             )
-        predicted = predicted_batch_size(statistics, self._active_growth.dataset_size, self._theta, self.max_batch_size)
+        averages = [noise.statistics(size) for noise in measurement.noise.values()]
+        predicted = max(
+            predicted_batch_size(of, self._active_growth.dataset_size, theta, self.max_batch_size)
+            for of in ([statistics] if measurement.is_reported or variance is None else averages)
+        )
+        self._to_log["batch_size_predicted"] = float(predicted)
+        if variance is not None:
+            self._to_log["gradient_variance"] = variance
+        noise_scale = max((noise.value for noise in measurement.noise.values()), default=math.inf)
+        if noise_scale < math.inf:
+            self._to_log["gradient_noise_scale"] = noise_scale
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: dict[str, float] = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
         if variance is not None and squared_norm > 0:
@@ -377,19 +391,29 @@ class GrowingBatchSize(Callback):
         if len(self.records) > MOST_RECORDS:
             del self.records[: MOST_RECORDS // 2 : 2]
 
+    def _tell(self) -> None:
+        """Say once in a fit what was chosen; after the first step, in which estimators count their work."""
+        if self._told:
+            return
+        self._told = True
+        rule = f", theta={self._theta:g}" if self._tests_norm else ""
+        rank_zero_info(f"GrowingBatchSize {self._active_measurement.description()}{rule}")
+
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the last check once: in the first step, and when loggers write, since logging takes longer than checking."""
-        if self._to_log is None or trainer.barebones or not (self._logged_here is None or logs_now(trainer)):
+        """Log what is new: in the first step, and when loggers write, since logging takes longer than checking."""
+        if trainer.barebones or not (self._logged_here is None or logs_now(trainer)):
             return
         if self._logged_here is None:
-            self._logged_here = tuple(name for name in self._to_log if name not in trainer.callback_metrics)
+            self._logged_here = tuple(name for name in LOGGED if name not in trainer.callback_metrics)
         for name in self._logged_here:
-            pl_module.log(name, self._to_log[name], batch_size=int(self._to_log["batch_size"]))
-        self._to_log = None
+            if name in self._to_log:
+                pl_module.log(name, self._to_log[name], batch_size=int(self._to_log["batch_size"]))
+        self._to_log = {}
 
     def _give_back(self, keep_state: bool) -> None:
         """Give Trainer and loaders back as they were; a checkpoint may still be written."""
         if self._measurement is not None:
+            self._measurement_state = self._measurement.state_dict()
             self._measurement.pause()
         if self._growth is not None:
             self._last_state = self._growth.state_dict() if keep_state else None

@@ -1,5 +1,6 @@
 """Gradient statistics of a training step, as a module reports them or as they are measured."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -22,3 +23,9 @@ class GradientStatistics:
     variance: float | None
     gradient_squared_norm: float
     validation_value: float | None
+
+
+def relative_variance(statistics: GradientStatistics) -> float:
+    """‖Var‖₁/‖ḡ‖²; infinite where the gradient is zero and its variance is not."""
+    variance, squared_norm = statistics.variance or 0.0, statistics.gradient_squared_norm
+    return variance / squared_norm if squared_norm > 0 else math.inf * variance if variance else 0.0

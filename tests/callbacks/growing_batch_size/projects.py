@@ -27,6 +27,16 @@ SAMPLES, FIRST, MOST = 40, 4, 16
 EPOCHS = 2
 CHECKED_STEPS = 4
 
+# In each step, and exactly.
+MEASURING = {
+    "max_batch_size": MOST,
+    "window": 2,
+    "theta": 0.5,
+    "estimator": "layers",
+    "every_n_steps": 1,
+    "probes": None,
+}
+
 # Lightning's and torch's, of what the projects do on purpose
 WARNINGS_OF_PROJECTS = [
     pytest.mark.filterwarnings("ignore:A batch of one has no gradient variance"),
@@ -470,7 +480,7 @@ def all_rows(loader):
 
 def fit(directory, project, epochs=EPOCHS, validation=True):
     watch = Watch()
-    growing = GrowingBatchSize(**{"max_batch_size": MOST, "window": 2, "probes": None} | project.growing)
+    growing = GrowingBatchSize(**(MEASURING | project.growing))
     reference = Reference(project.losses) if project.losses else None
     options = {"max_epochs": epochs, "precision": "64-true"} | project.options
     callbacks = [watch, *([reference] if reference else []), growing, *options.pop("callbacks", [])]

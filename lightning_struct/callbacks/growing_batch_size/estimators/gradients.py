@@ -1,0 +1,57 @@
+"""Squared norms of gradients as they lie in memory: dense, sparse, or in shards."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.collective import all_reduce, world_size
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The part of a parameter's gradient that this process holds, dense or coalesced; None without a gradient."""
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return None
+    if hasattr(gradient, "placements"):  # a DTensor
+        gradient = gradient.to_local()
+    return gradient.detach().coalesce() if gradient.is_sparse else gradient.detach()
+
+
+def share(parameter: nn.Parameter) -> float:
+    """Weight of the part that a process holds, in a sum over all processes: 1/P where each of P holds the whole."""
+    gradient: Any = parameter.grad
+    placements = getattr(gradient, "placements", ())
+    shards = math.prod(gradient.device_mesh.size(i) for i, place in enumerate(placements) if place.is_shard())
+    return shards / world_size()
+
+
+def squared_norm(tensors: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
+    """Σ w‖t‖², a scalar on ``device``, see :func:`sum_of_squares`.
+
+    The norms of numbers of 16 bits are taken in float32; sparse tensors are coalesced.
+    """
+    total = sum_of_squares([], device)
+    groups: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor, weight in zip(tensors, weights, strict=True):
+        values = tensor.values() if tensor.is_sparse else tensor
+        groups.setdefault((weight, values.device, values.dtype), []).append(values)
+    for (weight, _, dtype), group in groups.items():
+        norms = torch._foreach_norm(group, 2, torch.float32 if dtype.itemsize < 4 else None)
+        total += weight * sum_of_squares([torch.stack(norms)], device)
+    return total
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A scalar on ``device``, in float64 where that has it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.cat([tensor.to(device).reshape(-1) for tensor in tensors]).to(dtype).square().sum()
+
+
+def summed(values: Sequence[Tensor]) -> list[float]:
+    """The scalars, each summed over the processes; one collective."""
+    return all_reduce(torch.stack(list(values))).tolist()

@@ -1,0 +1,256 @@
+"""Noise of the gradients from the samples' own gradients, measured by hooks on the layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+
+from lightning_struct.callbacks.growing_batch_size.estimators.cadence import LAYERS
+from lightning_struct.callbacks.growing_batch_size.estimators.estimator import Unmeasurable
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
+from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
+from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+
+CHANGED = (
+    "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, penalised "
+    "in the loss or differentiated twice, or the gradient was changed after the backward pass, as by clipping after "
+    "loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
+)
+
+# Batches whose gradients are compared with what was measured, from the start of each fit.
+CHECKED_BATCHES = 3
+
+# Part of ‖G‖² that has to be measured, or another estimator decides.
+MEASURED_PART = 0.5
+
+# Errors that matter for no decision, relative to the whole gradient.
+NEGLIGIBLE = 0.01
+
+
+class SampleGradients:
+    """Measures the gradients of single samples in the batches of a step, by hooks on the layers.
+
+    The shares cᵢ that the samples have in the gradient G are measured in the units of G, whatever the loss averages over
+    and whatever it was multiplied by: Σᵢ‖cᵢ‖² and ‖G‖² alone tell the relative variance of G. Reported is what it is for
+    gᵢ = n cᵢ, whose mean is G.
+
+    A step of an optimizer is on all samples of all backward passes since the gradients were last zeroed. Parameters that
+    cannot be measured are left out, each with one warning.
+
+    Args:
+        trainer: in fit.
+        module: the one that is trained, without a wrapper around it.
+        every_n_steps: steps from one measurement to the next; None: as many as ``max_overhead`` allows where a measured step
+            takes 3.4 times as long as another, which is the most that was seen.
+        max_overhead: share of the time of the steps that measuring may take.
+        probes: see :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`.
+
+    Raises:
+        MisconfigurationException: the strategy shards the weights.
+    """
+
+    name = "layers"
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        every_n_steps: int | None,
+        max_overhead: float,
+        probes: int | None,
+    ) -> None:
+        refuse_sharded_weights(trainer, "GrowingBatchSize(estimator='layers')")
+        self._trainer, self._module = trainer, module
+        self.every_n_steps = every_n_steps or math.ceil(LAYERS / max_overhead)
+        self._recorder = GradientNormRecorder(
+            module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
+        )
+        self._squared_norms: dict[nn.Parameter, Tensor] = {}
+        self._checksums: dict[str, Checksums] = {}
+        self._unmeasured: set[Optimizer] = set()
+        self._of_batch: dict[int, GradientStatistics] = {}
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._left_out: dict[str, str] = {}
+        self._checked = 0
+        self._measuring = False
+
+    def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
+        self._of_batch = {}
+        if step % self.every_n_steps:
+            self.pause()
+            return
+        if not self._measuring:
+            self._recorder.attach()
+            self._measuring = True
+        first, second = leading_sizes(batch)
+        expected = set(expected_sizes)
+        self._recorder.samples = expected & first or expected & second or expected | first or None
+        self._recorder.check = self._checked < CHECKED_BATCHES
+        self._checked += 1
+        self._recorder.reseed(step - 1)
+
+    def before_backward(self, loss: Tensor) -> None: ...
+
+    def pause(self) -> None:
+        if self._measuring:
+            self._recorder.remove()
+            self._recorder.reset()
+            self._squared_norms.clear()
+            self._checksums.clear()
+            self._measuring = False
+
+    def after_backward(self) -> None:
+        """Read the gradients before they are clipped or unscaled, if an optimizer may step by them now."""
+        if not self._measuring or (self._module.automatic_optimization and accumulates(self._trainer)):
+            return
+        if self._recorder.check:
+            # manual_backward is called under the autocast of training_step, whose products of scaled gradients overflow
+            with torch.autocast(self._module.device.type, enabled=False):
+                self._checksums = self._recorder.checksums()
+        for norms in self._recorder.results():
+            self._squared_norms[norms.parameter] = _squared_norm(norms.parameter)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._names]
+        if not self._measuring or not any(p.grad is not None for p in parameters):
+            return
+        results = {norms.parameter: norms for norms in self._recorder.results()}
+        if not results.keys() & set(parameters) <= self._squared_norms.keys():
+            self.after_backward()  # of loss.backward(), which calls no hook
+        if self._recorder.check:
+            self._verify(parameters)
+        n, variance, gradient = self._reduced(parameters, results)
+        self._recorder.reset(parameters)
+        for parameter in parameters:
+            self._squared_norms.pop(parameter, None)
+        if n == 0:
+            self._unmeasured.add(optimizer)
+            if self._unmeasured.issuperset(self._trainer.optimizers):
+                raise Unmeasurable(
+                    f"it can measure none, or a small part, of the gradient of {type(optimizer).__name__}"
+                    + "".join(f"; {names}: {reason}" for names, reason in _by_reason(self._left_out))
+                )
+            return
+        if is_finite(variance + gradient, self._trainer, optimizer):
+            unscaled = (loss_scale(self._trainer) or 1.0) ** 2
+            measured = GradientStatistics(n, variance / unscaled if n > 1 else None, gradient / unscaled, None)
+            number = self._trainer.optimizers.index(optimizer)
+            self._of_batch[number] = max(self._of_batch.get(number, measured), measured, key=relative_variance)
+
+    def statistics(self, samples: int) -> dict[int, GradientStatistics]:
+        # The layers may have seen more than the samples read (a discriminator sees the data, and as many fakes) or fewer
+        # (pairs): the relative variance stays as it was measured.
+        return {
+            number: measured
+            if measured.variance is None
+            else replace(measured, batch_size=samples, variance=measured.variance * samples / measured.batch_size)
+            for number, measured in self._of_batch.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def _reduced(
+        self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]
+    ) -> tuple[int, float, float]:
+        """n, ‖Var‖₁ and ‖G‖² of the measured parameters, over all processes; zeros where these are a small part."""
+        device = self._module.device
+        measured = [i for i, parameter in enumerate(parameters) if parameter in results]
+        of_passes = [results[parameters[i]].squared_norms for i in measured]
+        sums = torch.zeros(3, len(parameters), dtype=torch.float64, device=device)
+        with_gradient = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+        sums[2, with_gradient] = torch.stack([_squared_norm(parameters[i]).double() for i in with_gradient])
+        if measured:
+            vectors = [torch.cat(vectors).double() for vectors in of_passes]
+            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1)
+            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]].double() for i in measured])
+        counts = [0] * len(parameters)
+        for i, vectors in zip(measured, of_passes, strict=True):
+            counts[i] = sum(len(squared_norms) for squared_norms in vectors)
+        uncovered = self._recorder.uncovered
+        hidden = [self._names[parameter] in uncovered for parameter in parameters]
+        host = torch.tensor([*counts, *hidden], dtype=torch.float64, device=device)
+        flat = all_reduce(torch.cat([sums.flatten(), host])).cpu()
+        share, gradient, present, count, not_covered = flat.view(5, -1)
+        # DDP averages the gradients: a process's share of its own is a share of G times the number of processes.
+        share, gradient = share / world_size() ** 2, gradient / world_size()
+        self._leave_out(
+            {
+                self._names[parameter]: uncovered.get(
+                    self._names[parameter], "it could not be measured in another process"
+                )
+                for parameter, somewhere in zip(parameters, not_covered, strict=True)
+                if somewhere
+            }
+        )
+        for i, parameter in enumerate(parameters):
+            if self._names[parameter] in self._left_out:
+                count[i] = 0
+        # the gradients may have been clipped since they were measured: hence both sums of what they are now
+        if present[count > 0].sum() < MEASURED_PART * present.sum():
+            return 0, 0.0, 0.0
+        n = int(count.max())
+        used = count > (1 if n > 1 else 0)
+        m, c, g = count[used], share[used], gradient[used]
+        variance = (m / (m - 1) * (c - g / m)).sum().item() if n > 1 else 0.0
+        return n, n * max(variance, 0.0), g.sum().item()
+
+    def _verify(self, parameters: list[nn.Parameter]) -> None:
+        """Leave out parameters whose gradients are not the sum of the measured shares, over all processes.
+
+        Only the parameters of the optimizer that steps are compared: others may have gradients that are never used, as a
+        discriminator has from the loss of its generator.
+        """
+        nothing = torch.zeros(6, dtype=torch.float64, device=self._module.device)
+        names, rows = [self._names[parameter] for parameter in parameters], []
+        for name in names:
+            of = self._checksums.get(name)
+            if of is None:
+                rows.append(nothing)
+                continue
+            bounds = torch.stack([of.scale * of.tolerance, of.scale])
+            rows.append(torch.cat([of.measured - of.gradient, bounds]).double())
+        sums = (all_reduce(torch.stack(rows)) / world_size()).cpu()
+        error, bound, scale = sums[:, :-2].square().mean(1).sqrt(), sums[:, -2], sums[:, -1]
+        # Some gradients are nothing but rounding, as of attention's key biases, which its softmax takes away.
+        differs = (error > bound) & (error > NEGLIGIBLE * torch.linalg.vector_norm(scale))
+        self._leave_out({name: CHANGED for name, wrong in zip(names, differs, strict=True) if wrong})
+
+    def _leave_out(self, reasons: dict[str, str]) -> None:
+        new = {name: reason for name, reason in reasons.items() if name not in self._left_out}
+        self._left_out.update(new)
+        for names, reason in _by_reason(new):
+            rank_zero_warn(
+                f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: {reason}"
+            )
+
+
+def _squared_norm(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    flat = at_least_float32(values.detach()).reshape(-1)
+    return torch.dot(flat, flat)
+
+
+def _by_reason(reasons: dict[str, str]) -> list[tuple[str, str]]:
+    """Pairs of the names that share a reason, and the reason."""
+    return [
+        (", ".join(name for name, why in reasons.items() if why == reason), reason)
+        for reason in dict.fromkeys(reasons.values())
+    ]

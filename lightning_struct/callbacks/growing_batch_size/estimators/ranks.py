@@ -1,0 +1,158 @@
+"""Noise of the gradients from the differences between the backward passes of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
+    local_gradient,
+    squared_norm,
+    sum_of_squares,
+    summed,
+)
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.collective import world_size
+from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale
+from lightning_struct.utilities.namespaces import MisconfigurationException
+from lightning_struct.utilities.sharded_weights import shards_weights
+
+
+class BackwardPasses:
+    """Compares the gradients of single backward passes with the one that an optimizer steps by, which is their mean.
+
+    A backward pass is that of one process on one of the accumulated batches; hooks on the parameters see its gradient
+    before it is averaged over processes. With K passes of b samples each, E‖g_b‖² = ‖G‖² + tr Σ/b and E‖g_B‖² = ‖G‖² +
+    tr Σ/(K b) (McCandlish et al. 2018, appendix A.1). A step of one pass is not measured. Automatic optimization only.
+
+    Args:
+        trainer: in fit.
+        module: the one that is trained, without a wrapper around it.
+        every_n_steps: steps from one measurement to the next; None: chosen.
+        max_overhead: see :class:`~lightning_struct.callbacks.growing_batch_size.estimators.cadence.Cadence`.
+
+    Raises:
+        MisconfigurationException: manual optimization, sharded weights, or one process that accumulates no batches.
+    """
+
+    name = "ranks"
+
+    def __init__(
+        self, trainer: L.Trainer, module: L.LightningModule, every_n_steps: int | None, max_overhead: float
+    ) -> None:
+        if (problem := why_not(trainer)) is not None:
+            raise MisconfigurationException(
+                f"GrowingBatchSize(estimator='ranks') compares the gradients of several backward passes of a step, but {problem}"
+            )
+        self._trainer, self._module = trainer, module
+        self._cadence = Cadence(every_n_steps, max_overhead)
+        self.every_n_steps = every_n_steps or 1
+        self._due, self._step = 0, 0
+        self._handles: list[RemovableHandle] = []
+        self._norms: list[Tensor] = []
+        self._passes = 0
+        self._measured: tuple[float, float, int] | None = None
+
+    def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
+        if step != self._step:  # batches may be accumulated
+            self._step, self._passes, self._measured = step, 0, None
+            self._norms.clear()
+        if self._due == 0:
+            self._due = step + self.every_n_steps - 1
+        if step < self._due:
+            self.pause()
+        elif not self._handles:
+            self._attach()
+
+    def before_backward(self, loss: Tensor) -> None:
+        if self._cadence.counts:
+            self._cadence.count_backward(loss)
+
+    def after_backward(self) -> None:
+        self._passes += 1
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._cadence.counts:
+            self._cadence.count_step(optimizer)
+        if not self._handles or self._measured is not None:
+            return
+        scale = loss_scale(self._trainer) or 1.0
+        with torch.no_grad():
+            own = sum_of_squares(self._norms, self._module.device)
+            gradients = [g for p in self._module.parameters() if (g := local_gradient(p)) is not None]
+            of_step = squared_norm(gradients, [1.0] * len(gradients), self._module.device)
+            (of_pass,) = summed([own / scale**2])
+        # the gradient of the step is the mean over processes of the sums over their passes
+        of_pass *= self._passes / world_size()
+        of_mean = of_step.item() / gradient_scale(self._trainer, optimizer) ** 2
+        if is_finite(of_pass + of_mean, self._trainer, optimizer):
+            self._measured = of_pass, of_mean, self._passes * world_size()
+
+    def statistics(self, samples: int) -> dict[int, GradientStatistics]:
+        passes = self._passes
+        if self._cadence.counts:
+            self._cadence.end_count(samples)
+            self._set_cadence(samples, passes)
+            self._due = self._step + self.every_n_steps
+        if self._measured is None:
+            return {}
+        self._set_cadence(samples, passes)
+        self._due = self._step + self.every_n_steps
+        of_pass, of_mean, number = self._measured
+        if number < 2:
+            return {}
+        # (E‖g_b‖² - E‖g_B‖²) / (1/b - 1/B) with b = B/K
+        variance = max(of_pass - of_mean, 0.0) * samples / (number - 1)
+        return {0: GradientStatistics(samples, variance, of_mean, None)}
+
+    def pause(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"due": self._due, "every_n_steps": self.every_n_steps, "cadence": self._cadence.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._due, self.every_n_steps = state["due"], state["every_n_steps"]
+        self._cadence.load_state_dict(state["cadence"])
+
+    def _set_cadence(self, samples: int, passes: int) -> None:
+        # a norm of each pass, and that of the step
+        self.every_n_steps = self._cadence.every_n_steps(samples, passes + 1)
+
+    def _attach(self) -> None:
+        """Hook the parameters."""
+        norms = self._norms  # a copy of the module must not copy the Trainer
+
+        def note(gradient: Tensor) -> None:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            norm = torch.linalg.vector_norm(at_least_float32(values.detach()))
+            norms.append(norm)
+
+        self._handles = [p.register_hook(note) for p in self._module.parameters() if p.requires_grad]
+
+
+def why_not(trainer: L.Trainer) -> str | None:
+    """The reason for which the backward passes of a step cannot be compared, and the remedy; None if they can."""
+    if not trainer.lightning_module.automatic_optimization:
+        return (
+            "under manual optimization it is not known which of them make a step: use estimator='steps', which compares "
+            "consecutive steps"
+        )
+    if shards_weights(trainer):
+        return f"{type(trainer.strategy).__name__} shards the weights: use estimator='steps'"
+    if trainer.world_size * trainer.accumulate_grad_batches < 2:
+        return (
+            "each step has one: use several devices or Trainer(accumulate_grad_batches=2), or estimator='steps', which "
+            "compares consecutive steps"
+        )
+    return None

@@ -1,0 +1,248 @@
+"""Noise of the gradients from pairs of consecutive steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
+    local_gradient,
+    share,
+    squared_norm,
+    summed,
+)
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import gradient_scale
+from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights
+
+# Copying, subtracting, and three norms: so many reads and writes of as many numbers as there are parameters.
+PASSES = 8
+
+# Sizes of two batches may differ by such a factor: of a sum of losses the gradients are as large as the batch.
+LIKE_SIZES = 1.25
+
+
+@dataclass
+class _Gradients:
+    """The gradients of a step, by the places of the parameters in the optimizer, and their weights in sums over processes."""
+
+    tensors: dict[int, Tensor]
+    shares: dict[int, float]
+
+
+@dataclass
+class _Kept:
+    """The gradient of a step, by the places of the parameters in the optimizer, and ‖G‖²; of a batch that may not be over."""
+
+    gradients: dict[int, Tensor]
+    squared_norm: float
+    scale: float
+    samples: int = 0
+
+
+@dataclass
+class _Pair:
+    """‖g‖² and ‖g'‖² of two consecutive steps and ‖g - g'‖², and the samples of the first."""
+
+    first: float
+    second: float
+    difference: float
+    samples: int
+
+
+class StepPairs:
+    """Compares the gradients of two consecutive steps of an optimizer.
+
+    Both estimate the gradient G of the loss, and their errors are independent: E g·g' = ‖G‖² and E‖g‖² = ‖G‖² + tr Σ/n on a
+    batch of n. That takes no rule for any layer, nor the samples' own gradients; it works for compiled and for sharded
+    networks. What G changes from one step to the next counts as noise.
+
+    Of parameters that get a gradient in one of the steps alone nothing is measured. Where batches differ much in their
+    sizes, there is no pair. The gradients of the first step of a pair are kept, in memory of its own, and in checkpoints
+    that are written before the second; of sharded gradients there a pair is given up.
+
+    Args:
+        trainer: in fit.
+        module: the one that is trained, without a wrapper around it.
+        every_n_steps: steps from one pair to the next; None: chosen.
+        max_overhead: see :class:`~lightning_struct.callbacks.growing_batch_size.estimators.cadence.Cadence`.
+    """
+
+    name = "steps"
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        every_n_steps: int | None,
+        max_overhead: float,
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
+        self._cadence = Cadence(every_n_steps, max_overhead)
+        self.every_n_steps = every_n_steps or 1
+        self._due = 0  # number of the step by which the next pair ends; 0 before the first step
+        self._step = 0
+        self._kept: dict[int, _Kept] = {}
+        self._memory: dict[int, dict[int, Tensor]] = {}
+        self._pairs: dict[int, _Pair] = {}
+        self._stepped: set[int] = set()
+        self._without: set[int] = set()
+
+    def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
+        if step != self._step:  # batches may be accumulated
+            self._step, self._stepped, self._pairs = step, set(), {}
+        if self._due == 0:
+            self._due = step + max(self.every_n_steps, 2) - 1
+
+    def before_backward(self, loss: Tensor) -> None:
+        if self._cadence.counts:
+            self._cadence.count_backward(loss)
+
+    def after_backward(self) -> None: ...
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        number = self._trainer.optimizers.index(optimizer)
+        if number in self._stepped:  # as one that evaluates the loss several times
+            return
+        self._stepped.add(number)
+        if self._cadence.counts:
+            self._cadence.count_step(optimizer)
+        closes = number in self._kept
+        opens = self._step >= self._due - 1 and (not closes or self.every_n_steps == 1)
+        if not (opens or closes):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scale = gradient_scale(self._trainer, optimizer)
+        with torch.no_grad():
+            tensors = {i: g for i, p in enumerate(parameters) if (g := local_gradient(p)) is not None}
+            gradients = _Gradients(tensors, {i: self._share(parameters[i]) for i in tensors})
+            if closes:
+                self._close(optimizer, gradients, scale)
+            if opens:
+                self._open(optimizer, gradients, scale)
+
+    def statistics(self, samples: int) -> dict[int, GradientStatistics]:
+        for kept in self._kept.values():
+            kept.samples = kept.samples or samples
+        if self._cadence.counts:
+            self._cadence.end_count(samples)
+            self._set_cadence(samples)
+            self._due = self._step + max(self.every_n_steps, 2) - 1
+        elif self._pairs:
+            self._set_cadence(samples)
+            self._due = self._step + self.every_n_steps
+        pairs, self._pairs = self._pairs, {}
+        return {
+            number: _of_pair(pair, samples)
+            for number, pair in pairs.items()
+            if max(pair.samples, samples) <= LIKE_SIZES * min(pair.samples, samples)
+        }
+
+    def pause(self) -> None:
+        self._kept, self._memory, self._pairs = {}, {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._sharded:
+            self._kept = {}  # a checkpoint has the parts of the first process only
+        return {
+            "due": self._due,
+            "every_n_steps": self.every_n_steps,
+            "cadence": self._cadence.state_dict(),
+            "kept": {
+                number: {
+                    "gradients": {i: gradient.clone() for i, gradient in kept.gradients.items()},
+                    "squared_norm": kept.squared_norm,
+                    "scale": kept.scale,
+                    "samples": kept.samples,
+                }
+                for number, kept in self._kept.items()
+                if kept.samples
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._due, self.every_n_steps = state["due"], state["every_n_steps"]
+        self._cadence.load_state_dict(state["cadence"])
+        self._kept = {number: _Kept(**kept) for number, kept in state["kept"].items()}
+        self._memory = {number: dict(kept.gradients) for number, kept in self._kept.items()}
+
+    def _share(self, parameter: nn.Parameter) -> float:
+        return 1.0 if self._in_parts and not hasattr(parameter.grad, "placements") else share(parameter)
+
+    def _set_cadence(self, samples: int) -> None:
+        self.every_n_steps = self._cadence.every_n_steps(samples, PASSES)
+
+    def _open(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
+        """Keep the gradients of the first step of a pair."""
+        (norm,) = summed([self._squared_norm(gradients.tensors, gradients)])
+        if not is_finite(norm, self._trainer, optimizer):
+            return
+        number = self._trainer.optimizers.index(optimizer)
+        if norm == 0 and not gradients.tensors:
+            self._warn_of_nothing(number)
+            return
+        memory = self._memory.setdefault(number, {})
+        copied: list[int] = []
+        for i, gradient in gradients.tensors.items():
+            kept = memory.get(i)
+            if gradient.is_sparse or kept is None or kept.is_sparse or kept.shape != gradient.shape:
+                memory[i] = gradient.clone()
+            else:
+                copied.append(i)
+        if copied:
+            torch._foreach_copy_([memory[i] for i in copied], [gradients.tensors[i] for i in copied])
+        self._kept[number] = _Kept({i: memory[i] for i in gradients.tensors}, norm / scale**2, scale)
+
+    def _close(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
+        """Compare the kept gradients with those of the second step; their memory gets the differences."""
+        number = self._trainer.optimizers.index(optimizer)
+        kept = self._kept.pop(number)
+        both = [i for i in kept.gradients if i in gradients.tensors]
+        second = {i: gradients.tensors[i] for i in both}
+        first = {i: kept.gradients[i].to(second[i].device) for i in both}
+        if kept.scale != scale:
+            first = {i: gradient * (scale / kept.scale) for i, gradient in first.items()}
+        self._memory[number].update(first)
+        norms = [self._squared_norm(second, gradients)]
+        if len(both) < len(kept.gradients):
+            norms.append(self._squared_norm(first, gradients))
+        dense = [i for i in both if not (first[i].is_sparse or second[i].is_sparse)]
+        if dense:
+            torch._foreach_sub_([first[i] for i in dense], [second[i] for i in dense])
+        differences = {i: first[i] if i in dense else (first[i] - second[i]).coalesce() for i in both}
+        norms.append(self._squared_norm(differences, gradients))
+        sums = [value / scale**2 for value in summed(norms)]
+        if is_finite(sums[0], self._trainer, optimizer) and both:
+            before = sums[1] if len(sums) == 3 else kept.squared_norm
+            self._pairs[number] = _Pair(before, sums[0], sums[-1], kept.samples)
+
+    def _squared_norm(self, tensors: dict[int, Tensor], gradients: _Gradients) -> Tensor:
+        shares = [gradients.shares[i] for i in tensors]
+        return squared_norm(list(tensors.values()), shares, self._module.device)
+
+    def _warn_of_nothing(self, number: int) -> None:
+        if number not in self._without:
+            self._without.add(number)
+            rank_zero_warn(
+                f"GrowingBatchSize finds no gradients in the parameters of {type(self._trainer.optimizers[number]).__name__} "
+                f"before it steps, and cannot measure them. Give {type(self._module).__name__} a method "
+                "gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
+            )
+
+
+def _of_pair(pair: _Pair, samples: int) -> GradientStatistics:
+    """Statistics of a pair of steps, as those of its second."""
+    n, m = pair.samples, samples
+    # E‖g - g'‖² = tr Σ (1/n + 1/m), and E‖g‖² + E‖g'‖² - E‖g - g'‖² = 2 ‖G‖²
+    variance = pair.difference / (1 / n + 1 / m)
+    squared_norm = (pair.first + pair.second - pair.difference) / 2
+    return GradientStatistics(m, variance, max(squared_norm + variance / m, 0.0), None)

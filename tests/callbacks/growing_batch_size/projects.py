@@ -31,7 +31,7 @@ CHECKED_STEPS = 4
 MEASURING = {
     "max_batch_size": MOST,
     "window": 2,
-    "theta": 0.5,
+    "theta": 0.3,
     "estimator": "layers",
     "every_n_steps": 1,
     "probes": None,

@@ -173,7 +173,13 @@ def test_sizes_and_variance_are_logged_for_a_module_that_does_not(tmp_path):
     trainer = fit(tmp_path, module, GrowingBatchSize(), draw_loader(10, draws=1))
     predicted = required_batch_size(7.5, 1.0, 60, 0.5)
     logged = {name: value.item() for name, value in trainer.logged_metrics.items()}
-    assert logged == {"batch_size": 10, "batch_size_predicted": predicted, "gradient_variance": 7.5}
+    noise_scale = 7.5 / (1.0 - 7.5 / 10)
+    assert logged == {
+        "batch_size": 10,
+        "batch_size_predicted": predicted,
+        "gradient_variance": 7.5,
+        "gradient_noise_scale": noise_scale,
+    }
 
 
 def test_the_prediction_logged_for_shf_is_that_of_the_callback(tmp_path):

@@ -29,3 +29,41 @@ def relative_variance(statistics: GradientStatistics) -> float:
     """‖Var‖₁/‖ḡ‖²; infinite where the gradient is zero and its variance is not."""
     variance, squared_norm = statistics.variance or 0.0, statistics.gradient_squared_norm
     return variance / squared_norm if squared_norm > 0 else math.inf * variance if variance else 0.0
+
+
+def statistics_of_pair(first: float, second: float, difference: float, sizes: tuple[int, int]) -> GradientStatistics:
+    """Statistics from the gradients of two batches at the same weights, as those of the second.
+
+    Args:
+        first: ‖g‖² of the first.
+        second: ‖g'‖² of the second.
+        difference: ‖g - g'‖².
+        sizes: n and n', samples in the first and in the second.
+
+    Example:
+        >>> statistics_of_pair(first=5.0, second=5.0, difference=2.0, sizes=(8, 8))
+        GradientStatistics(batch_size=8, variance=8.0, gradient_squared_norm=5.0, validation_value=None)
+    """
+    n, m = sizes
+    # E‖g - g'‖² = tr Σ (1/n + 1/n'), and E(‖g‖² + ‖g'‖² - ‖g - g'‖²) = 2 ‖G‖²
+    variance = difference / (1 / n + 1 / m)
+    squared_norm = (first + second - difference) / 2
+    return GradientStatistics(m, variance, max(squared_norm + variance / m, 0.0), None)
+
+
+def statistics_of_parts(of_part: float, of_whole: float, parts: int, samples: int) -> GradientStatistics:
+    """Statistics from the gradients of the equal parts of a batch and their mean (McCandlish et al. 2018, appendix A.1).
+
+    Args:
+        of_part: mean of ‖g_b‖² over the parts.
+        of_whole: ‖g_B‖² of their mean.
+        parts: B/b, two at least.
+        samples: B, in all parts together.
+
+    Example:
+        >>> statistics_of_parts(of_part=6.0, of_whole=4.0, parts=2, samples=8)
+        GradientStatistics(batch_size=8, variance=16.0, gradient_squared_norm=4.0, validation_value=None)
+    """
+    # E‖g_b‖² - E‖g_B‖² = tr Σ (1/b - 1/B); of parts that are alike, rounding may make it negative
+    variance = max(of_part - of_whole, 0.0) * samples / (parts - 1)
+    return GradientStatistics(samples, variance, of_whole, None)

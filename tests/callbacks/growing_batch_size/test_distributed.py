@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct import GrowingBatchSize
+from tests.callbacks.growing_batch_size.projects import MEASURING
 from tests.processes import two_processes
 
 SAMPLES, FIRST, EPOCHS = 48, 8, 3
@@ -73,7 +74,7 @@ def data():
 def fit(directory, processes, ckpt_path=None):
     directory.mkdir()
     callbacks = [
-        Even(window=2, max_batch_size=16, probes=None),
+        Even(**MEASURING),
         Notes(directory),
         ModelCheckpoint(
             directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_struct import GrowingBatchSize
-from tests.callbacks.growing_batch_size.projects import SizedStream, Stream, regression
+from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, regression
 from tests.strategies.helpers import make_trainer, weights
 
 EPOCHS = 3
@@ -94,7 +94,7 @@ def trainer_for(tmp_path, *callbacks, **options):
 
 
 def growing(**options):
-    return GrowingBatchSize(**{"max_batch_size": 12, "window": 2} | options)
+    return GrowingBatchSize(**(MEASURING | {"max_batch_size": 12, "probes": 8} | options))
 
 
 # --- gradients that are not numbers ------------------------------------------------------------------------------------

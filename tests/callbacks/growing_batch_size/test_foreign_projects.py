@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -21,6 +21,7 @@ from tests.callbacks.growing_batch_size.projects import (
     CHECKED_STEPS,
     EPOCHS,
     FIRST,
+    MEASURING,
     MOST,
     SAMPLES,
     WARNINGS_OF_PROJECTS,
@@ -232,7 +233,7 @@ def test_the_tuner_finds_a_learning_rate_with_batches_of_the_first_size(tmp_path
         lr = 0.05
 
     module, loader = Tuned(), DataLoader(regression(), batch_size=FIRST, shuffle=True)
-    growing, watch = GrowingBatchSize(window=2, max_batch_size=MOST), Watch()
+    growing, watch = GrowingBatchSize(**MEASURING), Watch()
     trainer = make_trainer(tmp_path, callbacks=[watch, growing], enable_checkpointing=True)  # where the tuner saves
     Tuner(trainer).lr_find(module, loader, num_training=20, update_attr=False)
     watch.by_epoch.clear()

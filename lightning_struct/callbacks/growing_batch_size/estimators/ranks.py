@@ -17,7 +17,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     sum_of_squares,
     summed,
 )
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_parts
 from lightning_struct.collective import world_size
 from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
@@ -106,12 +106,8 @@ class BackwardPasses:
             return {}
         self._set_cadence(samples, passes)
         self._due = self._step + self.every_n_steps
-        of_pass, of_mean, number = self._measured
-        if number < 2:
-            return {}
-        # (E‖g_b‖² - E‖g_B‖²) / (1/b - 1/B) with b = B/K
-        variance = max(of_pass - of_mean, 0.0) * samples / (number - 1)
-        return {0: GradientStatistics(samples, variance, of_mean, None)}
+        of_pass, of_step, number = self._measured
+        return {0: statistics_of_parts(of_pass, of_step, number, samples)} if number > 1 else {}
 
     def pause(self) -> None:
         for handle in self._handles:

@@ -18,7 +18,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     squared_norm,
     summed,
 )
-from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import gradient_scale
 from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights
@@ -131,6 +131,8 @@ class StepPairs:
                 self._open(optimizer, gradients, scale)
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
+        if not self._step:  # it has begun in the middle of this batch
+            return {}
         for kept in self._kept.values():
             kept.samples = kept.samples or samples
         if self._cadence.counts:
@@ -142,7 +144,7 @@ class StepPairs:
             self._due = self._step + self.every_n_steps
         pairs, self._pairs = self._pairs, {}
         return {
-            number: _of_pair(pair, samples)
+            number: statistics_of_pair(pair.first, pair.second, pair.difference, (pair.samples, samples))
             for number, pair in pairs.items()
             if max(pair.samples, samples) <= LIKE_SIZES * min(pair.samples, samples)
         }
@@ -206,7 +208,9 @@ class StepPairs:
         """Compare the kept gradients with those of the second step; their memory gets the differences."""
         number = self._trainer.optimizers.index(optimizer)
         kept = self._kept.pop(number)
-        both = [i for i in kept.gradients if i in gradients.tensors]
+        both = [
+            i for i, g in kept.gradients.items() if i in gradients.tensors and gradients.tensors[i].shape == g.shape
+        ]
         second = {i: gradients.tensors[i] for i in both}
         first = {i: kept.gradients[i].to(second[i].device) for i in both}
         if kept.scale != scale:
@@ -237,12 +241,3 @@ class StepPairs:
                 f"before it steps, and cannot measure them. Give {type(self._module).__name__} a method "
                 "gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
             )
-
-
-def _of_pair(pair: _Pair, samples: int) -> GradientStatistics:
-    """Statistics of a pair of steps, as those of its second."""
-    n, m = pair.samples, samples
-    # E‖g - g'‖² = tr Σ (1/n + 1/m), and E‖g‖² + E‖g'‖² - E‖g - g'‖² = 2 ‖G‖²
-    variance = pair.difference / (1 / n + 1 / m)
-    squared_norm = (pair.first + pair.second - pair.difference) / 2
-    return GradientStatistics(m, variance, max(squared_norm + variance / m, 0.0), None)

@@ -1,0 +1,297 @@
+"""The noise of the gradients, from pairs of steps, from the backward passes of a step, and from layers."""
+
+import itertools
+import math
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_pair, statistics_of_parts
+from tests.callbacks.growing_batch_size.projects import GAN, PROJECTS, Regressor, regression, seed
+from tests.strategies.helpers import make_trainer, weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..` before `optimizer.step"),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    seed()
+
+
+def fit(tmp_path, module, loader=None, *, callbacks=(), ckpt_path=None, growing=None, **options):
+    """The callback, after a fit in float64 that keeps the size of batches."""
+    loader = DataLoader(regression(), batch_size=4) if loader is None else loader
+    growing = GrowingBatchSize(**({"max_batch_size": loader.batch_size, "window": 2} | (growing or {})))
+    defaults = {"max_epochs": 1, "precision": "64-true", "enable_checkpointing": bool(callbacks)}
+    trainer = make_trainer(tmp_path, callbacks=[growing, *callbacks], **(defaults | options))
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return growing
+
+
+def ratios(growing):
+    return [record["variance_ratio"] for record in growing.records]
+
+
+class Still(Regressor):
+    """Its weights stay."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def gradients_of_batches(module, size=4):
+    """(batches, parameters), by autograd."""
+    module = module.double()
+    losses = [module.loss(module(x.double()), y.double()) for x, y in DataLoader(regression(), batch_size=size)]
+    return torch.stack([flat(torch.autograd.grad(loss, list(module.parameters()))) for loss in losses])
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+# --- what pairs and parts estimate -------------------------------------------------------------------------------------
+
+
+def test_the_mean_over_all_pairs_of_batches_is_that_of_the_samples():
+    g = torch.randn(4, 3, dtype=torch.float64)  # of each sample
+    batches = {n: [torch.stack(b).mean(0) for b in itertools.product(g, repeat=n)] for n in (1, 2)}
+    of_pairs = [
+        statistics_of_pair(a @ a, b @ b, (a - b) @ (a - b), (1, 2))
+        for a, b in itertools.product(batches[1], batches[2])
+    ]
+    variance = sum(s.variance for s in of_pairs) / len(of_pairs)
+    squared_norm = sum(s.gradient_squared_norm - s.variance / 2 for s in of_pairs) / len(of_pairs)
+    assert variance.item() == pytest.approx(g.var(0, correction=0).sum().item())
+    assert squared_norm.item() == pytest.approx(g.mean(0).square().sum().item())
+
+
+def test_the_mean_over_all_batches_of_three_parts_is_that_of_the_samples():
+    g = torch.randn(4, 3, dtype=torch.float64)
+    of_parts = []
+    for parts in itertools.product(g, repeat=3):
+        parts = torch.stack(parts)
+        of_parts.append(
+            statistics_of_parts(parts.square().sum(1).mean().item(), parts.mean(0).square().sum().item(), 3, 3)
+        )
+    variance = sum(s.variance for s in of_parts) / len(of_parts)
+    squared_norm = sum(s.gradient_squared_norm - s.variance / 3 for s in of_parts) / len(of_parts)
+    assert variance == pytest.approx(g.var(0, correction=0).sum().item())
+    assert squared_norm == pytest.approx(g.mean(0).square().sum().item())
+
+
+def pair_ratios(g):
+    """‖Var‖₁/(n‖ḡ‖²) of each pair of consecutive gradients of n samples."""
+    return [((a - b).square().sum() / (a.square().sum() + b.square().sum())).item() for a, b in itertools.pairwise(g)]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_steps_are_compared_with_the_steps_before_them(tmp_path, every):
+    module = Still()
+    expected = pair_ratios(gradients_of_batches(module))[max(every - 2, 0) :: every]
+    growing = fit(tmp_path, module, growing={"estimator": "steps", "every_n_steps": every})
+    assert ratios(growing) == pytest.approx(expected, rel=1e-9)
+
+
+def test_steps_whose_batches_differ_much_in_size_are_not_compared(tmp_path):
+    loader = DataLoader(regression(19), batch_size=8)  # 8, 8, 3
+    assert len(fit(tmp_path, Still(), loader, growing={"estimator": "steps", "every_n_steps": 1}).records) == 1
+
+
+def test_backward_passes_are_compared_with_their_mean(tmp_path):
+    module = Still()
+    expected = []
+    for g in gradients_of_batches(module, size=2)[:18].split(3):
+        whole = g.mean(0).square().sum().item()
+        statistics = statistics_of_parts(g.square().sum(1).mean().item(), whole, 3, 6)
+        expected.append(statistics.variance / (6 * whole))
+    growing = fit(
+        tmp_path,
+        module,
+        DataLoader(regression(), batch_size=2),
+        growing={"estimator": "ranks", "every_n_steps": 1, "max_batch_size": 6},
+        accumulate_grad_batches=3,
+        limit_train_batches=18,
+    )
+    assert ratios(growing) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("ranks", 2)])
+def test_a_scaled_loss_changes_no_estimate(tmp_path, estimator, batches):
+    growing = {"estimator": estimator, "every_n_steps": 1, "max_batch_size": 4 * batches}
+    options = {"growing": growing, "accumulate_grad_batches": batches}
+    expected = ratios(fit(tmp_path, Still(), **options))
+    seed()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    scaled = ratios(fit(tmp_path, Still(), precision=None, plugins=[plugin], **options))
+    assert scaler.get_scale() > 2.0**6 and scaled == pytest.approx(expected, rel=0.02)
+
+
+class Words(L.LightningModule):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 4, sparse=sparse)
+        self.head = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.head(self.embedding(batch[0]).mean(1)), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("ranks", 2)])
+def test_sparse_gradients_are_measured_as_dense_ones(tmp_path, estimator, batches):
+    words = TensorDataset(torch.randint(0, 50, (40, 3)), torch.randint(0, 2, (40,)))
+    growing = {"estimator": estimator, "every_n_steps": 1, "max_batch_size": 8}
+    sparse, dense = (
+        ratios(fit(tmp_path, Words(kind), DataLoader(words, 4), growing=growing, accumulate_grad_batches=batches))
+        for kind in (True, False)
+    )
+    assert sparse == pytest.approx(dense, rel=1e-9) and len(dense) > 3
+
+
+def test_steps_of_several_optimizers_are_compared_each_with_its_own(tmp_path):
+    growing = fit(tmp_path, GAN(), growing={"estimator": "steps", "every_n_steps": 1})
+    assert len(growing.records) == 9 and all(0 < ratio < 2 for ratio in ratios(growing))
+
+
+# --- which one, and how often ------------------------------------------------------------------------------------------
+
+
+def said(caplog):
+    return [message for message in caplog.messages if message.startswith("GrowingBatchSize")]
+
+
+@pytest.mark.parametrize("options, name", [({}, "steps"), ({"accumulate_grad_batches": 2}, "ranks")])
+def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
+    with caplog.at_level("INFO"):
+        fit(tmp_path, Regressor(), growing={"max_batch_size": 8}, **options)
+    (line,) = said(caplog)
+    assert f"estimator='{name}' every" in line and "max_overhead=0.03" in line and "theta=1" in line
+
+
+@pytest.mark.parametrize("module", [Regressor, GAN])
+def test_ranks_are_refused_where_a_step_has_no_parts(tmp_path, module):
+    with pytest.raises(MisconfigurationException, match="estimator='ranks'.*estimator='steps'"):
+        fit(tmp_path, module(), growing={"estimator": "ranks"})
+
+
+def measured_every(tmp_path, caplog, optimizer, max_overhead):
+    class Wide(Still):
+        def __init__(self):
+            super().__init__(nn.Linear(3, 2))
+
+        def configure_optimizers(self):
+            return optimizer(self.parameters())
+
+    with caplog.at_level("INFO"):
+        fit(tmp_path, Wide(), growing={"max_overhead": max_overhead}, max_steps=1)
+    return int(said(caplog)[-1].split("every ")[1].split()[0])
+
+
+def test_half_the_overhead_is_half_as_many_measurements(tmp_path, caplog):
+    every = [measured_every(tmp_path, caplog, torch.optim.SGD, overhead) for overhead in (0.1, 0.05)]
+    assert abs(every[1] - 2 * every[0]) <= 1
+
+
+def test_what_an_optimizer_does_more_lets_it_measure_more_often(tmp_path, caplog):
+    every = [measured_every(tmp_path, caplog, kind, 0.01) for kind in (torch.optim.SGD, torch.optim.Adam)]
+    assert every[0] > every[1]
+
+
+def hooks_of(module):
+    of_layers = [h for m in module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks)]
+    of_parameters = [p for p in module.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    return of_layers + of_parameters
+
+
+@pytest.mark.parametrize("growing", [{"theta": math.inf}, {"estimator": "steps"}])
+def test_nothing_is_hooked_that_is_not_needed(tmp_path, growing):
+    seen = []
+
+    class Looking(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            seen.extend(hooks_of(pl_module))
+
+    fit(tmp_path, Regressor(), callbacks=[Looking()], growing=growing)
+    assert seen == []
+
+
+def test_the_size_is_logged_where_nothing_is_measured(tmp_path):
+    trainers = []
+
+    class Keeping(L.Callback):
+        def on_train_end(self, trainer, pl_module):
+            trainers.append(dict(trainer.logged_metrics))
+
+    fit(tmp_path, Regressor(), callbacks=[Keeping()], growing={"theta": math.inf})
+    assert trainers[0]["batch_size"] == 4
+
+
+# --- what cannot be measured by layers ---------------------------------------------------------------------------------
+
+
+class Windows(Regressor):
+    """Draws windows of its own of each batch, as neuralforecast does."""
+
+    def training_step(self, batch, batch_idx):
+        drawn = torch.randint(0, len(batch[0]), (7,))
+        return self.loss(self(batch[0][drawn]), batch[1][drawn])
+
+
+def test_a_module_that_draws_its_own_samples_is_measured_by_its_steps(tmp_path):
+    with pytest.warns(UserWarning, match=r"no dimension is that of 4 samples.* estimator='steps'"):
+        growing = fit(tmp_path, Windows(), growing={"estimator": "layers", "every_n_steps": 1})
+    assert len(growing.records) == 8
+
+
+class Decayed(Regressor):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) + 100 * self.network[0].weight.square().sum()
+
+
+def test_a_small_part_of_the_gradient_does_not_decide(tmp_path):
+    with pytest.warns(UserWarning, match="a small part, of the gradient of SGD.* estimator='steps'"):
+        growing = fit(tmp_path, Decayed(), growing={"estimator": "layers", "every_n_steps": 1})
+    assert len(growing.records) == 8
+
+
+def test_key_biases_are_not_warned_about(tmp_path, recwarn):
+    module = PROJECTS["transformer"]()
+    module.module.model.train()
+    fit(tmp_path, module.module, module.loader, growing={"estimator": "layers", "every_n_steps": 1}, precision=32)
+    assert not [w for w in recwarn if "leaves" in str(w.message)]
+
+
+# --- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [5, 6])  # within a pair, and after it
+def test_a_run_that_is_resumed_compares_the_same_steps(tmp_path, step):
+    def run(directory, ckpt_path=None):
+        checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        module = Regressor()
+        growing = {"estimator": "steps", "every_n_steps": 3, "max_batch_size": 12, "theta": 0.3}
+        options = {"callbacks": [checkpoint], "ckpt_path": ckpt_path, "max_epochs": 2, "precision": 32}
+        return module, fit(tmp_path, module, growing=growing, **options)
+
+    whole, growing = run(tmp_path / "whole")
+    seed()
+    resumed, again = run(tmp_path / "resumed", tmp_path / f"whole/step={step}.ckpt")
+    assert again.records == growing.records and len(growing.records) > 2
+    assert torch.equal(weights(resumed), weights(whole))

@@ -28,6 +28,16 @@ def share(parameter: nn.Parameter) -> float:
     return shards / world_size()
 
 
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy dense tensors into others."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Subtract dense tensors from others, in place."""
+    torch._foreach_sub_(list(tensors), list(others))
+
+
 def squared_norm(tensors: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
     """Σ w‖t‖², a scalar on ``device``, see :func:`sum_of_squares`.
 

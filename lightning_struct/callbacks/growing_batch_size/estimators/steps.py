@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
 from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
+    copy_,
     local_gradient,
     share,
     squared_norm,
+    subtract_,
     summed,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
@@ -201,7 +203,7 @@ class StepPairs:
             else:
                 copied.append(i)
         if copied:
-            torch._foreach_copy_([memory[i] for i in copied], [gradients.tensors[i] for i in copied])
+            copy_([memory[i] for i in copied], [gradients.tensors[i] for i in copied])
         self._kept[number] = _Kept({i: memory[i] for i in gradients.tensors}, norm / scale**2, scale)
 
     def _close(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
@@ -221,7 +223,7 @@ class StepPairs:
             norms.append(self._squared_norm(first, gradients))
         dense = [i for i in both if not (first[i].is_sparse or second[i].is_sparse)]
         if dense:
-            torch._foreach_sub_([first[i] for i in dense], [second[i] for i in dense])
+            subtract_([first[i] for i in dense], [second[i] for i in dense])
         differences = {i: first[i] if i in dense else (first[i] - second[i]).coalesce() for i in both}
         norms.append(self._squared_norm(differences, gradients))
         sums = [value / scale**2 for value in summed(norms)]

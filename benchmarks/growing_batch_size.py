@@ -1,203 +1,405 @@
-"""Samples, steps and CPU seconds to the same validation loss: a small batch, a large one, and one that grows.
+"""A growing batch against the batches and schedules that a user would take: six tasks with the optimizers and rates usual there.
 
-    OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py mnist --data-dir DIRECTORY [--rates 0.02 0.1] [--jobs 2]
-    OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py cifar --data-dir DIRECTORY
+    OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py --data-dir DIRECTORY [--tasks mnist ...] [--jobs 2]
 
-The project is an ordinary one, in which only the batch differs: a ``Classifier`` in Lightning's automatic optimization, SGD
-with momentum 0.9 at a fixed rate, and a shuffling ``DataLoader``. Its batches have 32 samples, or 1,024, or begin with 32 and
-grow by ``GrowingBatchSize()``; this also with ``theta=1`` (the error of the gradient may be as long as the gradient, not half
-as long), and with ``theta=1`` and a measurement at every tenth step only. The networks are those of ``recipes/mnist_fnn``
-(784-512-10, on 50,000 images) and of ``recipes/cifar_cnn`` narrowed to 16 channels and 128 hidden units (on 10,000 images).
-The validation loss is measured five times an epoch. A run ends when it is at the target, or at a bound on CPU seconds. A rate
-that suits one batch may not suit another: hence several rates, so that each way can be judged by its best.
+The projects are ordinary ones, in which only the batch differs: a LightningModule in automatic optimization, a shuffling
+``DataLoader`` and a fixed rate, but where a cosine schedule is named.
+
+- ``mnist``: 784-512-10, SGD with momentum 0.9, rate 0.05, from 32;
+- ``cifar``: a VGG of 16 to 64 channels on 10,000 images, SGD with momentum 0.9, rate 0.02, from 32;
+- ``cifar_cosine``: the same by Adam, 1e-3, falling to 0 by a cosine over 8 epochs, from 32;
+- ``characters``: a transformer of two blocks of 64 units, 64 characters of Shakespeare, AdamW, 2e-3, from 16;
+- ``imdb``: an LSTM of 64 units, reviews of 100 words, Adam, 1e-3, from 32;
+- ``autoencoder``: 784-256-64-16-64-256-784 with rectifiers, MNIST, Adam, 1e-3, from 64.
+
+The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate times √2
+(OLMo, arXiv 2505.23971) after 1/8 and 3/8 of the samples; a linear ramp to 8 times the size at the same rate; and
+``GrowingBatchSize()``, without arguments and with ``scale_lr="sqrt"``. Schedules know how many samples there will be, the
+callback does not.
+
+A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss of a
+run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times in a run.
+The two last tables hold what is claimed: (a) after the same seconds the default is not worse than the user's own batch; (b)
+with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on where it
-was. Seconds are CPU time of training, without the validations. The default is 30 runs of at most two minutes, about 40
-minutes of one core.
+was. With three seeds and the default bounds it takes about 80 minutes of one core.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import harness
 from harness import Run
 from lightning_struct import GrowingBatchSize
-from lightning_struct.data import CIFAR10DataModule, InMemoryDataModule, MNISTDataModule
-from lightning_struct.data.in_memory import keep_batch
-from lightning_struct.models import Classifier, fully_connected, mini_vgg
+from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, MNISTDataModule
+from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
+from lightning_struct.models import RecurrentNetwork, fully_connected, mini_vgg
 
-SMALL, LARGE = 32, 1024
-# The size at the start, and the arguments of GrowingBatchSize where the batch grows.
-WAYS: dict[str, tuple[int, dict[str, Any] | None]] = {
-    f"fixed {SMALL}": (SMALL, None),
-    f"fixed {LARGE}": (LARGE, None),
-    "growing": (SMALL, {}),
-    "growing, theta 1": (SMALL, {"theta": 1.0}),
-    "growing, theta 1, every 10 steps": (SMALL, {"theta": 1.0, "every_n_steps": 10}),
-}
-TARGETS = {"mnist": 0.1, "cifar": 1.2}
-COLORS = dict(zip(WAYS, ("C1", "C2", "C3", "C0", "C4"), strict=True))
-MEASURES = {"samples": "samples seen", "steps": "optimizer steps", "seconds": "CPU seconds of training"}
+VALIDATIONS = 32
+MULTIPLES = (1, 2, 4, 8)
+Data = tuple[BatchedTensorDataset, BatchedTensorDataset]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A project of a user.
+
+    Attributes:
+        data: training and validation set.
+        network: made anew for each run.
+        optimizer: from the parameters, at the user's rate.
+        batch_size: the user's.
+        seconds: CPU seconds of a run; the time that the user's own batch takes for the epochs where there is a cosine.
+        samples: seen by then with the user's own batch, about.
+        epochs: length of the cosine; None for a fixed rate.
+        loss: of outputs and targets.
+    """
+
+    data: Callable[[argparse.Namespace], Data]
+    network: Callable[[], nn.Module]
+    optimizer: Callable[..., Optimizer]
+    batch_size: int
+    seconds: float
+    samples: int
+    epochs: int | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+
+
+class Project(L.LightningModule):
+    """What a user has: a network, a loss, an optimizer, and perhaps a schedule by steps."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task, self.network = task, task.network()
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        outputs = self.network(inputs)
+        return self.task.loss(outputs.movedim(-1, 1) if outputs.ndim > targets.ndim > 1 else outputs, targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.task.optimizer(self.parameters())
+        if self.task.epochs is None:
+            return optimizer
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class LossCurve(harness.TrainingClock):
-    """Validation losses, with what had been spent until then; ends the run at a target or a bound."""
+    """Validation losses at equal distances of time, with what had been spent until then."""
 
-    def __init__(self, target: float, seconds: float) -> None:
-        super().__init__(seconds, count_validation=False)
-        self.target = target
-        self.samples = 0
-        self.validations: list[dict[str, float]] = []
+    def __init__(self, task: Task, validation: BatchedTensorDataset) -> None:
+        super().__init__(None if task.epochs else task.seconds)
+        self.every, self.validation = task.seconds / VALIDATIONS, validation
+        self.samples, self.due = 0, 0.0
+        self.points: list[dict[str, float]] = []
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *arguments: Any) -> None:
         _, batch, _ = arguments
         self.samples += len(batch[0])
         super().on_train_batch_end(trainer, pl_module)
+        if self.seconds >= self.due or trainer.should_stop:
+            self.measure(trainer, pl_module)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        loss, accuracy = (trainer.callback_metrics[name].item() for name in ("val_loss", "val_accuracy"))
-        spent = {"samples": self.samples, "steps": trainer.global_step, "seconds": self.seconds}
-        self.validations.append({**spent, "loss": loss, "accuracy": accuracy})
-        if loss <= self.target:
-            trainer.should_stop = True
-        super().on_validation_end(trainer, pl_module)
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.measure(trainer, pl_module)
+
+    @torch.no_grad()
+    def measure(self, trainer: L.Trainer, module: Any) -> None:
+        seconds = self.seconds
+        self._before, self._since = seconds, None
+        module.eval()
+        batches = DataLoader(self.validation, batch_size=500, collate_fn=keep_batch)
+        losses = [module.loss(batch).item() * len(batch[0]) for batch in batches]
+        module.train()
+        loss = sum(losses) / len(self.validation)
+        self.points.append({"samples": self.samples, "steps": trainer.global_step, "seconds": seconds, "loss": loss})
+        self.due = seconds + self.every
+        self._since = self._now()
 
 
-def data_and_network(task: str, options: argparse.Namespace) -> tuple[InMemoryDataModule, torch.nn.Module]:
-    if task == "mnist":
-        return MNISTDataModule(options.data_dir, synthetic=options.synthetic), fully_connected((784, 512, 10))
-    data = CIFAR10DataModule(options.data_dir, train_size=10_000, val_size=2_000, synthetic=options.synthetic)
-    return data, mini_vgg(channels=16, hidden=128)
+# --- tasks ------------------------------------------------------------------------------------------------------------
 
 
-def train(options: argparse.Namespace, way: str, rate: float, seed: int) -> Run:
-    torch.set_num_threads(1)
-    L.seed_everything(seed, verbose=False)
-    data, network = data_and_network(options.task, options)
+class CharacterTransformer(nn.Module):
+    """Two blocks of a causal transformer over characters."""
+
+    def __init__(self, characters: int, length: int = 64, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.output = nn.Linear(width, characters)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.output(self.blocks(self.embedding(text) + self.position, self.mask, is_causal=True))
+
+
+def digits(options: argparse.Namespace) -> Data:
+    return splits(MNISTDataModule(options.data_dir, synthetic=options.synthetic))
+
+
+def digits_twice(options: argparse.Namespace) -> Data:
+    return tuple(BatchedTensorDataset(*2 * [part.tensors[0]]) for part in digits(options))  # type: ignore[return-value]
+
+
+def images(options: argparse.Namespace) -> Data:
+    return splits(CIFAR10DataModule(options.data_dir, train_size=10_000, val_size=2_000, synthetic=options.synthetic))
+
+
+def reviews(options: argparse.Namespace) -> Data:
+    sizes = {"train_size": 4_000, "val_size": 1_000, "test_size": 2_000, "vocabulary_size": 5_000, "max_length": 100}
+    return splits(IMDBDataModule(options.data_dir, synthetic=options.synthetic, **sizes))
+
+
+def characters(options: argparse.Namespace, length: int = 64) -> Data:
+    if options.synthetic:
+        codes = torch.randint(0, 65, (200_000,), generator=torch.Generator().manual_seed(0))
+    else:
+        text = (Path(options.data_dir) / "tinyshakespeare.txt").read_text()
+        number = {character: i for i, character in enumerate(sorted(set(text)))}
+        codes = torch.tensor([number[character] for character in text])
+    windows = codes.unfold(0, length + 1, length)
+    train, validation = windows.split([len(windows) * 9 // 10, len(windows) - len(windows) * 9 // 10])
+    return tuple(BatchedTensorDataset(part[:, :-1], part[:, 1:]) for part in (train, validation[::3]))  # type: ignore[return-value]
+
+
+def splits(data: Any) -> Data:
     data.prepare_data()
     data.setup("fit")
-    assert data.splits is not None
-    batch_size, arguments = WAYS[way]
-    growing = [] if arguments is None else [GrowingBatchSize(**arguments)]
-    curve = LossCurve(options.target or TARGETS[options.task], options.seconds)
-    trainer = harness.bare_trainer(*growing, curve, max_epochs=-1, val_check_interval=0.2)
-    trainer.fit(
-        Classifier(network, optimizer=partial(torch.optim.SGD, lr=rate, momentum=0.9)),
-        DataLoader(data.splits.train, batch_size=batch_size, shuffle=True, collate_fn=keep_batch),
-        DataLoader(data.splits.val, batch_size=1000, collate_fn=keep_batch),
-    )
-    records = growing[0].records if growing else []
-    largest = accumulate((record["batch_size"] for record in records), max)  # smaller ones are the rest of an epoch
-    sizes = [{"samples": record["samples"], "size": size} for record, size in zip(records, largest, strict=True)]
-    sizes = [*sizes[::10], *sizes[-1:]]
-    return {"way": way, "rate": rate, "seed": seed, "validations": curve.validations, "sizes": sizes}
+    return data.splits.train, data.splits.val
 
 
-def reached(run: Run, target: float) -> dict[str, float] | None:
-    """The first validation at the target."""
-    return next((validation for validation in run["validations"] if validation["loss"] <= target), None)
+def rectified_autoencoder() -> nn.Module:
+    sizes = (784, 256, 64, 16, 64, 256, 784)
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.Identity() if outputs in (16, 784) else nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
-def report(runs: Sequence[Run], target: float) -> None:
-    print(f"\nTo a validation loss of {target}: medians over seeds (lowest to highest)")
+SGD = partial(torch.optim.SGD, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+TASKS = {
+    "mnist": Task(digits, partial(fully_connected, (784, 512, 10)), partial(SGD, lr=0.05), 32, 15, 150_000),
+    "cifar": Task(images, partial(mini_vgg, channels=16, hidden=128), partial(SGD, lr=0.02), 32, 40, 60_000),
+    "cifar_cosine": Task(images, partial(mini_vgg, channels=16, hidden=128), ADAM, 32, 50, 80_000, epochs=8),
+    "characters": Task(
+        characters, partial(CharacterTransformer, 65), partial(torch.optim.AdamW, lr=2e-3), 16, 60, 50_000
+    ),
+    "imdb": Task(reviews, partial(RecurrentNetwork, 5_000, 64, 64, 1), ADAM, 32, 30, 40_000),
+    "autoencoder": Task(
+        digits_twice, rectified_autoencoder, ADAM, 64, 25, 200_000, loss=functional.binary_cross_entropy_with_logits
+    ),
+}
+
+
+# --- ways -------------------------------------------------------------------------------------------------------------
+
+FIXED = {f"fixed ×{multiple}": multiple for multiple in MULTIPLES}
+DOUBLING, RAMP, DEFAULT, SCALED = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`", '`scale_lr="sqrt"`'
+WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED)
+
+
+def callback(way: str, task: Task) -> GrowingBatchSize | None:
+    """The callback of a way; schedules are made by it, too, which measures nothing then."""
+    first, samples = task.batch_size, task.samples
+    if way == DOUBLING:
+        schedule = f"0:{first} {samples // 8}:{2 * first} {3 * samples // 8}:{4 * first}"
+        return GrowingBatchSize(schedule=schedule, scale_lr="sqrt")
+    if way == RAMP:
+        entries = [f"{samples * i // 8}:{first * (i + 1)}" for i in range(8)]
+        return GrowingBatchSize(schedule=" ".join(entries))
+    if way == DEFAULT:
+        return GrowingBatchSize()
+    if way == SCALED:
+        return GrowingBatchSize(scale_lr="sqrt")
+    return None
+
+
+def train(options: argparse.Namespace, name: str, way: str, seed: int) -> Run:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    L.seed_everything(seed, verbose=False)
+    task = TASKS[name]
+    training, validation = task.data(options)
+    growing = callback(way, task)
+    curve = LossCurve(task, validation)
+    callbacks = [curve] if growing is None else [growing, curve]
+    trainer = harness.bare_trainer(*callbacks, max_epochs=task.epochs or -1, limit_val_batches=0)
+    batch_size = task.batch_size * FIXED.get(way, 1)
+    trainer.fit(Project(task), DataLoader(training, batch_size=batch_size, shuffle=True, collate_fn=keep_batch))
+    records = growing.records if growing else []
+    sizes = [{"samples": record["samples"], "size": record["batch_size"]} for record in records]
+    return {"task": name, "way": way, "seed": seed, "points": curve.points, "sizes": sizes}
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def best_until(run: Run, seconds: float = math.inf) -> float:
+    """The lowest validation loss that a run had after so many seconds."""
+    return min(point["loss"] for i, point in enumerate(run["points"]) if i == 0 or point["seconds"] <= seconds)
+
+
+def reached(run: Run, loss: float) -> dict[str, float] | None:
+    """The first validation at a loss."""
+    return next((point for point in run["points"] if point["loss"] <= loss), None)
+
+
+def of(runs: Sequence[Run], task: str, way: str) -> list[Run]:
+    return [run for run in runs if run["task"] == task and run["way"] == way]
+
+
+def best_fixed(runs: Sequence[Run], task: str) -> str:
+    """The fixed batch with the lowest final loss, by its median over seeds."""
+    there = [way for way in FIXED if of(runs, task, way)]
+    return min(there, key=lambda way: statistics.median(best_until(run) for run in of(runs, task, way)))
+
+
+def last_size(run: Run, task: Task) -> float:
+    return run["sizes"][-1]["size"] if run["sizes"] else task.batch_size * FIXED.get(run["way"], 1)
+
+
+def report(runs: Sequence[Run]) -> None:
     harness.print_machines(runs)
-    harness.print_header("batch", "rate", "samples", "steps", "CPU seconds", "accuracy there", "last batch")
-    for rate in sorted({run["rate"] for run in runs}):
-        for way, (start, _) in WAYS.items():
-            chosen = [run for run in runs if run["way"] == way and run["rate"] == rate]
-            if not chosen:
-                continue
-            there = [point for run in chosen if (point := reached(run, target)) is not None]
-            if len(there) < len(chosen):
-                best = statistics.median(min(v["loss"] for v in run["validations"]) for run in chosen)
-                seconds = statistics.median(run["validations"][-1]["seconds"] for run in chosen)
-                count = f"{len(there)} of {len(chosen)} seeds got there; best {best:.3f} in {seconds:.0f} CPU seconds"
-                harness.print_row(way, f"{rate:g}", count, "", "", "", "")
-                continue
-            harness.print_row(
-                way,
-                f"{rate:g}",
-                harness.spread([point["samples"] for point in there], "{:,.0f}"),
-                harness.spread([point["steps"] for point in there], "{:,.0f}"),
-                harness.spread([point["seconds"] for point in there], "{:.1f}"),
-                harness.spread([100 * point["accuracy"] for point in there], "{:.1f} %"),
-                harness.spread([run["sizes"][-1]["size"] if run["sizes"] else start for run in chosen], "{:,.0f}"),
-            )
+    tasks = [name for name in TASKS if any(run["task"] == name for run in runs)]
+    for name in tasks:
+        print(f"\n{name}: medians over seeds (lowest to highest)")
+        harness.print_header("batch", "validation loss", "steps", "CPU seconds", "last batch")
+        best = best_fixed(runs, name)
+        for way in WAYS:
+            if chosen := of(runs, name, way):
+                harness.print_row(
+                    way,
+                    harness.spread([best_until(run) for run in chosen], "{:.4f}", bold=way == best),
+                    harness.spread([run["points"][-1]["steps"] for run in chosen], "{:,.0f}"),
+                    harness.spread([run["points"][-1]["seconds"] for run in chosen], "{:.0f}"),
+                    harness.spread([last_size(run, TASKS[name]) for run in chosen], "{:,.0f}"),
+                )
+    print("\n(a) The user's own batch and the default after the same CPU seconds: loss, seed by seed")
+    harness.print_header("task", "own batch", DEFAULT, "difference of medians", "spread of seeds, own batch")
+    for name in tasks:
+        own, default = ({run["seed"]: run for run in of(runs, name, way)} for way in ("fixed ×1", DEFAULT))
+        seeds = sorted(own.keys() & default.keys())
+        if not seeds:
+            continue
+        ends = {s: min(own[s]["points"][-1]["seconds"], default[s]["points"][-1]["seconds"]) for s in seeds}
+        ends = {s: ends[s] if TASKS[name].epochs is None else math.inf for s in seeds}
+        mine, theirs = ([best_until(of_way[s], ends[s]) for s in seeds] for of_way in (default, own))
+        difference = statistics.median(mine) - statistics.median(theirs)
+        losses = [" / ".join(f"{loss:.4f}" for loss in losses) for losses in (theirs, mine)]
+        harness.print_row(name, *losses, f"{difference:+.4f}", f"{max(theirs) - min(theirs):.4f}")
+    print("\n(b) To the final loss of the best fixed batch: share of its steps and of its CPU seconds")
+    harness.print_header("task", "best fixed batch", "its loss", *(f"{way}: steps, seconds" for way in WAYS[len(FIXED) :]))
+    for name in tasks:
+        best = best_fixed(runs, name)
+        loss = statistics.median(best_until(run) for run in of(runs, name, best))
+        harness.print_row(name, best, f"{loss:.4f}", *(shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :]))
+
+
+def shares(runs: Sequence[Run], task: str, way: str, best: str, loss: float) -> str:
+    """Steps and seconds of a way to a loss, over those of the best fixed batch; medians over seeds."""
+    to_there = [reached(run, loss) for run in of(runs, task, way)]
+    there = [point for point in to_there if point is not None]
+    if 2 * len(there) <= len(to_there) or not there:
+        return f"not reached ({len(there)} of {len(to_there)} seeds)"
+    ends = [reached(run, best_until(run)) for run in of(runs, task, best)]
+    cells = []
+    for measure in ("steps", "seconds"):
+        of_best = statistics.median(end[measure] for end in ends if end is not None)
+        mine = sorted(point[measure] for point in there) + [math.inf] * (len(to_there) - len(there))
+        cells.append(f"{statistics.median(mine) / of_best:.2f}")
+    return ", ".join(cells) + ("" if len(there) == len(to_there) else f" ({len(there)} of {len(to_there)} seeds)")
+
+
+def lowest_so_far(run: Run) -> Iterator[float]:
+    lowest = math.inf
+    for point in run["points"]:
+        lowest = min(lowest, point["loss"])
+        yield lowest
 
 
 @harness.readable
-def draw(runs: Sequence[Run], target: float) -> Figure:
-    """Validation loss over samples, steps and seconds, and the size of the batch; a column for each rate."""
-    rates = sorted({run["rate"] for run in runs})
-    figure = Figure(figsize=(harness.WIDTH, 11), layout="constrained")
-    rows = figure.subplots(4, len(rates), squeeze=False)
-    for rate, column in zip(rates, rows.T, strict=True):
-        *losses, sizes = column
-        for way, (start, _) in WAYS.items():
-            for i, run in enumerate(run for run in runs if run["way"] == way and run["rate"] == rate):
-                style: dict[str, Any] = {**harness.seed_style(i), "color": COLORS[way], "label": None if i else way}
-                values = [validation["loss"] for validation in run["validations"]]
-                for axes, name in zip(losses, MEASURES, strict=True):
-                    axes.plot([validation[name] for validation in run["validations"]], values, **style)
-                end = run["validations"][-1]["samples"]
-                steps = run["sizes"] or [{"samples": samples, "size": start} for samples in (0, end)]
-                sizes.plot([s["samples"] for s in steps], [s["size"] for s in steps], drawstyle="steps-post", **style)
-        for axes, label in zip(losses, MEASURES.values(), strict=True):
-            axes.set(xlabel=label, ylabel="validation loss, nats", xscale="log", yscale="log")
-            axes.axhline(target, color="grey", linewidth=1, linestyle="--")
-        sizes.set(xlabel="samples seen", ylabel="samples in a batch", xscale="log", yscale="log")
-        sizes.set_xlim(losses[0].get_xlim())
-        losses[0].set_title(f"learning rate {rate:g}")
-        for axes in column:
-            harness.plain_ticks(axes.xaxis, axes.yaxis)
+def draw(runs: Sequence[Run]) -> Figure:
+    """The lowest validation loss so far over seconds and over steps, and the size of the batch; a row for each task."""
+    tasks = [name for name in TASKS if any(run["task"] == name for run in runs)]
+    figure = Figure(figsize=(harness.WIDTH, 2.3 * len(tasks) + 1), layout="constrained")
+    rows = figure.subplots(len(tasks), 3, squeeze=False)
+    for name, row in zip(tasks, rows, strict=True):
+        for color, way in enumerate(WAYS):
+            for i, run in enumerate(of(runs, name, way)):
+                growing = way in (DEFAULT, SCALED)
+                style: dict[str, Any] = {**harness.seed_style(i), "color": f"C{color}", "label": None if i else way}
+                style["linestyle"] = "-" if growing else ":" if way in FIXED else "--"
+                losses = list(lowest_so_far(run))
+                for axes, measure in zip(row, ("seconds", "steps"), strict=False):
+                    axes.plot([point[measure] for point in run["points"]], losses, **style)
+                if growing and run["sizes"]:
+                    samples, sizes = ([s[key] for s in run["sizes"]] for key in ("samples", "size"))
+                    row[2].plot(samples, sizes, drawstyle="steps-post", **style)
+        losses_late = [loss for run in runs if run["task"] == name for loss in list(lowest_so_far(run))[8:]]
+        low, high = min(losses_late), statistics.quantiles(losses_late, n=20)[-2]
+        for axes, label in zip(row, ("CPU seconds", "steps", "samples"), strict=True):
+            axes.set_xlabel(label)
             axes.grid(alpha=0.25)
-    seeds = harness.explain_seeds({run["seed"] for run in runs})
-    harness.legend_below(figure, rows[0][0], f"{seeds}; dashed: the loss aimed at, {target:g}", columns=3)
+        for axes in row[:2]:
+            axes.set_ylim(low - 0.05 * (high - low), high)
+        row[0].set_ylabel(f"{name}\nvalidation loss")
+        row[2].set(ylabel="samples in a batch", yscale="log")
+    harness.legend_below(figure, rows[0][0], harness.explain_seeds({run["seed"] for run in runs}), columns=3)
     return figure
 
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("task", choices=tuple(TARGETS))
     harness.add_data_options(parser)
-    parser.add_argument("--output", type=Path, help="default: results/benchmarks/growing_TASK")
-    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.02, 0.1], help="of SGD")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "growing_batch_size")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--target", type=float, help="validation loss; default: 0.1 for mnist, 1.2 for cifar")
-    parser.add_argument("--seconds", type=float, default=120, help="bound for each run, CPU time of training")
     harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
         harness.answer_job(options.job, partial(train, options))
         return
-    output = harness.make_directory(options.output or harness.RESULTS / f"growing_{options.task}")
+    output = harness.make_directory(options.output)
     jobs = [
         harness.Job(
-            f"{way}, rate {rate:g}, seed {seed}",
-            output / harness.file_name(way.replace(",", ""), f"{rate:g}", seed),
-            {"way": way, "rate": rate, "seed": seed},
+            f"{name}, {way}, seed {seed}",
+            output / harness.file_name(name, WAYS.index(way), seed),
+            {"name": name, "way": way, "seed": seed},
         )
         for seed in options.seeds
-        for rate in options.rates
+        for name in options.tasks
         for way in options.ways
     ]
     if runs := harness.run_jobs(jobs, options.jobs):
-        target = options.target or TARGETS[options.task]
-        report(runs, target)
-        draw(runs, target).savefig(output / "growing_batch_size.png")
+        report(runs)
+        draw(runs).savefig(output / "growing_batch_size.png")
         print(f"\npicture: {output / 'growing_batch_size.png'}")
 
 

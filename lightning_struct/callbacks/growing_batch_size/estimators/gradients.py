@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce, world_size
 
 
+def local(tensor: Any) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return (tensor.to_local() if hasattr(tensor, "placements") else tensor).detach()
+
+
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The part of a parameter's gradient that this process holds, dense or coalesced; None without a gradient."""
     gradient: Any = parameter.grad
@@ -20,9 +25,14 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient.detach().coalesce() if gradient.is_sparse else gradient.detach()
 
 
-def share(parameter: nn.Parameter) -> float:
-    """Weight of the part that a process holds, in a sum over all processes: 1/P where each of P holds the whole."""
+def share(parameter: nn.Parameter, in_parts: bool = False) -> float:
+    """Weight of the part that a process holds, in a sum over all processes: 1/P where each of P holds the whole.
+
+    ``in_parts``: a gradient that is a plain tensor is a part of the whole too.
+    """
     gradient: Any = parameter.grad
+    if in_parts and not hasattr(gradient, "placements"):
+        return 1.0
     placements = getattr(gradient, "placements", ())
     shards = math.prod(gradient.device_mesh.size(i) for i, place in enumerate(placements) if place.is_shard())
     return shards / world_size()

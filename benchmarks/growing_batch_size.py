@@ -34,6 +34,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def splits(data: Any) -> Data:
 def rectified_autoencoder() -> nn.Module:
     sizes = (784, 256, 64, 16, 64, 256, 784)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.Identity() if outputs in (16, 784) else nn.ReLU()]
     return nn.Sequential(*layers)
 
@@ -314,11 +315,15 @@ def report(runs: Sequence[Run]) -> None:
         losses = [" / ".join(f"{loss:.4f}" for loss in losses) for losses in (theirs, mine)]
         harness.print_row(name, *losses, f"{difference:+.4f}", f"{max(theirs) - min(theirs):.4f}")
     print("\n(b) To the final loss of the best fixed batch: share of its steps and of its CPU seconds")
-    harness.print_header("task", "best fixed batch", "its loss", *(f"{way}: steps, seconds" for way in WAYS[len(FIXED) :]))
+    harness.print_header(
+        "task", "best fixed batch", "its loss", *(f"{way}: steps, seconds" for way in WAYS[len(FIXED) :])
+    )
     for name in tasks:
         best = best_fixed(runs, name)
         loss = statistics.median(best_until(run) for run in of(runs, name, best))
-        harness.print_row(name, best, f"{loss:.4f}", *(shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :]))
+        harness.print_row(
+            name, best, f"{loss:.4f}", *(shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :])
+        )
 
 
 def shares(runs: Sequence[Run], task: str, way: str, best: str, loss: float) -> str:

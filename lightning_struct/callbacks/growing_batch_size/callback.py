@@ -160,11 +160,16 @@ class GrowingBatchSize(Callback):
 
     def decide(self, batch_size: int) -> int:
         """Size of the next batch, from the predictions and validation values so far."""
+        predictions, limit = self.predictions, self._limit
+        if self.theta is None and not self._active_measurement.is_reported:
+            limit = min(limit, 2 * batch_size)  # what the noise of such a batch is will be seen
+        if not self._active_measurement.noise_limits:
+            predictions = [1] * len(predictions)
         return next_batch_size(
             batch_size,
-            self.predictions,
+            predictions,
             self.validation_values,
-            max_batch_size=self._limit,
+            max_batch_size=limit,
             window=self.window,
             validation_threshold=self.validation_threshold,
             growth=self.growth,
@@ -186,6 +191,7 @@ class GrowingBatchSize(Callback):
             every_n_steps=self.every_n_steps,
             max_overhead=self.max_overhead,
             probes=self.probes,
+            tests_stationarity=self.theta is None and self.scale_lr is None,
         )
         if self._measurement_state is not None:
             load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
@@ -346,6 +352,7 @@ class GrowingBatchSize(Callback):
         self._batch_size = trainer.strategy.broadcast(decided)
         if self._batch_size != self._active_growth.batch_size:
             self._active_growth.set_batch_size(self._batch_size)
+            self._active_measurement.restart()
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]

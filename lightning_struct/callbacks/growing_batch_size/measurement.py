@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +19,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators import (
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
+from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
 from lightning_struct.utilities import namespaces as L
 
 
@@ -45,6 +46,7 @@ class Measurement:
         needed: whether the gradients decide anything. If not, nothing is measured.
         estimator: name of the estimator.
         every_n_steps: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_overhead`` and ``probes``.
+        tests_stationarity: whether to test if the noise of the steps undoes what they descend.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Measurement:
         every_n_steps: int | None,
         max_overhead: float,
         probes: int | None,
+        tests_stationarity: bool,
     ) -> None:
         self._trainer, self._module = trainer, module
         self._asked, self._every_n_steps, self._max_overhead = estimator, every_n_steps, max_overhead
@@ -73,13 +76,26 @@ class Measurement:
         self.noise: dict[int, NoiseScale] = {}
         self._samples = self._batches = 0
         self._estimator: GradientEstimator | None = None
+        self._stationarity: list[StationarityTest] | None = None
         if needed and not self.is_reported:
             self._estimator = self._named(estimator)
+            if tests_stationarity:
+                self._stationarity = [StationarityTest(trainer, optimizer) for optimizer in trainer.optimizers]
 
     @property
     def is_reported(self) -> bool:
         """Whether the module reports its own statistics."""
         return self._reported is not None
+
+    @property
+    def noise_limits(self) -> bool:
+        """Whether the noise of the steps undoes what they descend, for every optimizer; true where that is not tested."""
+        return all(test.holds for test in self._stationarity or ())
+
+    def restart(self) -> None:
+        """Forget what was tested with batches of another size."""
+        for test in self._stationarity or ():
+            test.restart()
 
     def description(self) -> str:
         """The way of measuring, in one clause; of an estimator after the first step, when it has counted its work."""
@@ -110,12 +126,15 @@ class Measurement:
         try:
             self._estimator.before_step(optimizer)
         except Unmeasurable as problem:
-            rank_zero_warn(
+            tell = rank_zero_info if self._asked == "auto" else rank_zero_warn
+            tell(
                 f"GrowingBatchSize(estimator={self._estimator.name!r}) {problem}. It goes on with estimator='steps', which "
                 "compares the gradients of consecutive steps"
             )
             self._estimator.pause()
             self._estimator = self._named("steps")
+        if self._stationarity is not None and optimizer in self._trainer.optimizers:
+            self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
 
     def end_batch(self, batch: Any, expected_sizes: list[int]) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
@@ -153,10 +172,14 @@ class Measurement:
             "asked": self._asked,
             "state": None if estimator is None else estimator.state_dict(),
             "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
+            "stationarity": None if self._stationarity is None else [test.state_dict() for test in self._stationarity],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_averages(state)
+        if self._stationarity is not None and state["stationarity"] is not None:
+            for test, of_test in zip(self._stationarity, state["stationarity"], strict=True):
+                test.load_state_dict(of_test)
         if self._estimator is None or state["estimator"] is None:
             return
         if self._estimator.name != state["estimator"] and self._asked == state["asked"] != "auto":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +12,12 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import local, local_gradient, share
 from lightning_struct.collective import all_reduce
 from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import gradient_scale
 from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights
 
-if TYPE_CHECKING:
-    import lightning as L
-
 # Length of a window: this share of the steps so far, and at least so many steps.
-SHARE_OF_STEPS, SHORTEST = 0.5, 100
+SHARE_OF_STEPS, SHORTEST = 0.5, 300
 
 # Gradients by which the end of a window is judged: one for so many steps of the window, and at least so many.
 STEPS_PER_GRADIENT, FEWEST = 16, 8
@@ -48,30 +45,32 @@ class StationarityTest:
 
     Args:
         trainer: in fit.
-        number: place of the optimizer in ``Trainer.optimizers``.
+        optimizer: whose steps are tested.
     """
 
-    def __init__(self, trainer: L.Trainer, number: int) -> None:
-        self._trainer, self._number = trainer, number
+    def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
+        self._trainer, self._optimizer = trainer, optimizer
         self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
         self._steps = 0
-        self._passed: bool | None = None
-        self._begin_window()
+        self._passed = False
+        self._length = self._end = 0  # of the window, in steps; no window is open before the next step
+        self._weights: dict[int, Tensor] = {}  # at the start of the window; after its end, less those at the end
+        self._products: list[float] = []
 
     @property
     def holds(self) -> bool:
         """Whether the noise undid the descent in the last window that was judged since the last :meth:`restart`."""
-        return bool(self._passed)
+        return self._passed
 
     def restart(self) -> None:
         """Forget the window under way and the last result, as the batches have another size."""
-        self._passed = None
+        self._passed = False
         self._begin_window()
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Look at the weights and gradients by which ``optimizer`` is about to step, before they are clipped."""
-        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad))
+    def before_step(self) -> None:
+        """Look at the weights, and at the gradients by which the optimizer is about to step, before they are clipped."""
+        parameters = self._parameters()
         if self._end == 0:
             self._length = max(SHORTEST, math.floor(SHARE_OF_STEPS * self._steps))
             self._end = self._steps + self._length
@@ -83,7 +82,7 @@ class StationarityTest:
                     for i, before in self._weights.items()
                     if i in parameters and (now := local(parameters[i])).shape == before.shape
                 }
-            self._products.append(self._product(parameters) / gradient_scale(self._trainer, optimizer))
+            self._products.append(self._product(parameters) / gradient_scale(self._trainer, self._optimizer))
             if len(self._products) >= max(FEWEST, self._length // STEPS_PER_GRADIENT):
                 self._judge()
         self._steps += 1
@@ -100,16 +99,21 @@ class StationarityTest:
             "products": list(self._products),
         }
 
-    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parameters = self._parameters()
         self._steps, self._passed = state["steps"], state["passed"]
         self._length, self._end = state["length"], state["end"]
         self._weights = {i: tensor.to(parameters[i].device) for i, tensor in state["weights"].items()}
         self._products = list(state["products"])
 
+    def _parameters(self) -> dict[int, nn.Parameter]:
+        """The trainable parameters, by their places in the optimizer."""
+        places = enumerate(p for group in self._optimizer.param_groups for p in group["params"])
+        return {i: parameter for i, parameter in places if parameter.requires_grad}
+
     def _begin_window(self) -> None:
         self._length = self._end = 0
-        self._weights: dict[int, Tensor] = {}  # at the start of the window; after its end, less those at the end
-        self._products: list[float] = []
+        self._weights, self._products = {}, []
 
     def _product(self, parameters: dict[int, nn.Parameter]) -> float:
         """g·Δ, this process's part of a sum over processes."""

@@ -1,4 +1,4 @@
-"""Squared norms of gradients as they lie in memory: dense, sparse, or in shards."""
+"""Gradients as they lie in memory: dense, sparse, or in shards; and whether layers are there to be hooked."""
 
 import math
 from collections.abc import Sequence
@@ -75,3 +75,8 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def summed(values: Sequence[Tensor]) -> list[float]:
     """The scalars, each summed over the processes; one collective."""
     return all_reduce(torch.stack(list(values))).tolist()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` or ``module.compile()`` made one function of its layers, which hooks do not see."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -182,8 +182,8 @@ class Measurement:
                 test.load_state_dict(of_test)
         if self._estimator is None or state["estimator"] is None:
             return
-        if self._estimator.name != state["estimator"] and self._asked == state["asked"] != "auto":
-            self._estimator = self._named(state["estimator"])  # the one that was asked for cannot measure this run
+        if self._estimator.name != "steps" == state["estimator"] and self._asked == state["asked"]:
+            self._estimator = self._named("steps")  # the one that was asked for cannot measure this run
         if self._estimator.name == state["estimator"]:
             self._estimator.load_state_dict(state["state"])
 

@@ -177,7 +177,7 @@ def said(caplog):
     return [message for message in caplog.messages if message.startswith("GrowingBatchSize")]
 
 
-@pytest.mark.parametrize("options, name", [({}, "steps"), ({"accumulate_grad_batches": 2}, "ranks")])
+@pytest.mark.parametrize("options, name", [({}, "layers"), ({"accumulate_grad_batches": 2}, "ranks")])
 def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
     with caplog.at_level("INFO"):
         fit(tmp_path, Regressor(), growing={"max_batch_size": 8}, **options)
@@ -200,7 +200,7 @@ def measured_every(tmp_path, caplog, optimizer, max_overhead):
             return optimizer(self.parameters())
 
     with caplog.at_level("INFO"):
-        fit(tmp_path, Wide(), growing={"max_overhead": max_overhead}, max_steps=1)
+        fit(tmp_path, Wide(), growing={"estimator": "steps", "max_overhead": max_overhead}, max_steps=1)
     return int(said(caplog)[-1].split("every ")[1].split()[0])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from lightning_struct.callbacks.growing_batch_size.estimators.cadence import LAYERS
+from lightning_struct.callbacks.growing_batch_size.estimators.cadence import LAYERS_BY_RULES, LAYERS_RUN_AGAIN
 from lightning_struct.callbacks.growing_batch_size.estimators.estimator import Unmeasurable
 from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
@@ -20,6 +20,7 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.functional.per_sample.rules import runs_again
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
@@ -54,7 +55,7 @@ class SampleGradients:
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
         every_n_steps: steps from one measurement to the next; None: as many as ``max_overhead`` allows where a measured step
-            takes 3.4 times as long as another, which is the most that was seen.
+            takes 1.5 times as long as another, or 3.4 times where layers have to be run again: the most that was seen.
         max_overhead: share of the time of the steps that measuring may take.
         probes: see :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`.
 
@@ -74,7 +75,9 @@ class SampleGradients:
     ) -> None:
         refuse_sharded_weights(trainer, "GrowingBatchSize(estimator='layers')")
         self._trainer, self._module = trainer, module
-        self.every_n_steps = every_n_steps or math.ceil(LAYERS / max_overhead)
+        layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False))]
+        bound = LAYERS_RUN_AGAIN if any(runs_again(layer) for layer in layers) else LAYERS_BY_RULES
+        self.every_n_steps = every_n_steps or math.ceil(bound / max_overhead)
         self._recorder = GradientNormRecorder(
             module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
         )

@@ -1,0 +1,143 @@
+"""Estimators in two processes, with sharded weights, and of compiled networks."""
+
+import datetime
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_struct import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_parts
+from tests.callbacks.growing_batch_size.projects import regression
+from tests.processes import START_METHOD, _EndingLauncher, two_processes
+
+pytestmark = pytest.mark.slow
+
+
+class Network(L.LightningModule):
+    """Reads the samples in their order, of each batch each process its half."""
+
+    def __init__(self, rate=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.rate = rate
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for layer in (self.network[0], self.network[2], self.network):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.network(batch[0]), batch[1])
+
+    def train_dataloader(self):
+        processes = self.trainer.world_size
+        sampler = DistributedSampler(regression(), processes, self.trainer.global_rank, shuffle=False)
+        return DataLoader(regression(), batch_size=4 // processes, sampler=sampler)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+class Keep(L.Callback):
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_end(self, trainer, pl_module):
+        torch.save(trainer.callbacks[0].records, self.directory / f"{trainer.global_rank}.pt")
+
+
+def records(directory, estimator, module, **options):
+    growing = GrowingBatchSize(
+        estimator=estimator, every_n_steps=1, max_batch_size=4 * options.get("accumulate_grad_batches", 1)
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        max_epochs=1,
+        callbacks=[growing, Keep(directory)],
+        **options,
+    )
+    trainer.fit(module)
+    return [torch.load(path) for path in sorted(directory.glob("*.pt"))]
+
+
+def ratios(of_process):
+    return [record["variance_ratio"] for record in of_process]
+
+
+def test_processes_are_compared_with_their_mean(tmp_path):
+    network = Network()
+    inputs, targets = regression().tensors
+    expected = []
+    for first in range(0, 40, 4):
+        halves = [
+            torch.autograd.grad(
+                network.training_step((inputs[first + i : first + 4 : 2], targets[first + i : first + 4 : 2]), 0),
+                list(network.parameters()),
+            )
+            for i in range(2)
+        ]
+        g = torch.stack([torch.cat([part.flatten() for part in half]) for half in halves])
+        whole = g.mean(0).square().sum().item()
+        expected.append(statistics_of_parts(g.square().sum(1).mean().item(), whole, 2, 4).variance / (4 * whole))
+    measured = records(tmp_path, "auto", network, **two_processes())
+    assert ratios(measured[0]) == pytest.approx(expected, rel=1e-4)
+    assert measured[0] == measured[1]
+
+
+class LeavingWeights(_EndingLauncher):
+    """Leaves the sharded weights to the processes."""
+
+    def _recover_results_in_main_process(self, worker_output, trainer): ...
+
+
+class ShardedInTwoProcesses(ModelParallelStrategy):
+    """In processes as :mod:`tests.processes` makes them."""
+
+    def __init__(self):
+        super().__init__(
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            process_group_backend="gloo",
+            timeout=datetime.timedelta(seconds=60),
+        )
+
+    def _configure_launcher(self):
+        self._launcher = LeavingWeights(self, start_method=START_METHOD)
+
+
+def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (of_one,) = records(one, "auto", Network(rate=0.05), devices=1)
+    options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
+    sharded = records(two, "auto", Network(rate=0.05), **options)
+    assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4)
+    assert sharded[0] == sharded[1] and len(sharded[0]) == 9
+
+
+class Compiled(Network):
+    def __init__(self, rate):
+        super().__init__(rate)
+        self.network.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("ranks", 2)])
+def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, batches):
+    options = {"devices": 1, "accumulate_grad_batches": batches}
+    (plain,) = records(tmp_path, estimator, Network(rate=0.05), **options)
+    (compiled,) = records(tmp_path, estimator, Compiled(rate=0.05), **options)
+    assert ratios(compiled) == pytest.approx(ratios(plain), rel=1e-4) and len(plain) > 4

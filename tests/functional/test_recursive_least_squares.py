@@ -129,3 +129,17 @@ def test_symmetry_is_exact_after_many_updates() -> None:
     for mean in draws(300, 1, 37, dtype=torch.float32):
         update(inverse, mean)
     assert (inverse.matrix - inverse.matrix.mT).abs().max() <= 1e-8
+
+
+@pytest.mark.slow
+def test_p_stays_symmetric_and_positive_definite_over_20000_updates_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    used = torch.rand(48, generator=generator) > 0.3  # some inputs are always zero, as the border of digits
+    patterns = torch.rand(16, 48, generator=generator) * used
+    means = torch.rand(20_000, 8, 16, generator=generator).mean(1) @ patterns / 4
+    inverse = FullInverse.identity(1, 49, means)
+    for mean in torch.nn.functional.pad(means, (0, 1), value=1.0)[:, None]:
+        update(inverse, mean)
+    eigenvalues = torch.linalg.eigvalsh(inverse.matrix[0].double())
+    assert (inverse.matrix - inverse.matrix.mT).abs().max() <= 1e-8
+    assert 0 < eigenvalues.min() and eigenvalues.max() <= 1.001

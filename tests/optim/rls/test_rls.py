@@ -571,20 +571,20 @@ def test_compiled_modules_train_alike(backend: str) -> None:
     torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_p_stays_symmetric_and_positive_definite_over_20000_steps_in_float32() -> None:
+def test_p_stays_symmetric_and_positive_definite_in_float32() -> None:
+    """Over few steps, within a bound that leaves no room to drift; tests/functional makes 20,000 updates of P alone."""
     torch.manual_seed(0)
     module = nn.Linear(48, 4)
     optimizer = RLS(module)
     patterns = torch.rand(16, 48) * (torch.rand(48) > 0.3)  # some inputs are always zero, as the border of digits
-    for _ in range(20_000):
+    for _ in range(500):
         inputs = torch.rand(8, 16) @ patterns / 4
         optimizer.zero_grad()
         module(inputs).square().mean().backward()
         optimizer.step()
     inverse = matrix(optimizer, "weight")
     eigenvalues = torch.linalg.eigvalsh(inverse.double())
-    assert (inverse - inverse.t()).abs().max() <= 1e-7
+    assert (inverse - inverse.t()).abs().max() <= 1e-8
     assert 0 < eigenvalues.min() and eigenvalues.max() <= 1.001
 
 

@@ -91,15 +91,23 @@ class RecipeCLI(LightningCLI):
         recipe: whose configs can be named.
         results: of its kind of task.
         links: arguments of the model by the attributes of the data module that they are taken from.
+        parsed: subcommands that get a parser. Each parser takes a good part of the time until a run begins.
         options: of LightningCLI.
     """
 
     def __init__(
-        self, *arguments: Any, recipe: str, results: Results, links: Mapping[str, str], **options: Any
+        self,
+        *arguments: Any,
+        recipe: str,
+        results: Results,
+        links: Mapping[str, str],
+        parsed: Sequence[str] = SUBCOMMANDS,
+        **options: Any,
     ) -> None:
         self.recipe = recipe
         self.results = results
         self.links = links
+        self._parsed = parsed
         self._fit_began: float | None = None
         try:
             super().__init__(*arguments, **options)
@@ -114,6 +122,9 @@ class RecipeCLI(LightningCLI):
                 f"The weights of {self._checkpoint} do not fit the model that was configured. Leave out --config and the "
                 f"options of the model, if there are any: the checkpoint brings its own.\n{error}"
             ) from error
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, called of the object
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in self._parsed}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         from lightning_struct.recipes.parser import ConfigByName, RecipeParser  # they need jsonargparse
@@ -263,6 +274,7 @@ def run_recipe(
         require(package, "The command line of a recipe")
     given = sys.argv[1:] if args is None else list(args)
     program = f"python -m lightning_struct.recipes.{name}"
+    parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
     with ExitStack() as stack:
         stack.enter_context(noise_filtered())
         stack.enter_context(denormals_flushed())  # saturated units and long sequences have subnormal derivatives
@@ -273,7 +285,7 @@ def run_recipe(
                 "usage": f"{program} {subcommand} [--config CONFIG] [--KEY=VALUE ...]",
                 "allow_abbrev": False,
             }
-            for subcommand in SUBCOMMANDS
+            for subcommand in parsed
         }
         return RecipeCLI(
             model_class,
@@ -281,6 +293,7 @@ def run_recipe(
             recipe=name,
             results=results,
             links=links or {},
+            parsed=parsed,
             args=given,
             subclass_mode_model=True,
             subclass_mode_data=subclass_mode_data,

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional import linearize
+from lightning_struct.functional import Linearization, linearize
 from lightning_struct.functional.vectors import inner
-from tests.cases import CASES, Case, dense_jacobian, flat, mlp, random_like, shared_layer_mlp, trainable
+from tests.cases import CASES, Case, dense_jacobian, flat, gaussian, mlp, random_like, shared_layer_mlp, trainable
 
 COVERED = [pytest.param(case, backend, id=f"{case}-{backend}") for case in CASES for backend in case.backends]
 PER_SAMPLE = [
@@ -21,13 +23,22 @@ def named(case: Case) -> pytest.param:
     return pytest.param(case, id=case.name)
 
 
+@cache
+def linearized(case: Case, backend: str) -> tuple[nn.Module, Tensor, Linearization]:
+    """Module, inputs and linearization of a case, made once: recurrent layers and attention take seconds.
+
+    The backend is left to be chosen where it is the one that should be.
+    """
+    module, inputs = case.make()
+    named = None if backend == case.automatic else backend
+    return module, inputs, linearize(module, trainable(module), inputs, backend=named)
+
+
 @pytest.mark.parametrize(("case", "backend"), COVERED)
 def test_products_equal_the_dense_jacobian(case: Case, backend: str) -> None:
-    module, inputs = case.make()
-    params = trainable(module)
+    module, inputs, linearization = linearized(case, backend)
     jacobian = dense_jacobian(module, inputs).flatten(0, 1)
-    linearization = linearize(module, params, inputs, backend=backend)
-    v, u = random_like(params), torch.randn(linearization.outputs.shape, dtype=torch.float64)
+    v, u = random_like(trainable(module)), gaussian(*linearization.outputs.shape, seed=2)
     assert linearization.backend == backend
     torch.testing.assert_close(linearization.jvp(v).reshape(-1), jacobian @ flat(v), rtol=0, atol=1e-10)
     torch.testing.assert_close(flat(linearization.vjp(u)), jacobian.T @ u.reshape(-1), rtol=0, atol=1e-10)
@@ -35,11 +46,9 @@ def test_products_equal_the_dense_jacobian(case: Case, backend: str) -> None:
 
 @pytest.mark.parametrize(("case", "backend"), PER_SAMPLE)
 def test_per_sample_products_equal_the_dense_jacobian(case: Case, backend: str) -> None:
-    module, inputs = case.make()
-    params = trainable(module)
+    module, inputs, linearization = linearized(case, backend)
     jacobian = dense_jacobian(module, inputs)
-    linearization = linearize(module, params, inputs, backend=backend)
-    u = torch.randn(linearization.outputs.shape, dtype=torch.float64)
+    u = gaussian(*linearization.outputs.shape, seed=2)
     gradients = torch.einsum("nop,no->np", jacobian, u.flatten(1))
     squares = gradients.square()
     torch.testing.assert_close(flat(linearization.squared_vjp(u)), squares.sum(0), rtol=1e-10, atol=1e-10)
@@ -48,17 +57,15 @@ def test_per_sample_products_equal_the_dense_jacobian(case: Case, backend: str) 
 
 @pytest.mark.parametrize("case", [named(case) for case in CASES])
 def test_the_backend_is_chosen_by_what_covers_the_module(case: Case) -> None:
-    module, inputs = case.make()
-    assert linearize(module, trainable(module), inputs).backend == case.automatic
+    assert linearized(case, case.automatic)[2].backend == case.automatic
 
 
 @pytest.mark.parametrize("case", [named(c) for c in CASES if c.name in ("mlp", "conv", "lstm", "batch_norm_eval")])
 def test_chunks_give_the_same_products(case: Case) -> None:
-    module, inputs = case.make()
+    module, inputs, whole = linearized(case, case.automatic)
     params = trainable(module)
-    whole = linearize(module, params, inputs)
     chunked = linearize(module, params, inputs, chunk_size=2)
-    v, u = random_like(params), torch.randn(whole.outputs.shape, dtype=torch.float64)
+    v, u = random_like(params), gaussian(*whole.outputs.shape, seed=2)
     torch.testing.assert_close(chunked.outputs, whole.outputs, rtol=0, atol=1e-12)
     torch.testing.assert_close(chunked.jvp(v), whole.jvp(v), rtol=0, atol=1e-12)
     torch.testing.assert_close(flat(chunked.vjp(u)), flat(whole.vjp(u)), rtol=0, atol=1e-12)

@@ -1,9 +1,43 @@
+import io
 import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from lightning_struct.recipes.cli import RecipeCLI
+
 CONF = Path(__file__).parents[1] / "conf"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left: its command line, what that printed, and the working directory that its paths begin at."""
+
+    cli: RecipeCLI
+    printed: str
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def finish(tmp_path_factory):
+    """Runs ``main(arguments)`` in a directory of its own, for tests that only look at what a run left."""
+
+    def run(main, arguments):
+        directory, printed = tmp_path_factory.mktemp("run"), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            patch.chdir(directory)
+            patch.setattr(sys, "argv", ["recipe"])
+            return FinishedRun(main(arguments), printed.getvalue(), directory)
+
+    return run
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Pictures are not written, which takes a third of a short run."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +47,6 @@ def command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipe"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def conf():
     return lambda name: str(CONF / f"{name}.yaml")

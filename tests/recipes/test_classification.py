@@ -33,6 +33,18 @@ def run(name, *arguments):
     return import_module(f"lightning_struct.recipes.{name}").main([*arguments, *little])
 
 
+@pytest.fixture(scope="module")
+def finished_run(finish, conf):
+    return finish(main, ["fit", "--config", conf("classifier")])
+
+
+@pytest.fixture
+def finished(finished_run, monkeypatch):
+    """A finished run in the working directory."""
+    monkeypatch.chdir(finished_run.directory)
+    return finished_run
+
+
 @pytest.mark.parametrize(("name", "way"), SHIPPED)
 def test_shipped_way_of_training_runs(name, way):
     config = str(config_directory(name) / f"{way}.yaml")
@@ -86,8 +98,7 @@ def test_without_a_config_the_network_is_that_of_the_paper(name, weights):
     assert isinstance(cli.model, Classifier) and sum(p.numel() for p in cli.model.parameters()) == weights
 
 
-def test_results_are_in_one_folder(conf):
-    main(["fit", "--config", conf("classifier")])
+def test_results_are_in_one_folder(finished):
     written = {path.name for path in RUN.iterdir()}
     assert written == {
         "checkpoints",
@@ -99,13 +110,12 @@ def test_results_are_in_one_folder(conf):
     }
 
 
-def test_fit_ends_with_loss_and_accuracy_of_the_best_checkpoint(conf, capsys):
-    cli = main(["fit", "--config", conf("classifier")])
-    printed = capsys.readouterr().out
-    cli.model.load_state_dict(torch.load(cli.trainer.checkpoint_callback.best_model_path)["state_dict"])
+def test_fit_ends_with_loss_and_accuracy_of_the_best_checkpoint(finished):
+    cli, printed = finished.cli, finished.printed
+    best = Classifier.load_from_checkpoint(cli.trainer.checkpoint_callback.best_model_path)
     for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
         images, labels = getattr(cli.datamodule.splits, part).tensors
-        outputs = cli.model(images)
+        outputs = best(images)
         loss = torch.nn.functional.cross_entropy(outputs, labels).item()
         accuracy = (outputs.argmax(1) == labels).float().mean().item()
         (row,) = (line for line in printed.splitlines() if line.startswith("│") and line.split()[1] == label)
@@ -113,10 +123,9 @@ def test_fit_ends_with_loss_and_accuracy_of_the_best_checkpoint(conf, capsys):
         assert cells == pytest.approx([loss, 100 * accuracy], rel=1e-3)
 
 
-def test_fit_ends_with_the_paths_of_its_results(conf, capsys):
-    main(["fit", "--config", conf("classifier")])
-    printed = capsys.readouterr().out
-    assert f"{RUN / 'training_curves.png'}\n" in printed and f"log              {RUN}\n" in printed
+def test_fit_ends_with_the_paths_of_its_results(finished):
+    assert f"{RUN / 'training_curves.png'}\n" in finished.printed
+    assert f"log              {RUN}\n" in finished.printed
 
 
 def test_fast_dev_run_writes_no_results(conf, capsys):
@@ -124,21 +133,17 @@ def test_fast_dev_run_writes_no_results(conf, capsys):
     assert not Path("results").exists() and "Averages over samples" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_checkpoint_says_itself_which_network_it_is_of(conf):
-    main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
-    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+def test_checkpoint_says_itself_which_network_it_is_of(finished_run):
+    checkpoint = str(finished_run.directory / RUN / "checkpoints" / "last.ckpt")
     cli = run("mnist_fnn", "test", "--ckpt_path", checkpoint)
     assert cli.model.network[1].weight.shape == (8, 784)
     again = Classifier.load_from_checkpoint(checkpoint)
     assert torch.equal(again.network[1].weight, cli.model.network[1].weight)
 
 
-@pytest.mark.slow
-def test_predict_writes_classes_of_the_test_images(conf):
-    cli = main(["fit", "--config", conf("classifier"), "--trainer.max_epochs=1"])
-    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
-    expected = Classifier.load_from_checkpoint(checkpoint)(cli.datamodule.splits.test.tensors[0]).argmax(1)
+def test_predict_writes_classes_of_the_test_images(conf, finished_run):
+    checkpoint = str(finished_run.directory / RUN / "checkpoints" / "last.ckpt")
+    expected = Classifier.load_from_checkpoint(checkpoint)(finished_run.cli.datamodule.splits.test.tensors[0]).argmax(1)
     predicted = main(["predict", "--config", conf("classifier"), "--ckpt_path", checkpoint])
     written = torch.load(Path(predicted.trainer.log_dir) / "classes.pt")
     assert torch.equal(written["classes"], expected) and written["indices"].tolist() == list(range(30))
@@ -150,6 +155,7 @@ def test_evaluating_untrained_weights_warns(conf):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_last_checkpoint_is_of_the_last_epoch_though_none_was_better_than_the_first(conf):
     cli = main(["fit", "--config", conf("classifier"), "--model.optimizer.init_args.lr=0", "--trainer.max_epochs=3"])
     best = torch.load(cli.trainer.checkpoint_callback.best_model_path, weights_only=False)

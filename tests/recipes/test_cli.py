@@ -22,6 +22,18 @@ def denormals_are_zero():
     return bool(torch.tensor([1e-40]) * 0.5 == 0)
 
 
+@pytest.fixture(scope="module")
+def finished_run(finish, conf):
+    return finish(main, ["fit", "--config", conf("adam")])
+
+
+@pytest.fixture
+def finished(finished_run, monkeypatch):
+    """A finished run in the working directory."""
+    monkeypatch.chdir(finished_run.directory)
+    return finished_run
+
+
 class ModeInTraining(L.Callback):
     """Whether denormal numbers are zero in a training step."""
 
@@ -37,8 +49,7 @@ def test_training_flushes_denormal_numbers_and_leaves_the_mode_as_it_was(conf):
     assert (callback.flushed, denormals_are_zero()) == (True, False)
 
 
-def test_results_are_in_one_folder(conf):
-    main(["fit", "--config", conf("adam")])
+def test_results_are_in_one_folder(finished):
     written = {path.name for path in RUN.iterdir()}
     assert written == {
         "checkpoints",
@@ -52,9 +63,8 @@ def test_results_are_in_one_folder(conf):
     assert (RUN / "checkpoints" / "last.ckpt").exists()
 
 
-def test_fit_ends_with_the_errors_of_the_best_checkpoint_in_both_units(conf, capsys):
-    cli = main(["fit", "--config", conf("adam")])
-    printed = capsys.readouterr().out
+def test_fit_ends_with_the_errors_of_the_best_checkpoint_in_both_units(finished):
+    cli, printed = finished.cli, finished.printed
     best = Autoencoder.load_from_checkpoint(cli.trainer.checkpoint_callback.best_model_path)
     for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
         images = getattr(cli.datamodule.splits, part).tensors[0]
@@ -63,19 +73,16 @@ def test_fit_ends_with_the_errors_of_the_best_checkpoint_in_both_units(conf, cap
         assert [float(cell) for cell in row.split("│")[2:4]] == pytest.approx([error / 2, error], rel=1e-3)
 
 
-def test_fit_ends_with_the_paths_of_its_results(conf, capsys):
-    main(["fit", "--config", conf("adam")])
-    printed = capsys.readouterr().out
+def test_fit_ends_with_the_paths_of_its_results(finished):
     for path in ("reconstructions.png", "training_curves.png", "checkpoints/epoch=1-step=4.ckpt"):
-        assert f"{RUN / path}\n" in printed
+        assert f"{RUN / path}\n" in finished.printed
 
 
-def test_errors_of_the_test_set_are_logged_and_those_of_training_and_validation_are_not(conf):
-    cli = main(["fit", "--config", conf("adam")])
+def test_errors_of_the_test_set_are_logged_and_those_of_training_and_validation_are_not(finished):
     header, *rows = (RUN / "metrics.csv").read_text().splitlines()
     column = header.split(",").index("test_loss")
     assert [row.split(",")[column] for row in rows if row.split(",")[column]] == [
-        str(cli.trainer.callback_metrics["test_loss"].item())
+        str(finished.cli.trainer.callback_metrics["test_loss"].item())
     ]
 
 
@@ -95,11 +102,9 @@ def test_same_seed_gives_the_same_weights(conf):
     assert torch.equal(weights(first), weights(second))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
-def test_trained_weights_are_evaluated_by_their_checkpoint(conf, subcommand):
-    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1"])
-    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+def test_trained_weights_are_evaluated_by_their_checkpoint(conf, finished_run, subcommand):
+    checkpoint = str(finished_run.directory / RUN / "checkpoints" / "last.ckpt")
     cli = main([subcommand, "--config", conf("adam"), "--ckpt_path", checkpoint])
     images = getattr(cli.datamodule.splits, {"validate": "val"}.get(subcommand, "test")).tensors[0]
     expected = (Autoencoder.load_from_checkpoint(checkpoint)(images) - images).square().sum(dim=1).mean().item()
@@ -107,10 +112,8 @@ def test_trained_weights_are_evaluated_by_their_checkpoint(conf, subcommand):
     assert cli.trainer.callback_metrics[f"{name}_squared_error"].item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_predict_writes_reconstructions_of_the_test_images(conf):
-    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1"])
-    checkpoint = str(RUN / "checkpoints" / "last.ckpt")
+def test_predict_writes_reconstructions_of_the_test_images(conf, finished_run):
+    checkpoint = str(finished_run.directory / RUN / "checkpoints" / "last.ckpt")
     cli = main(["predict", "--config", conf("adam"), "--ckpt_path", checkpoint])
     written = torch.load(Path(cli.trainer.log_dir) / "reconstructions.pt")
     expected = Autoencoder.load_from_checkpoint(checkpoint)(cli.datamodule.splits.test.tensors[0])
@@ -129,6 +132,7 @@ def test_misconfiguration_propagates_from_main(conf, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_resumed_shf_run_ends_where_the_uninterrupted_one_ends(conf):
     whole = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=4"])
     main(["fit", "--config", conf("shf"), "--trainer.max_epochs=2"])
@@ -138,6 +142,7 @@ def test_resumed_shf_run_ends_where_the_uninterrupted_one_ends(conf):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 def test_shf_grows_its_batch_and_lowers_its_damping(conf):
     cli = main(["fit", "--config", conf("shf"), "--trainer.max_epochs=3"])
     (curves,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, TrainingCurves))
@@ -146,6 +151,7 @@ def test_shf_grows_its_batch_and_lowers_its_damping(conf):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("way", ["shf", "adam"])
 def test_checkpoint_says_itself_which_network_it_is_of(conf, way):
     main(["fit", "--config", conf(way), "--trainer.max_epochs=1"])

@@ -84,6 +84,7 @@ def test_options_and_a_named_config_win_over_the_checkpoint(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(("recipe", "config"), CASES)
 def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
     named = [] if config is None else ["--config", config]

@@ -14,6 +14,7 @@ from lightning_struct.models.structured import LayerFactory
 from lightning_struct.nn import LDRSubdiagonal, PrunedLinear
 from lightning_struct.recipes.catalogue import config_directory
 
+pytestmark = pytest.mark.usefixtures("without_pictures")  # test_cli.py looks at those
 QUIET = [
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",

@@ -276,11 +276,8 @@ def test_gradients_clipped_after_a_plain_backward_are_named(tmp_path):
             loss.backward()
             nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
-    message = r"none of the gradients of Adam; network.0.weight, .*network.2.bias: .* self.manual_backward\(loss\)"
-    with (
-        pytest.warns(UserWarning, match="leaves network.0.weight, "),
-        pytest.raises(MisconfigurationException, match=message),
-    ):
+    message = r"none, or a small part, of the gradient of Adam; network.0.weight, .*network.2.bias: .* self.manual_backward\(loss\)"
+    with pytest.warns(UserWarning, match="leaves network.0.weight, "), pytest.warns(UserWarning, match=message):
         trainer_for(tmp_path, growing()).fit(Clipping(), DataLoader(regression(), batch_size=4))
 
 

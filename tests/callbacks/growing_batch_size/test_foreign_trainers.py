@@ -76,7 +76,7 @@ def two_tasks(tmp_path_factory):
     def run(mode):
         if mode not in runs:
             seed()
-            growing = {"max_batch_size": 21}
+            growing = {"max_batch_size": 18}
             directory = tmp_path_factory.mktemp("tasks")
             runs[mode] = fit(directory, Project(TwoTasks(), two_loaders(mode), growing=growing), validation=False)
         return runs[mode]

@@ -36,20 +36,23 @@ MOST_RECORDS = 4096
 class GrowingBatchSize(Callback):
     """Lets the batch grow as the gradient gets small against its noise, or as validation stalls.
 
-    It implements the batch sizes of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2). It works in any project: automatic and manual optimization, any optimizer, one device or DDP, loaders with and without
-    workers, map-style and iterable data sets, several loaders, custom batch samplers. After each optimizer step it
-    predicts, from the variance of the per-sample gradients, the batch size at which the norm test would hold, and decides
-    the next size by :meth:`decide`, in the first process for all. The size changes within the running epoch, and every
-    sample of the epoch is still seen once.
+    It implements the batch sizes of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2). It works in any project:
+    automatic and manual optimization, any optimizer, one device or several, loaders with and without workers, map-style and
+    iterable data sets, several loaders, custom batch samplers. From the variance of the gradients it predicts the batch size
+    at which the norm test would hold, and decides the next size by :meth:`decide`, in the first process for all. The size
+    changes within the running epoch, and every sample of the epoch is still seen once.
 
-    The variance is measured by hooks on the layers (see
-    :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`), unless the module has a method
-    ``gradient_statistics()``, as one trained by ``SHFOptimization`` has. Where several optimizers step in one batch, the
-    largest prediction counts.
+    Where the module has a method ``gradient_statistics()``, as one trained by ``SHFOptimization`` has, that is asked in each
+    check. Else an estimator measures: the gradients of single samples, by hooks on the layers; or those of the backward
+    passes of a step; or those of consecutive steps. Which one, and how often, follows from what is there, never from a clock,
+    and is said once, after the first step. Where layers cannot be measured, or a small part of the gradient only, consecutive
+    steps go on with it. Their gradients are kept, in memory for one copy. Where nothing asks for gradients (``theta=inf``, or
+    a ``schedule``) nothing is measured. Of several optimizers, the one with the largest prediction counts.
 
     All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a module
-    accumulates by hand, of one). Logged are ``batch_size_predicted``, and ``batch_size`` and ``gradient_variance`` where the
-    module does not log them itself: after the first step, and every ``Trainer(log_every_n_steps=...)``.
+    accumulates by hand, of one). Logged, where the module does not log them itself, are ``batch_size``, ``batch_size_predicted``,
+    ``gradient_variance`` = tr Σ as it was measured last, and ``gradient_noise_scale`` = tr Σ/‖G‖² of averages: after the
+    first step, and every ``Trainer(log_every_n_steps=...)``.
 
     What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
     others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
@@ -91,9 +94,9 @@ class GrowingBatchSize(Callback):
 
     Raises:
         MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
-            a strategy that shards the weights (unless the module has its own statistics), or batches that are larger than
-            ``max_batch_size`` already; a checkpoint from the middle of an epoch with other processes or loaders; steps of
-            all optimizers of which nothing could be measured; a monitor that is not logged, or not finite.
+            an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
+            parts of a step), or batches that are larger than ``max_batch_size`` already; a checkpoint from the middle of an
+            epoch with other processes or loaders; a monitor that is not logged, or not finite.
         ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
 
     Example:
@@ -371,10 +374,14 @@ class GrowingBatchSize(Callback):
         assert self._theta is not None
         measurement, theta = self._active_measurement, (self._theta if self._tests_norm else math.inf)
         if variance is None and theta < math.inf:
-            raise MisconfigurationException(
+            problem = (
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
                 "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
             )
+            if not self.records:
+                raise MisconfigurationException(problem)
+            rank_zero_warn(f"{problem}. The size is decided by the steps before")
+            return
         averages = [noise.statistics(size) for noise in measurement.noise.values()]
         predicted = max(
             predicted_batch_size(of, self._active_growth.dataset_size, theta, self.max_batch_size)

@@ -165,6 +165,20 @@ def test_shf_grows_the_batches_of_an_ordinary_loader(tmp_path):
     assert sizes[0] == 4 and max(sizes) > 20 and sum(sizes) == 120
 
 
+def test_a_variance_that_is_missing_later_ends_no_training(tmp_path):
+    module = ScriptedNetwork(variances=[7.5, 7.5, None, 7.5])
+    with pytest.warns(
+        UserWarning, match="reports no gradient variance for a batch of 10.* decided by the steps before"
+    ):
+        fit(tmp_path, module, GrowingBatchSize(), draw_loader(10, draws=4))
+    assert len(module.sizes) == 4
+
+
+def test_a_variance_that_is_missing_from_the_start_is_named(tmp_path):
+    with pytest.raises(MisconfigurationException, match="reports no gradient variance for a batch of 10.* theta=inf"):
+        fit(tmp_path, ScriptedNetwork(variances=[None]), GrowingBatchSize(), draw_loader(10, draws=1))
+
+
 # What is logged, drawn and saved
 
 

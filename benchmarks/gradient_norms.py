@@ -237,7 +237,7 @@ def measure_callback(task: Task, pairs: int) -> Run:
     class KeepsBatchSize(GrowingBatchSize):
         """Measures and predicts, and stays where it is, so that both fits have the same batches."""
 
-        def decide(self, batch_size: int) -> int:
+        def decide(self, batch_size: float) -> float:
             return batch_size
 
     data = TensorDataset(*(torch.cat([part] * FIT_STEPS) for part in (*task.inputs, task.targets)))

@@ -192,12 +192,12 @@ class ResizableLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of the next batch. Setting it rounds up to whole batches of a batch sampler that is not torch's."""
+        """Samples of the next batch. Setting it rounds to whole samples, or whole batches of a batch sampler not torch's."""
         return self.sampler.batch_size
 
     @batch_size.setter
-    def batch_size(self, batch_size: int) -> None:
-        self.sampler.size = max(1, math.ceil(batch_size / self.sampler.samples_of_unit))
+    def batch_size(self, batch_size: float) -> None:
+        self.sampler.size = rounded_size(batch_size / self.sampler.samples_of_unit)
 
     @property
     def first_batch_size(self) -> int:
@@ -353,6 +353,11 @@ class _Resizable(DataLoader):
         if not resizable.nominal:
             return resizable.length()
         return super().__len__() if resizable.iterable else len(resizable.sampler.source)  # type: ignore[arg-type]
+
+
+def rounded_size(size: float) -> int:
+    """Whole number nearest to ``size``, halves up, 1 at least."""
+    return max(1, math.floor(size + 0.5))
 
 
 def random_states(generators: Sequence[torch.Generator]) -> RandomStates:

@@ -68,6 +68,11 @@ def test_a_size_holds_from_the_next_batch_on():
     assert [len(batch) for batch in batches(loader, [2, 5, 7], sizes)] == [2, 2, 5, 7, 4]
 
 
+def test_a_size_is_rounded_to_the_nearest_whole_one():
+    loader, sizes = resizable(range(23), batch_size=4)
+    assert [len(batch) for batch in batches(loader, [4.49, 4.5, 5.4999], sizes)] == [4, 4, 5, 5, 5]
+
+
 def test_batches_that_workers_were_asked_for_keep_their_size():
     loader, sizes = resizable(range(40), batch_size=2, num_workers=2, prefetch_factor=1)
     assert [len(batch) for batch in batches(loader, [6], sizes)] == [2, 2, 2, 6, 6, 6, 6, 6, 4]
@@ -178,7 +183,7 @@ class Buckets(Sampler):
 
 def test_whole_batches_of_a_foreign_sampler_are_merged():
     loader, sizes = resizable(range(13), batch_sampler=Buckets())
-    read = batches(loader, [4], sizes)
+    read = batches(loader, [5], sizes)
     assert read == [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12]] and len(loader) == 3
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
 from lightning_struct.callbacks.growing_batch_size.growth import State
+from lightning_struct.data.resizable import rounded_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
@@ -28,7 +28,7 @@ class AccumulationGrowth:
         MisconfigurationException: manual optimization; or another callback that schedules the accumulation.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: int | None = None) -> None:
+    def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
         if not trainer.lightning_module.automatic_optimization:
             raise MisconfigurationException(
                 "GrowingBatchSize(mode='accumulate') accumulates gradients over batches, which under manual optimization "
@@ -45,7 +45,7 @@ class AccumulationGrowth:
         self._samples_of_batch: int | None = None
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> float:
         if self._decided is not None:
             return self._decided
         return self._trainer.accumulate_grad_batches * (self._samples_of_batch or 1)
@@ -68,7 +68,7 @@ class AccumulationGrowth:
         # the last step of an epoch may have fewer batches, and its last batch fewer samples
         self._samples_of_batch = max(self._samples_of_batch or 1, samples // self._trainer.accumulate_grad_batches)
 
-    def set_batch_size(self, batch_size: int) -> None:
+    def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
 
     def on_train_epoch_start(self) -> None:
@@ -98,7 +98,7 @@ class AccumulationGrowth:
     def _wanted(self) -> int:
         if self._decided is None or self._samples_of_batch is None:
             return self._trainer.accumulate_grad_batches
-        return max(1, math.ceil(self._decided / self._samples_of_batch))
+        return rounded_size(self._decided / self._samples_of_batch)
 
     def _loaders(self) -> list[Any]:
         loaders = self._trainer.train_dataloader

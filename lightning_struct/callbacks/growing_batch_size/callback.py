@@ -150,7 +150,7 @@ class GrowingBatchSize(Callback):
         self._steps = 0
         self._theta = theta
         self._last_step = 0
-        self._batch_size: int | None = None
+        self._batch_size: float | None = None
         self._growth: BatchGrowth | None = None
         self._last_state: dict[str, Any] | None = None
         self._measurement: Measurement | None = None
@@ -161,8 +161,11 @@ class GrowingBatchSize(Callback):
         self._told = False
         self._validation = DueValidation()
 
-    def decide(self, batch_size: int) -> int:
-        """Size of the next batch, from the predictions and validation values so far."""
+    def decide(self, batch_size: float) -> float:
+        """Size of the next batch, from the predictions and validation values so far.
+
+        Its fraction is kept; the loaders get the nearest whole number (halves up) of samples, or of accumulated batches.
+        """
         predictions, limit = self.predictions, self._limit
         if self.theta is None and not self._active_measurement.is_reported:
             limit = min(limit, 2 * batch_size)  # what the noise of such a batch is will be seen
@@ -213,7 +216,7 @@ class GrowingBatchSize(Callback):
         growth = self._active_growth
         if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
-                f"Batches of {growth.batch_size} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
+                f"Batches of {growth.batch_size:g} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
                 "start with smaller ones, or raise the limit"
             )
         if self._limit == math.inf:
@@ -352,7 +355,11 @@ class GrowingBatchSize(Callback):
             return
         self._check(step.checked, type(pl_module).__name__)
         decided = self.decide(self._active_growth.batch_size)
-        self._batch_size = trainer.strategy.broadcast(decided)
+        if not 1 <= decided < math.inf:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.decide() returned {decided} as the next batch size: it must be a number >= 1"
+            )
+        self._batch_size = trainer.strategy.broadcast(float(decided))
         if self._batch_size != self._active_growth.batch_size:
             self._active_growth.set_batch_size(self._batch_size)
             self._active_measurement.restart()
@@ -361,7 +368,7 @@ class GrowingBatchSize(Callback):
             self.validation_values = self.validation_values[-self.window :]
 
     def _grow_from_one(self) -> None:
-        if self._active_growth.batch_size == 1 < self._limit:  # else it is what was left of an epoch
+        if self._active_growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
             rank_zero_warn(
                 "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
             )

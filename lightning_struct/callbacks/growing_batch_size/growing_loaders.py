@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from lightning_struct.data.resizable import Position, ResizableLoader
+from lightning_struct.data.resizable import Position, ResizableLoader, rounded_size
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -44,8 +44,8 @@ class GrowingLoader:
         """Whether the pass goes on where another was left."""
         return self._loader.delivered > 0
 
-    def set_batch_size(self, batch_size: int) -> None:
-        self._loader.batch_size = math.ceil(batch_size / self._processes)
+    def set_batch_size(self, batch_size: float) -> None:
+        self._loader.batch_size = batch_size / self._processes
 
     def sizes_read(self, ahead: int) -> list[int]:
         """Samples of the last batch read but ``ahead``; empty if there is none."""
@@ -107,8 +107,8 @@ class GrowingDraws:
     def dataset_size(self) -> int:
         return len(self._sampler.dataset)  # type: ignore[arg-type]
 
-    def set_batch_size(self, batch_size: int) -> None:
-        self._sampler.batch_size = min(batch_size, self.dataset_size)
+    def set_batch_size(self, batch_size: float) -> None:
+        self._sampler.batch_size = min(max(rounded_size(batch_size), self._sampler.num_replicas), self.dataset_size)
 
     def sizes_read(self, ahead: int) -> list[int]:
         return []

@@ -12,8 +12,8 @@ class BatchGrowth(Protocol):
     """
 
     @property
-    def batch_size(self) -> int:
-        """Samples of the next step, as decided; it may get a few more, so that all processes get as many."""
+    def batch_size(self) -> float:
+        """Samples of the next step, as decided; it gets a whole number near that, of which all processes get as many."""
 
     @property
     def dataset_size(self) -> int | None:
@@ -22,7 +22,7 @@ class BatchGrowth(Protocol):
     def expected_sizes(self) -> list[int]:
         """Samples that this process reads of each loader for the batch under way; empty if that is not known."""
 
-    def set_batch_size(self, batch_size: int) -> None:
+    def set_batch_size(self, batch_size: float) -> None:
         """Set the samples of the next steps; they change as soon as they can, which may be some batches later."""
 
     def on_step(self, samples: int) -> None:

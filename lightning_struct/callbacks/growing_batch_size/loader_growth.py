@@ -33,7 +33,7 @@ class LoaderGrowth:
             stopped in the middle of an epoch with another number of processes or loaders.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: int | None = None) -> None:
+    def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
         self._trainer, self._decided = trainer, batch_size
         self._state: State | None = None
         self._loaders: list[GrowingLoader | GrowingDraws] = []
@@ -41,7 +41,7 @@ class LoaderGrowth:
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
 
     @property
-    def batch_size(self) -> int:
+    def batch_size(self) -> float:
         return self._present if self._decided is None else self._decided
 
     @property
@@ -54,7 +54,7 @@ class LoaderGrowth:
 
     def on_step(self, samples: int) -> None: ...
 
-    def set_batch_size(self, batch_size: int) -> None:
+    def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
         if self._loaders:
             self._resize()
@@ -168,10 +168,10 @@ class LoaderGrowth:
         return limits.index(self._nominal_length) if self._nominal_length in limits else 0
 
     def _resize(self) -> None:
+        batch_size = self.batch_size / self._trainer.accumulate_grad_batches
         first = sum(loader.first_batch_size for loader in self._loaders)
-        factor = self.batch_size / self._trainer.accumulate_grad_batches / first
         for loader in self._loaders:
-            loader.set_batch_size(math.ceil(factor * loader.first_batch_size - 1e-9))
+            loader.set_batch_size(batch_size * loader.first_batch_size / first)
 
     def _set_limits(self) -> None:
         limit = self._trainer.limit_train_batches

@@ -9,7 +9,7 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def next_batch_size(
-    batch_size: int,
+    batch_size: float,
     predictions: Sequence[int],
     validation_values: Sequence[float],
     *,
@@ -18,14 +18,14 @@ def next_batch_size(
     validation_threshold: float = 0.005,
     growth: float = 1.005,
     allow_shrinking: bool = False,
-) -> int:
+) -> float:
     """Size of the next batch (Emirahmetoglu & Stewart, Algorithm 1).
 
-    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, rounded
-    up, where the validation value has fallen by less than ``validation_threshold`` of itself; else n.
+    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, where the
+    validation value has fallen by less than ``validation_threshold`` of itself; else n.
 
     Args:
-        batch_size: n >= 1.
+        batch_size: n >= 1, a real number: what the loaders get is rounded, what is decided is not.
         predictions: n̂ of the checks so far, the last one last. There is no decision before there are more than ``window``.
         validation_values: f_val of the checks so far; the last one is compared with the one ``window`` before it, if there
             is one.
@@ -41,21 +41,23 @@ def next_batch_size(
     Example:
         >>> next_batch_size(10, [12, 20, 30, 40, 50, 60], [], max_batch_size=100)
         40
-        >>> next_batch_size(200, [50] * 6, [1.0] * 6, max_batch_size=1000)  # validation stalls
-        201
+        >>> next_batch_size(16, [5] * 6, [1.0] * 6, max_batch_size=1000, growth=1.03125)  # validation stalls
+        16.5
     """
     if len(predictions) <= window:
         return batch_size
     average = math.ceil(sum(predictions[-window:]) / window)
+    decided: float
     if average > batch_size:
         decided = average
     elif validation_stalls(validation_values, window, validation_threshold):
-        decided = math.ceil(growth * batch_size)
+        # Algorithm 1 rounds this up. A small batch would then grow by a whole sample at each check, whatever the factor.
+        decided = growth * batch_size
     elif allow_shrinking:
         return min(batch_size, max(average, 2))
     else:
         return batch_size
-    return max(batch_size, int(min(decided, max_batch_size)))
+    return max(batch_size, min(decided, max_batch_size))
 
 
 def validation_stalls(values: Sequence[float], window: int, threshold: float) -> bool:

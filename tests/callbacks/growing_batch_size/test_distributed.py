@@ -22,8 +22,7 @@ class Even(GrowingBatchSize):
     """Decides on sizes that two processes can share."""
 
     def decide(self, batch_size):
-        size = super().decide(batch_size)
-        return size + size % 2
+        return 2 * round(super().decide(batch_size) / 2)
 
 
 class Regressor(L.LightningModule):

@@ -92,7 +92,7 @@ def test_without_both_rules_the_batch_grows_by_the_factor_in_each_step(tmp_path)
     module = ScriptedNetwork(variances=[None] * 12)  # as under batch normalisation
     callback = GrowingBatchSize(theta=math.inf, validation_threshold=math.inf, growth=1.5)
     fit(tmp_path, module, callback)
-    assert module.sizes == [10] * 6 + [15, 23, 35, 53, 60, 60]
+    assert module.sizes == [10] * 6 + [15, 23, 34, 51, 60, 60]
     assert {record["batch_size_predicted"] for record in callback.records} == {1}
 
 
@@ -105,20 +105,38 @@ def test_without_the_norm_test_no_bound_is_drawn(tmp_path):
 
 def test_validation_values_in_the_statistics_are_checked_in_each_step(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize())
-    assert module.sizes == [10] * 6 + [11, 12, 13, 14, 15, 16]
+    fit(tmp_path, module, GrowingBatchSize(growth=1.1))
+    assert module.sizes == [10] * 6 + [11, 12, 13, 15, 16, 18]
+
+
+def test_a_schedule_by_hand_keeps_fractions_of_samples(tmp_path):
+    module = ScriptedNetwork(variances=[None] * 12)
+    fit(tmp_path, module, GrowingBatchSize(theta=math.inf, validation_threshold=math.inf, growth=1.02, window=1))
+    assert module.sizes == [10] * 4 + [11] * 5 + [12] * 3  # 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
+
+
+@pytest.mark.parametrize("decided", [math.nan, 0, math.inf])
+def test_a_rule_that_decides_on_no_size_is_named(tmp_path, decided):
+    class Broken(GrowingBatchSize):
+        def decide(self, batch_size):
+            return decided
+
+    with pytest.raises(
+        MisconfigurationException, match=rf"Broken.decide\(\) returned {decided} as the next batch size"
+    ):
+        fit(tmp_path, ScriptedNetwork(), Broken(), draw_loader(10, draws=1))
 
 
 def test_a_monitored_metric_is_checked_once_for_each_validation(tmp_path):
     module = ScriptedNetwork(val_losses=[1.0] * 10)
-    callback = GrowingBatchSize(validation_monitor="val_loss", window=2)
+    callback = GrowingBatchSize(validation_monitor="val_loss", window=2, growth=1.1)
     fit(tmp_path, module, callback, draw_loader(10, draws=3), validation_loader(8), max_epochs=5)
     assert module.sizes == [10] * 10 + [11, 11, 11] + [12, 12]
 
 
 def test_a_decision_falls_every_so_many_steps(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize(window=2, every_n_steps=3))
+    fit(tmp_path, module, GrowingBatchSize(window=2, every_n_steps=3, growth=1.1))
     assert module.sizes == [10] * 9 + [11, 11, 11]
 
 
@@ -256,7 +274,7 @@ def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
 def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
     def run(module, directory, ckpt_path=None):
         checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        growing = GrowingBatchSize(validation_monitor="val_loss", window=2)
+        growing = GrowingBatchSize(validation_monitor="val_loss", window=2, growth=1.1)
         trainer = make_trainer(
             tmp_path, callbacks=[growing, checkpoint], max_epochs=5, num_sanity_val_steps=0, enable_checkpointing=True
         )

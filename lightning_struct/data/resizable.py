@@ -3,6 +3,7 @@
 import math
 import random
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, groupby, islice, pairwise
@@ -18,6 +19,9 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 # Plain values and tensors only, so that a checkpoint that holds it can be loaded with weights_only=True.
 RandomStates: TypeAlias = dict[str, Any]
 Position: TypeAlias = dict[str, Any]
+
+# Batches that a reader of a loader fetches ahead, at most: Lightning fetches one.
+MOST_AHEAD = 16
 
 
 class ResizableBatchSampler(Sampler[list[Any]]):
@@ -39,6 +43,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size`` is
             looked at).
         limit: units of a pass at most; None for all.
+        asked_for: samples of each batch that was handed out, until :class:`ResizableLoader` sees the batch delivered.
         samples_of_unit: 1, or the samples in the first whole batch of ``source`` (1 as long as none was seen).
     """
 
@@ -51,6 +56,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
         self.ends: list[int] = []
         self.limit: int | None = None
+        self.asked_for: deque[int] = deque()
         self.samples_of_unit = 1
         if self.merges and isinstance(source, Sequence) and source:
             self.samples_of_unit = len(source[0])
@@ -84,6 +90,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             states: states of the random generators when the interrupted pass began.
         """
         self.ends, self._handed, self._resumed_from = list(accumulate(sizes)), handed, states
+        self.asked_for.clear()
 
     def __iter__(self) -> Iterator[list[Any]]:
         units = self._begin_units()
@@ -100,6 +107,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
                 if len(self.ends) == 1:
                     self.samples_of_unit = len(batch[0])
                 batch = [index for unit in batch for index in unit]
+            self.asked_for.append(len(batch))
             yield batch
 
     def __len__(self) -> int:
@@ -166,6 +174,8 @@ class ResizableLoader:
 
     Attributes:
         delivered: batches that were read in this pass.
+        sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's class
+            has its own ``__iter__``: then they are those that were asked for.
         nominal: while it is true, ``len(loader)`` is what it was before: as if no size had been changed.
 
     Raises:
@@ -179,7 +189,9 @@ class ResizableLoader:
         self.nominal = False
         self.iterable = isinstance(loader.dataset, IterableDataset)
         source: Any = loader.batch_sampler
-        self._class, self._batch_sampler = type(loader), source
+        self._class, self._batch_sampler, self._collate_fn = type(loader), source, loader.collate_fn
+        self._counts = self.iterable and type(loader).__iter__ is DataLoader.__iter__
+        self.sizes_read: deque[int] = deque(maxlen=MOST_AHEAD)
         if self.iterable:
             units = known_length(loader.dataset)
         else:
@@ -188,6 +200,8 @@ class ResizableLoader:
         self._resume: Position | None = None
         self._began_from: RandomStates | None = None
         self._swap(type(self._class.__name__, (_Resizable, self._class), {}), self.sampler)
+        if self._counts:
+            loader.collate_fn = _CountingCollate(self._collate_fn)
         loader._resizable = self
 
     @property
@@ -217,6 +231,7 @@ class ResizableLoader:
     def begin_anew(self) -> None:
         """Forget the pass under way: the next one begins at the first sample."""
         self._resume, self.delivered = None, 0
+        self.sizes_read.clear()
         self.sampler.begin()
 
     def position(self, unread: int = 0, over: bool = False) -> Position:
@@ -276,6 +291,7 @@ class ResizableLoader:
     def restore(self) -> None:
         """Undo all changes to the loader."""
         self._swap(self._class, self._batch_sampler)
+        self.loader.collate_fn = self._collate_fn
         del self.loader._resizable  # type: ignore[attr-defined]
 
     @property
@@ -330,6 +346,10 @@ class ResizableLoader:
         for batch in iterator:
             self._resume = None
             self.delivered += 1
+            samples = self.sampler.asked_for.popleft() if self.sampler.asked_for else 0
+            if self._counts:
+                samples, batch = batch
+            self.sizes_read.append(samples)
             yield batch
         self._resume = None
 
@@ -338,6 +358,16 @@ class ResizableLoader:
 
     def _all_generators(self) -> list[torch.Generator]:
         return list(dict.fromkeys([*self._generators(), *self.sampler.generators()]))
+
+
+class _CountingCollate:
+    """A ``collate_fn`` that also returns the number of samples, which the workers that read a stream alone know."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self._collate_fn(samples)
 
 
 class _Resizable(DataLoader):

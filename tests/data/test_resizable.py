@@ -216,6 +216,26 @@ def test_a_stream_is_read_once_whatever_the_sizes(workers):
     assert sorted(numbers(batches(loader, [3, 4, 9], sizes))) == list(range(50))
 
 
+def test_samples_are_counted_though_the_batch_does_not_tell_their_number():
+    loader, sizes = resizable(Stream(10), batch_size=4, collate_fn=sum)
+    assert [(batch, sizes.sizes_read[-1]) for batch in loader] == [(6, 4), (22, 4), (17, 2)]
+
+
+def test_a_stream_of_a_loader_with_its_own_iteration_counts_as_it_was_asked_for():
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    loader = Doubling(Stream(10), batch_size=4)
+    sizes = ResizableLoader(loader)
+    assert [(len(batch), sizes.sizes_read[-1]) for batch in loader] == [(4, 4), (4, 4), (2, 4)]
+
+
+def test_the_samples_of_merged_batches_are_counted():
+    loader, sizes = resizable(range(13), batch_sampler=Buckets())
+    assert [(len(batch), sizes.sizes_read[-1]) for batch in loader] == [(3, 3), (2, 2), (3, 3), (3, 3), (2, 2)]
+
+
 def test_the_length_of_a_sized_stream_follows_the_size():
     loader, sizes = resizable(SizedStream(50), batch_size=5)
     lengths = []
@@ -379,11 +399,13 @@ def test_a_position_is_plain_enough_for_a_checkpoint(tmp_path):
 
 def test_a_restored_loader_is_as_it_was():
     loader = DataLoader(range(20), batch_size=4)
-    kept = (type(loader), loader.batch_sampler)
+    kept = (type(loader), loader.batch_sampler, loader.collate_fn)
     sizes = ResizableLoader(loader)
     sizes.batch_size = 7
     sizes.restore()
-    assert (type(loader), loader.batch_sampler) == kept and [len(batch) for batch in loader] == [4] * 5
+    assert (type(loader), loader.batch_sampler, loader.collate_fn) == kept and [len(batch) for batch in loader] == [
+        4
+    ] * 5
 
 
 def test_a_resized_loader_is_still_of_its_class():

@@ -59,6 +59,8 @@ class AccumulationGrowth:
         sizes = []
         for loader in self._loaders():
             size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "sampler", None))
+            if samples is None and getattr(loader, "num_workers", 0) < 2:  # of several, each ends with a smaller batch
+                samples = known_length(getattr(loader, "dataset", None))  # a stream's
             if isinstance(size, int):
                 left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
                 sizes.append(left if 0 < left < size else size)

@@ -49,11 +49,8 @@ class GrowingLoader:
 
     def sizes_read(self, ahead: int) -> list[int]:
         """Samples of the last batch read but ``ahead``; empty if there is none."""
-        sampler, number = self._loader.sampler, self._loader.delivered - ahead
-        if not 0 < number <= len(sampler.ends):
-            return []
-        start = sampler.ends[number - 2] if number > 1 else 0
-        return [(sampler.ends[number - 1] - start) * sampler.samples_of_unit]
+        sizes = self._loader.sizes_read
+        return [sizes[-1 - ahead]] if ahead < len(sizes) else []
 
     def first_batch_beyond(self, fraction: float, length: int) -> int:
         """Number of the first batch at whose end this fraction of the epoch's samples is read.

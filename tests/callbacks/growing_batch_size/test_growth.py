@@ -270,14 +270,25 @@ def test_streams_are_read_once(tmp_path, stream, workers):
 
 
 @pytest.mark.parametrize("stream", [Stream, SizedStream])
-def test_the_sizes_expected_of_a_stream_are_those_that_were_read(tmp_path, stream):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sizes_expected_of_a_stream_are_those_that_were_read(tmp_path, stream, workers):
     class Looking(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             expected.append((growing._active_growth.expected_sizes(), [len(batch)]))
 
     growing, expected = Growing([4, 4, 8]), []
-    fit(tmp_path, DataLoader(stream(range(40)), 2), growing=growing, callbacks=[Looking()])
-    assert all(told == read for told, read in expected[:-1]) and len(expected) > 4
+    fit(tmp_path, DataLoader(stream(range(45)), 2, num_workers=workers), growing=growing, callbacks=[Looking()])
+    assert all(told == read for told, read in expected) and sum(read for _, (read,) in expected) == 45
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_a_stream_are_counted_to_the_last(tmp_path, workers):
+    class Measured(Reader):
+        gradient_statistics = None
+
+    growing = Growing([13, 26])
+    fit(tmp_path, DataLoader(Stream(range(181)), 13, num_workers=workers), growing=growing, module=Measured())
+    assert growing.records[-1]["samples"] == 181
 
 
 def test_a_sized_stream_validates_as_often(tmp_path):

@@ -34,15 +34,21 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to train on:
     where less would be left than batches had at first, the last two share their samples.
 
+    ``accumulated`` is for the accumulation of gradients, whose mean over a step is right if its batches are of one size: set
+    both sizes between two steps only. The end of a pass is a step like others where its length is known: what is left for
+    it is split into as many batches, which differ by one unit at most.
+
     Args:
         source: the batch sampler.
         units: how many units a pass has; None if that is not known.
 
     Attributes:
         size: units of the next batch, at least 1.
+        accumulated: batches of an optimizer step, which begins wherever it divides the number of batches before.
         ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size`` is
             looked at).
         limit: units of a pass at most; None for all.
+        splits_rest: whether one reader reads the whole pass, so that what is left of it is known.
         asked_for: samples of each batch that was handed out, until :class:`ResizableLoader` sees the batch delivered.
         samples_of_unit: 1, or the samples in the first whole batch of ``source`` (1 as long as none was seen).
     """
@@ -53,6 +59,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.merges = type(source) is not BatchSampler
         self.first_size = 1 if self.merges else source.batch_size  # type: ignore[attr-defined]
         self.size = self.first_size
+        self.accumulated = 1
+        self.splits_rest = True
         self.drop_last = not self.merges and source.drop_last  # type: ignore[attr-defined]
         self.ends: list[int] = []
         self.limit: int | None = None
@@ -96,7 +104,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         units = self._begin_units()
         while True:
             done = self._end(self._handed)
-            size = self._next_size(done) if self._handed == len(self.ends) else self.ends[self._handed] - done
+            size = self._next_size() if self._handed == len(self.ends) else self.ends[self._handed] - done
             batch = list(islice(units, size))
             if not batch or (self.drop_last and len(batch) < min(self.first_size, size)):
                 return
@@ -114,7 +122,12 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         """Batches of the whole pass: those handed out, and those that the rest makes at the present size."""
         if self.units is None:
             raise TypeError(f"{type(self.source).__name__} has no length")
-        return len(self.ends) + self.batches(self.units - self._end(len(self.ends)))
+        handed = len(self.ends)
+        if not self.splits_rest:
+            return handed + self.batches(self.units - self._end(handed))
+        begun = handed % self.accumulated
+        full, rest = self._layout(self.units - self._end(handed - begun))
+        return max(handed - begun + full + len(rest), handed)
 
     def batches(self, units: int) -> int:
         """Number of batches of the present size that so many units make."""
@@ -124,15 +137,48 @@ class ResizableBatchSampler(Sampler[list[Any]]):
 
     def first_beyond(self, units: float) -> int:
         """Number, counted from 1, of the first batch that ends at so many units or more."""
+        handed = len(self.ends)
         known = bisect_left(self.ends, units)
-        if known < len(self.ends):
+        if known < handed:
             return known + 1
-        return len(self.ends) + max(math.ceil((units - self._end(len(self.ends))) / self.size), 1)
+        begun = handed - handed % self.accumulated
+        wanted = units - self._end(begun)
+        full, rest = (math.inf, []) if self.units is None else self._layout(self.units - self._end(begun))
+        if wanted > full * self.size:
+            ends = list(accumulate(rest, initial=full * self.size))
+            return begun + int(full) + min(bisect_left(ends, wanted), len(rest))
+        return max(begun + math.ceil(wanted / self.size), handed + 1)
 
-    def _next_size(self, done: int) -> int:
-        """Units of the next batch: ``size``, or half of the rest if otherwise less than a first batch would be left."""
-        left = 0 if self.units is None or self.drop_last else self.units - done
-        return math.ceil(left / 2) if self.first_size < self.size < left < self.size + self.first_size else self.size
+    def _next_size(self) -> int:
+        """Units of the next batch."""
+        begun = self._handed % self.accumulated
+        if self.units is None or not self.splits_rest:
+            return self.size
+        full, rest = self._layout(self.units - self._end(self._handed - begun))
+        return self.size if begun < full or begun >= len(rest) else rest[begun]
+
+    def _layout(self, units: int) -> tuple[int, list[int]]:
+        """Batches into which the last units of a pass go, from the beginning of a step on.
+
+        Returns:
+            How many there are of ``size``, and the sizes of the others, which come after them.
+        """
+        step = self.accumulated * self.size
+        steps, left = divmod(max(units, 0), step)
+        smallest = min(self.first_size, self.size) if self.drop_last else 1
+        totals = [left]
+        if (
+            steps
+            and not self.drop_last
+            and self.first_size < self.size
+            and 0 < left < self.accumulated * self.first_size
+        ):
+            steps, totals = steps - 1, [math.ceil((step + left) / 2), (step + left) // 2]
+        rest = []
+        for total in totals:
+            parts = max(min(self.accumulated, total // smallest), 1)
+            rest += [total // parts + (part < total % parts) for part in range(parts) if total >= smallest]
+        return steps * self.accumulated, rest
 
     def _end(self, batches: int) -> int:
         return self.ends[batches - 1] if batches else 0
@@ -197,6 +243,7 @@ class ResizableLoader:
         else:
             units = known_length(source.sampler if type(source) is BatchSampler else source)
         self.sampler = ResizableBatchSampler(source, units)
+        self.sampler.splits_rest = not (self.iterable and loader.num_workers > 1)
         self._resume: Position | None = None
         self._began_from: RandomStates | None = None
         self._swap(type(self._class.__name__, (_Resizable, self._class), {}), self.sampler)
@@ -224,6 +271,15 @@ class ResizableLoader:
         units = self.sampler.units
         return None if units is None else units * self.sampler.samples_of_unit
 
+    @property
+    def asked(self) -> int:
+        """Batches of this pass whose size is settled: those that were read, and those that workers were asked for."""
+        if not self.iterable or not self.sampler.ends:
+            return len(self.sampler.ends)
+        # counted, it would be of chance when the workers of a stream are told that one of them is at its end
+        loader = self.loader
+        return self.delivered + (loader.num_workers * (loader.prefetch_factor or 2) if loader.num_workers else 0)
+
     def limit(self, batches: int) -> None:
         """End each pass after the samples of so many batches of the first size."""
         self.sampler.limit = batches * self.sampler.first_size
@@ -246,6 +302,7 @@ class ResizableLoader:
             "sizes": [[size, len(list(run))] for size, run in groupby(sizes)],
             "delivered": 0 if over else self.delivered - unread,
             "size": self.sampler.size,
+            "accumulated": self.sampler.accumulated,
             "samples_of_unit": self.sampler.samples_of_unit,
             "workers": self.loader.num_workers,
             "random_states": self._began_from if self._replays_workers else self.sampler.started_from,
@@ -266,7 +323,8 @@ class ResizableLoader:
                 "come in another order. Resume with as many workers, or from a checkpoint at the end of an epoch"
             )
         self._resume = position
-        self.sampler.size, self.sampler.samples_of_unit = position["size"], position["samples_of_unit"]
+        self.sampler.size, self.sampler.accumulated = position["size"], position["accumulated"]
+        self.sampler.samples_of_unit = position["samples_of_unit"]
         self.sampler.begin(_sizes(position))
         self.delivered = position["delivered"]
 

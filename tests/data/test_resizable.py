@@ -1,3 +1,4 @@
+import math
 import random
 
 import numpy as np
@@ -85,17 +86,32 @@ def test_every_sample_comes_exactly_once(sizes, samples, first, shuffled):
     assert sorted(numbers(batches(loader, sizes, sized))) == list(range(samples))
 
 
-@given(SIZES, st.integers(1, 40), st.integers(1, 8), st.booleans())
-def test_the_length_told_at_any_time_is_true_if_nothing_changes_any_more(sizes, samples, first, drop_last):
+STEPS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), min_size=1, max_size=8)
+
+
+@given(STEPS, st.integers(1, 60), st.integers(1, 8), st.booleans(), st.floats(0, 1))
+def test_what_is_told_at_any_time_is_true_if_nothing_changes_any_more(steps, samples, first, drop_last, fraction):
     sampler = ResizableBatchSampler(BatchSampler(range(samples), first, drop_last), samples)
     iterator = iter(sampler)
-    for size in sizes:
+    for size, accumulated in steps:
         if next(iterator, None) is None:
             break
-        sampler.size = size
-    told = len(sampler)
-    list(iterator)
-    assert len(sampler.ends) == told == len(sampler)
+        if len(sampler.ends) % math.lcm(accumulated, sampler.accumulated) == 0:
+            sampler.size, sampler.accumulated = size, accumulated
+    told, beyond = len(sampler), sampler.first_beyond(fraction * samples)
+    read = sum(map(len, iterator))
+    assert len(sampler.ends) == told == len(sampler) and read <= samples
+    if sampler.ends and fraction * samples <= sampler.ends[-1]:
+        assert beyond == next(i for i, end in enumerate(sampler.ends, start=1) if end >= fraction * samples)
+
+
+@given(st.integers(5, 12), st.integers(1, 4), st.integers(1, 5), st.integers(12, 200))
+def test_the_end_of_a_pass_is_split_into_as_many_batches_as_other_steps(size, first, accumulated, samples):
+    sampler = ResizableBatchSampler(BatchSampler(range(samples), first, False), samples)
+    sampler.size, sampler.accumulated = size, accumulated
+    sizes = [len(batch) for batch in sampler]
+    steps = [sizes[i : i + accumulated] for i in range(0, len(sizes), accumulated)]
+    assert all(max(step) - min(step) <= 1 and len(step) == accumulated for step in steps) and sum(sizes) == samples
 
 
 @given(SIZES, st.integers(1, 60), st.integers(1, 8))

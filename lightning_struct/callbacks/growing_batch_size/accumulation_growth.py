@@ -6,11 +6,12 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
+from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.resizable import rounded_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
-from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
+from lightning_struct.utilities.namespaces import lightning_classes
 
 
 class AccumulationGrowth:
@@ -25,22 +26,11 @@ class AccumulationGrowth:
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
 
     Raises:
-        MisconfigurationException: manual optimization; or another callback that schedules the accumulation.
+        MisconfigurationException: see :func:`check_accumulation`.
     """
 
     def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
-        if not trainer.lightning_module.automatic_optimization:
-            raise MisconfigurationException(
-                "GrowingBatchSize(mode='accumulate') accumulates gradients over batches, which under manual optimization "
-                f"{type(trainer.lightning_module).__name__}.training_step does itself: use mode='batch'"
-            )
-        scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
-        others: list[Any] = [c for c in trainer.callbacks if isinstance(c, scheduling)]  # type: ignore[attr-defined]
-        if any(scheduler.going_to_accumulate_grad_batches() for scheduler in others):
-            raise MisconfigurationException(
-                "GrowingBatchSize(mode='accumulate') and GradientAccumulationScheduler both set accumulate_grad_batches: "
-                "leave one of them out"
-            )
+        check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
         self._trainer, self._first, self._decided = trainer, trainer.accumulate_grad_batches, batch_size
         self._samples_of_batch: int | None = None
 
@@ -73,10 +63,13 @@ class AccumulationGrowth:
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
 
-    def on_train_epoch_start(self) -> None:
-        self._trainer.accumulate_grad_batches = self._wanted
+    def on_train_epoch_start(self) -> None: ...
 
-    def on_train_batch_start(self) -> None: ...
+    def on_train_batch_start(self) -> None:
+        if (
+            self._trainer.fit_loop.batch_idx == 0
+        ):  # a run resumed at the end of an epoch is not told that the next one starts
+            self._trainer.accumulate_grad_batches = self._wanted
 
     def on_train_batch_end(self) -> None:
         done = self._trainer.fit_loop.batch_idx + 1

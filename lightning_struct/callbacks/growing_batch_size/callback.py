@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GROWTH: dict[str, type[LoaderGrowth | AccumulationGrowth]] = {
-    "batch": LoaderGrowth,
-    "accumulate": AccumulationGrowth,
-}
 LOGGED = ("batch_size", "batch_size_predicted", "gradient_variance", "gradient_noise_scale")
 MOST_RECORDS = 4096
 
@@ -184,7 +180,10 @@ class GrowingBatchSize(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._growth = GROWTH[self.mode](trainer, self._batch_size)
+            if self.mode == "batch":
+                self._growth = LoaderGrowth(trainer, self._batch_size, self.max_device_batch_size)
+            else:
+                self._growth = AccumulationGrowth(trainer, self._batch_size)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         reported = callable(getattr(pl_module, "gradient_statistics", None))

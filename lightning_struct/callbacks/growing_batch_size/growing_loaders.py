@@ -44,8 +44,24 @@ class GrowingLoader:
         """Whether the pass goes on where another was left."""
         return self._loader.delivered > 0
 
-    def set_batch_size(self, batch_size: float) -> None:
+    @property
+    def asked(self) -> int:
+        """Batches of this pass whose size is settled."""
+        return self._loader.asked
+
+    def set_batch_size(self, batch_size: float, most: float = math.inf, accumulated: int = 1) -> None:
+        """Set the size, which is rounded.
+
+        Args:
+            batch_size: over all processes.
+            most: bound of what it is rounded to, if no single unit of the sampler is larger.
+            accumulated: batches of an optimizer step, see :class:`ResizableBatchSampler`.
+        """
+        sampler = self._loader.sampler
         self._loader.batch_size = batch_size / self._processes
+        if self._loader.batch_size * self._processes > most:
+            sampler.size = max(int(most / self._processes / sampler.samples_of_unit), 1)
+        sampler.accumulated = accumulated
 
     def sizes_read(self, ahead: int) -> list[int]:
         """Samples of the last batch read but ``ahead``; empty if there is none."""
@@ -85,6 +101,7 @@ class GrowingDraws:
     """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
 
     length = None
+    asked = None
     resumes = False
 
     def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
@@ -104,8 +121,9 @@ class GrowingDraws:
     def dataset_size(self) -> int:
         return len(self._sampler.dataset)  # type: ignore[arg-type]
 
-    def set_batch_size(self, batch_size: float) -> None:
-        self._sampler.batch_size = min(max(rounded_size(batch_size), self._sampler.num_replicas), self.dataset_size)
+    def set_batch_size(self, batch_size: float, most: float = math.inf, accumulated: int = 1) -> None:
+        size = min(rounded_size(batch_size), most)
+        self._sampler.batch_size = min(max(int(size), self._sampler.num_replicas), self.dataset_size)
 
     def sizes_read(self, ahead: int) -> list[int]:
         return []

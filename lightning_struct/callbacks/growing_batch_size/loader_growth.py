@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches, check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.sampling import IndependentDraws
@@ -24,20 +25,37 @@ class LoaderGrowth:
     after the same samples (but once per batch at most), for an int after so many batches, or at the end of an epoch that
     has become shorter than that.
 
+    With ``max_device_batch_size`` the batches grow up to that; for a larger step more of them are accumulated, all of one
+    size, since Lightning gives them the same weight. See :func:`accumulated_batches` for where their number can change.
+
     Args:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
+        max_device_batch_size: samples in one batch of one process, at most; None for any number.
 
     Raises:
-        MisconfigurationException: when Lightning prepares the loaders: one of them cannot be resized; or the run was
-            stopped in the middle of an epoch with another number of processes or loaders.
+        MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of them
+            cannot be resized, or is larger than ``max_device_batch_size``; or the run was stopped in the middle of an epoch
+            with another number of processes or loaders.
     """
 
-    def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
-        self._trainer, self._decided = trainer, batch_size
+    def __init__(
+        self, trainer: L.Trainer, batch_size: float | None = None, max_device_batch_size: int | None = None
+    ) -> None:
+        self._trainer, self._decided, self._device_limit = trainer, batch_size, max_device_batch_size
+        self._first_accumulated = self._accumulated = trainer.accumulate_grad_batches
+        # numbers of batches before which the accumulation changes, and to what
+        self._changes: list[list[int]] = []
+        self._asked_for: tuple[int, float, int] | None = None
+        if max_device_batch_size is not None:
+            check_accumulation(
+                trainer,
+                f"max_device_batch_size={max_device_batch_size}",
+                f"use max_batch_size={max_device_batch_size * trainer.world_size} instead",
+            )
         self._state: State | None = None
         self._loaders: list[GrowingLoader | GrowingDraws] = []
-        self._epoch_done = 0
+        self._epoch_done = self._batches_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
 
     @property
@@ -56,25 +74,37 @@ class LoaderGrowth:
 
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
-        if self._loaders:
+        if self._loaders and self._device_limit is None:
             self._resize()
             self._set_limits()
 
     def on_train_epoch_start(self) -> None:
-        self._epoch_done = 0
+        self._epoch_done = self._batches_done = 0
+        if self._device_limit is not None:
+            self._resize()
         self._set_limits()
         self._plan_validation()
 
     def on_train_batch_start(self) -> None:
+        if self._device_limit is not None and self._trainer.fit_loop.batch_idx == 0:
+            # a run that is resumed at the end of an epoch is not told that the next one starts
+            self._trainer.accumulate_grad_batches = self._accumulated
         if self._epoch_done:  # Lightning has compared it with the length by now
             self._epoch_done = 0
             self._set_limits()
             self._plan_validation()
 
     def on_train_batch_end(self) -> None:
+        self._batches_done = self._trainer_loaders.batches_done
+        if self._device_limit is not None:
+            if self._resize():
+                self._set_limits()
+            while self._changes and self._changes[0][0] <= self._batches_done:
+                self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
         self._plan_validation()
 
     def on_train_epoch_end(self) -> None:
+        self._changes.clear()
         for loader in self._loaders:
             loader.begin_anew()
 
@@ -86,13 +116,23 @@ class LoaderGrowth:
         if self._trainer.world_size > 1:
             of_processes = [None] * self._trainer.world_size
             torch.distributed.all_gather_object(of_processes, mine)
-        due = self._trainer.val_check_batch
-        return {"decided": self._decided, "positions": of_processes, "epoch_done": done, "val_check_batch": due}
+        return {
+            "decided": self._decided,
+            "positions": of_processes,
+            "epoch_done": done,
+            "val_check_batch": self._trainer.val_check_batch,
+            "accumulated": [self._trainer.accumulate_grad_batches, self._accumulated],
+            "changes": [list(change) for change in self._changes],
+        }
 
     def load_state_dict(self, state: State) -> None:
         self._state, self._decided = state, state["decided"]
+        if self._device_limit is not None:
+            self._trainer.accumulate_grad_batches = state["accumulated"][0]
 
     def restore(self) -> None:
+        if self._device_limit is not None:
+            self._trainer.accumulate_grad_batches = self._first_accumulated
         self._trainer_loaders.restore()
         for loader in self._loaders:
             loader.restore()
@@ -118,6 +158,9 @@ class LoaderGrowth:
             limit = self._trainer.limit_train_batches
             limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
             self._loaders.append(GrowingLoader(dataloader, self._trainer.world_size, limit if limits_samples else None))
+        self._main, self._batches_done = 0, 0
+        self._accumulated, self._changes, self._asked_for = self._first_accumulated, [], None
+        self._resize()  # workers are asked for batches before all is prepared; loaders that come yet change the proportions
 
     def _prepared(self) -> None:
         if self._trainer_loaders.steps_fetch:
@@ -130,8 +173,12 @@ class LoaderGrowth:
         self._main = self._loader_that_ends_the_epoch()
         for loader in self._loaders:
             loader.end_preparation()
-        if self._decided is not None:
-            self._resize()
+        first = sum(loader.first_batch_size for loader in self._loaders) // self._trainer.world_size
+        if self._device_limit is not None and first > self._device_limit:
+            raise MisconfigurationException(
+                f"Batches of {first} on one device are larger than GrowingBatchSize(max_device_batch_size="
+                f"{self._device_limit}): give the DataLoader a smaller batch_size, or raise the limit"
+            )
         state, self._state = self._state, None
         if state is not None:
             self._resume(state)
@@ -162,16 +209,47 @@ class LoaderGrowth:
             )
         for loader, position in zip(self._loaders, mine, strict=True):
             loader.resume(position)
+        self._asked_for = None
+        if begun:
+            self._accumulated, self._changes = state["accumulated"][1], [list(change) for change in state["changes"]]
+        else:
+            self._resize()
 
     def _loader_that_ends_the_epoch(self) -> int:
         limits = self._nominal_limits
         return limits.index(self._nominal_length) if self._nominal_length in limits else 0
 
-    def _resize(self) -> None:
-        batch_size = self.batch_size / self._trainer.accumulate_grad_batches
+    def _resize(self) -> bool:
+        """Ask the loaders for the decided size, as far as it can be had now; tell whether that is new."""
+        if self._decided is None:
+            return False
+        accumulated, most = self._trainer.accumulate_grad_batches, math.inf
+        if self._device_limit is not None:
+            asked, samples = self._asked, self._decided / self._trainer.world_size
+            if asked % self._accumulated:
+                return False  # within a step
+            accumulated = accumulated_batches(
+                samples, self._device_limit, self._first_accumulated, self._accumulated, asked
+            )
+            if accumulated != self._accumulated and asked:
+                self._changes.append([asked, accumulated])
+            self._accumulated, most = accumulated, self._device_limit * self._trainer.world_size
+        if self._asked_for == (asked_for := (len(self._loaders), self._decided, accumulated)):
+            return False
+        self._asked_for = asked_for
+        batch_size = min(self._decided / accumulated, most)
         first = sum(loader.first_batch_size for loader in self._loaders)
         for loader in self._loaders:
-            loader.set_batch_size(batch_size * loader.first_batch_size / first)
+            share = loader.first_batch_size / first
+            in_turn = 1 if self._device_limit is None else accumulated
+            loader.set_batch_size(batch_size * share, most * share, in_turn)
+        return True
+
+    @property
+    def _asked(self) -> int:
+        """Batches of the epoch whose size is settled."""
+        asked = self._loaders[self._main].asked
+        return self._batches_done if asked is None else asked
 
     def _set_limits(self) -> None:
         limit = self._trainer.limit_train_batches

@@ -141,6 +141,11 @@ def check_settings(
         raise MisconfigurationException(
             f"max_overhead must be in (0, 1], a share of the training, but is {max_overhead}"
         )
+    if mode == "accumulate" and max_device_batch_size is not None:
+        raise MisconfigurationException(
+            f"mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
+            f"{max_device_batch_size} lets them grow so far: leave one of them out"
+        )
     if schedule is not None and theta is not None and theta < math.inf:
         raise MisconfigurationException(
             f"schedule={schedule!r} sets the sizes, and theta={theta} would decide them by the norm test: leave one of them "

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 FORM = "SAMPLES:SIZE entries with spaces between them, such as '0:32 50_000:128'"
 ENTRY = re.compile(r"([0-9]+(?:_[0-9]+)*):([0-9]+(?:_[0-9]+)*)")

@@ -5,7 +5,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    GradientAccumulationScheduler,
     ModelCheckpoint,
     RichProgressBar,
     TQDMProgressBar,
@@ -14,87 +13,19 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize
-from lightning_struct.strategies import GradientStatistics
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
-from tests.strategies.helpers import make_trainer
+from tests.callbacks.growing_batch_size.readers import (
+    WARNINGS_OF_READERS,
+    Batches,
+    Growing,
+    Reader,
+    checkpoints,
+    fit,
+    loader,
+    numbers,
+)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
-    pytest.mark.filterwarnings("ignore:You requested to overfit"),
-    pytest.mark.filterwarnings("ignore:.*sampler has shuffling enabled"),
-]
-
-
-class Growing(GrowingBatchSize):
-    """Sets the sizes of a script: ``sizes[i]`` after step i of the whole run."""
-
-    def __init__(self, sizes=(), **options):
-        super().__init__(**options)
-        self.sizes = list(sizes)
-
-    def decide(self, batch_size):
-        return self.sizes[self._steps - 1] if self._steps <= len(self.sizes) else batch_size
-
-
-class Reader(L.LightningModule):
-    """Remembers what it reads, and what the Trainer said meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1, dtype=torch.float64)
-        self.read, self.lengths, self.validated_after, self.epochs = [], [], [], []
-        self.read_in_step = 0
-
-    def on_train_epoch_start(self):
-        self.epochs.append([])
-
-    def training_step(self, batch, batch_idx):
-        rows = [part for part in (batch.values() if isinstance(batch, dict) else [batch]) if part is not None]
-        self.read.append([part.tolist() for part in rows] if isinstance(batch, dict) else batch.tolist())
-        self.lengths.append(self.trainer.num_training_batches)
-        if self.epochs:
-            self.epochs[-1].append(self.read[-1])
-        self.read_in_step += sum(len(part) for part in rows)
-        return sum(self.layer(part[:, None].double()).square().mean() for part in rows)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.size, self.read_in_step = self.read_in_step, 0
-
-    def gradient_statistics(self):
-        return GradientStatistics(self.size, 1.0, 1.0, None) if self.read else None
-
-    def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking and batch_idx == 0:
-            self.validated_after.append(sum(len(batch) for batch in self.epochs[-1]))
-        self.log("val_loss", 1.0)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-    @property
-    def sizes(self):
-        return [len(batch) for batch in self.read]
-
-
-def fit(
-    tmp_path, loader, sizes=(), module=None, callbacks=(), validation=None, ckpt_path=None, growing=None, **options
-):
-    module = module or Reader()
-    callbacks = [growing or Growing(sizes), *callbacks]
-    trainer = make_trainer(tmp_path, callbacks=callbacks, **({"max_epochs": 1, "num_sanity_val_steps": 0} | options))
-    trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
-    return module
-
-
-def loader(samples=40, batch_size=4, **options):
-    return DataLoader(range(samples), batch_size=batch_size, **options)
-
-
-def numbers(batches):
-    return [number for batch in batches for number in batch]
+pytestmark = WARNINGS_OF_READERS
 
 
 # The epoch
@@ -332,10 +263,6 @@ def test_accumulated_batches_count_as_one(tmp_path):
 # Resuming
 
 
-def checkpoints(directory, **options):
-    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1, **options)
-
-
 MAKERS = {
     "in order": lambda: loader(),
     "seeded": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0)),
@@ -403,90 +330,6 @@ def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
     fit(tmp_path, loader(), SCRIPT, callbacks=[checkpoints(tmp_path)], enable_checkpointing=True)
     with pytest.raises(MisconfigurationException, match="with 1 training loaders, but now there are 2"):
         fit(tmp_path, {"a": loader(), "b": loader()}, SCRIPT, ckpt_path=tmp_path / "step=2.ckpt")
-
-
-# Accumulation
-
-
-class Windows(Reader):
-    """Remembers the batches of each step, and the factor by which Lightning scaled their losses."""
-
-    def __init__(self):
-        super().__init__()
-        self.windows, self.window = [], []
-
-    def training_step(self, batch, batch_idx):
-        self.window.append((len(batch), self.trainer.accumulate_grad_batches))
-        return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer):
-        super().on_before_optimizer_step(optimizer)
-        self.windows.append(self.window)
-        self.window = []
-
-
-def test_accumulation_grows_at_boundaries_where_the_scale_is_right(tmp_path):
-    module = Windows()
-    fit(tmp_path, loader(96), module=module, growing=Growing([4, 8, 8, 20, 20], mode="accumulate"))
-    windows = [len(window) for window in module.windows]
-    assert windows == [1, 1, 2, 2, 3, 3, 4, 4, 4] and module.sizes == 24 * [4]
-    assert all(len(window) == scale for window in module.windows[:-1] for _, scale in window)
-
-
-def test_at_the_start_of_an_epoch_any_number_is_accumulated(tmp_path):
-    module = Windows()
-    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], mode="accumulate"), max_epochs=2)
-    assert [len(window) for window in module.windows][-2:] == [5, 5]
-
-
-class Batches:
-    """Not a DataLoader."""
-
-    def __iter__(self):
-        yield from torch.arange(32).view(8, 4)
-
-    def __len__(self):
-        return 8
-
-
-def test_accumulation_takes_any_loader(tmp_path):
-    module = Windows()
-    fit(tmp_path, Batches(), module=module, growing=Growing(8 * [8], mode="accumulate"))
-    assert [len(window) for window in module.windows] == [1, 1, 2, 2, 2]
-
-
-def test_the_trainer_gets_its_accumulation_back(tmp_path):
-    module = Windows()
-    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], mode="accumulate"), max_epochs=2)
-    assert module.trainer.accumulate_grad_batches == 1
-
-
-def test_accumulation_resumes(tmp_path):
-    def run(directory, ckpt_path=None):
-        module = Windows()
-        growing, options = Growing([4, 8, 8, 20], mode="accumulate"), {"max_epochs": 2, "enable_checkpointing": True}
-        fit(directory, loader(96), module=module, growing=growing, callbacks=[checkpoints(directory)],
-            ckpt_path=ckpt_path, **options)  # fmt: skip
-        return module
-
-    whole, resumed = run(tmp_path / "a"), run(tmp_path / "b", tmp_path / "a" / "step=9.ckpt")
-    assert resumed.windows == whole.windows[9:] and len(resumed.windows[0]) == 5
-
-
-def test_accumulation_is_refused_under_manual_optimization(tmp_path):
-    class Manual(Reader):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(MisconfigurationException, match=r"Manual.training_step does itself: use mode='batch'"):
-        fit(tmp_path, loader(), module=Manual(), growing=Growing(mode="accumulate"))
-
-
-def test_two_who_set_the_accumulation_are_refused(tmp_path):
-    scheduler = GradientAccumulationScheduler({0: 2})
-    with pytest.raises(MisconfigurationException, match="both set accumulate_grad_batches: leave one of them out"):
-        fit(tmp_path, loader(), growing=Growing(mode="accumulate"), callbacks=[scheduler])
 
 
 # Refusals

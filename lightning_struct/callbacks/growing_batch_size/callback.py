@@ -16,6 +16,7 @@ from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGr
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
+from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now
@@ -62,12 +63,16 @@ class GrowingBatchSize(Callback):
         max_batch_size: n_max: what memory allows; the size of the data set if None.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. None: 0.5, the paper's, where the
             module has its own statistics, else 1, the gradient noise scale, for first-order methods. Infinite: no norm test.
-        schedule: sizes set by hand instead of the norm test.
+        schedule: sizes set by hand, of which none is measured: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
+            holds from the first step that begins after so many samples; until the first one, the loaders keep their own
+            size. Sizes may fall.
         scale_lr: how the learning rate follows the batch size: by its square root, in proportion, or by AdaScale's gain.
         estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
             accumulated batches, or between those of consecutive steps; ``"auto"`` chooses.
         max_overhead: share of the training time that measuring may take, in (0, 1].
-        max_device_batch_size: samples of one forward pass on one device; beyond them batches are accumulated.
+        max_device_batch_size: samples of one forward pass on one device, at most. Batches grow up to that; for a larger step
+            so many of them as are enough are accumulated, all of one size, which begins where Lightning can change their
+            number: some steps later (automatic optimization only).
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
             each validation; if None, the validation value in the module's own statistics, applied in each step.
         validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``. Infinite:
@@ -133,7 +138,11 @@ class GrowingBatchSize(Callback):
             every_n_steps=every_n_steps,
             mode=mode,
             probes=probes,
+            validation_monitor=validation_monitor,
+            validation_threshold=validation_threshold,
+            allow_shrinking=allow_shrinking,
         )
+        self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
         self.max_batch_size, self.theta, self.schedule, self.scale_lr = max_batch_size, theta, schedule, scale_lr
         self.estimator, self.max_overhead, self.every_n_steps = estimator, max_overhead, every_n_steps
         self.max_device_batch_size, self.mode = max_device_batch_size, mode
@@ -158,10 +167,12 @@ class GrowingBatchSize(Callback):
         self._validation = DueValidation()
 
     def decide(self, batch_size: float) -> float:
-        """Size of the next batch, from the predictions and validation values so far.
+        """Size of the next batch, from the predictions and validation values so far, or by the schedule.
 
         Its fraction is kept; the loaders get the nearest whole number (halves up) of samples, or of accumulated batches.
         """
+        if self._schedule is not None:
+            return self._schedule.batch_size(self._samples) or batch_size
         predictions, limit = self.predictions, self._limit
         if self.theta is None and not self._active_measurement.is_reported:
             limit = min(limit, 2 * batch_size)  # what the noise of such a batch is will be seen
@@ -180,6 +191,8 @@ class GrowingBatchSize(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
+            if self._schedule is not None:
+                self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
             if self.mode == "batch":
                 self._growth = LoaderGrowth(trainer, self._batch_size, self.max_device_batch_size)
             else:
@@ -218,7 +231,7 @@ class GrowingBatchSize(Callback):
                 f"Batches of {growth.batch_size:g} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
                 "start with smaller ones, or raise the limit"
             )
-        if self._limit == math.inf:
+        if self._limit == math.inf and self._schedule is None:
             rank_zero_warn(
                 "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one has no "
                 "length: set max_batch_size to what memory allows"
@@ -347,12 +360,22 @@ class GrowingBatchSize(Callback):
             self._samples += step.samples
         self._to_log["batch_size"] = float(step.samples)
         self._active_growth.on_step(step.samples)
+        if self._schedule is not None:
+            self._record({"samples": self._samples, "batch_size": step.samples})
+            self._set_batch_size(trainer)
+            return
         if step.checked is None:
             return
         if step.checked.variance is None and step.samples < 2 and self._tests_norm:
             self._grow_from_one()
             return
         self._check(step.checked, type(pl_module).__name__)
+        self._set_batch_size(trainer)
+        if self.validation_monitor is not None:
+            # the value has been looked at: too few are left for another decision before the next validation
+            self.validation_values = self.validation_values[-self.window :]
+
+    def _set_batch_size(self, trainer: L.Trainer) -> None:
         decided = self.decide(self._active_growth.batch_size)
         if not 1 <= decided < math.inf:
             raise MisconfigurationException(
@@ -362,9 +385,6 @@ class GrowingBatchSize(Callback):
         if self._batch_size != self._active_growth.batch_size:
             self._active_growth.set_batch_size(self._batch_size)
             self._active_measurement.restart()
-        if self.validation_monitor is not None:
-            # the value has been looked at: too few are left for another decision before the next validation
-            self.validation_values = self.validation_values[-self.window :]
 
     def _grow_from_one(self) -> None:
         if self._active_growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
@@ -407,6 +427,9 @@ class GrowingBatchSize(Callback):
             self.validation_values = [*self.validation_values, statistics.validation_value][-self.window - 1 :]
         if self.validation_values:
             record["validation_value"] = self.validation_values[-1]
+        self._record(record)
+
+    def _record(self, record: dict[str, float]) -> None:
         self.records.append(record)
         if len(self.records) > MOST_RECORDS:
             del self.records[: MOST_RECORDS // 2 : 2]
@@ -417,7 +440,8 @@ class GrowingBatchSize(Callback):
             return
         self._told = True
         rule = f", theta={self._theta:g}" if self._tests_norm else ""
-        rank_zero_info(f"GrowingBatchSize {self._active_measurement.description()}{rule}")
+        chosen = f"{self._active_measurement.description()}{rule}"
+        rank_zero_info(f"GrowingBatchSize {chosen if self.schedule is None else f'goes by schedule={self.schedule!r}'}")
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what is new: in the first step, and when loggers write, since logging takes longer than checking."""

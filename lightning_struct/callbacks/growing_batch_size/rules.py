@@ -110,6 +110,9 @@ def check_settings(
     every_n_steps: int | None,
     mode: str,
     probes: int | None,
+    validation_monitor: str | None,
+    validation_threshold: float,
+    allow_shrinking: bool,
 ) -> None:
     """Raise for an argument of GrowingBatchSize that is out of range, or that contradicts another.
 
@@ -146,8 +149,19 @@ def check_settings(
             f"mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
             f"{max_device_batch_size} lets them grow so far: leave one of them out"
         )
-    if schedule is not None and theta is not None and theta < math.inf:
-        raise MisconfigurationException(
-            f"schedule={schedule!r} sets the sizes, and theta={theta} would decide them by the norm test: leave one of them "
-            "out"
-        )
+    if schedule is not None:
+        of_rules: dict[str, tuple[object, tuple[object, ...]]] = {
+            "theta": (theta, (None, math.inf)),
+            "estimator": (estimator, ("auto",)),
+            "validation_monitor": (validation_monitor, (None,)),
+            "validation_threshold": (validation_threshold, (0.005,)),
+            "growth": (growth, (1.005,)),
+            "allow_shrinking": (allow_shrinking, (False,)),
+            "scale_lr": (scale_lr, (None, "sqrt", "linear")),
+        }
+        for name, (given, neutral) in of_rules.items():
+            if given not in neutral:
+                raise MisconfigurationException(
+                    f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={given!r} is of a rule that "
+                    "goes by measurements: leave one of them out"
+                )

@@ -1,9 +1,18 @@
 """Batch sizes set by hand, by the samples seen."""
 
-import pytest
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+import math
 
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
+from tests.callbacks.growing_batch_size.projects import Stream
+from tests.callbacks.growing_batch_size.readers import WARNINGS_OF_READERS, Windows, checkpoints, fit, loader
+
+pytestmark = WARNINGS_OF_READERS
 
 
 @pytest.mark.parametrize(("samples", "size"), [(0, 32), (49_999, 32), (50_000, 128), (10**9, 16)])
@@ -33,3 +42,69 @@ def test_before_the_first_entry_there_is_no_size():
 def test_what_cannot_be_read_is_quoted_with_its_place(text, message):
     with pytest.raises(MisconfigurationException, match=message):
         SampleSchedule.parse(text, max_batch_size=128)
+
+
+# In training
+
+
+class Trained(Windows):
+    """Without statistics of its own."""
+
+    gradient_statistics = None
+
+
+def scheduled(tmp_path, schedule, data=None, growing=None, **options):
+    growing = growing or GrowingBatchSize(schedule=schedule)
+    return fit(tmp_path, loader() if data is None else data, module=Trained(), growing=growing, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [("0:2 6:8 14:3", [2, 2, 2, 8] + 8 * [3] + [2]), ("7:16", [4, 4, 16, 16]), ("0:30", [30, 10])],
+)
+def test_a_size_holds_from_the_first_batch_after_so_many_samples(tmp_path, schedule, sizes):
+    assert scheduled(tmp_path, schedule).sizes == sizes
+
+
+@pytest.mark.parametrize("data", [loader(num_workers=1), DataLoader(Stream(range(40)), 4)], ids=["workers", "stream"])
+def test_the_first_batch_has_the_first_size(tmp_path, data):
+    assert scheduled(tmp_path, "0:10", data).sizes == [10, 10, 10, 10]
+
+
+@pytest.mark.parametrize("options", [{"mode": "accumulate"}, {"max_device_batch_size": 4}])
+def test_sizes_beyond_the_batches_are_accumulated(tmp_path, options):
+    module = scheduled(tmp_path, None, loader(48), GrowingBatchSize(schedule="16:16", **options))
+    assert [sum(size for size, _ in window) for window in module.windows][-2:] == [16, 16] and set(module.sizes) == {4}
+
+
+def test_nothing_is_measured(tmp_path):
+    growing = GrowingBatchSize(schedule="0:8")
+    scheduled(tmp_path, None, growing=growing)
+    assert growing.records[-1] == {"samples": 40, "batch_size": 8} and not growing.predictions and growing.plot()
+
+
+def test_a_resumed_run_goes_on_at_its_place(tmp_path):
+    options = {"max_epochs": 2, "enable_checkpointing": True}
+    whole = scheduled(tmp_path, "0:2 22:10 50:5", callbacks=[checkpoints(tmp_path)], **options)
+    resumed = scheduled(tmp_path, "0:2 22:10 50:5", ckpt_path=tmp_path / "step=10.ckpt", **options)
+    assert resumed.read == whole.read[10:] and {10, 5} <= set(resumed.sizes)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"theta": 1.0},
+        {"estimator": "layers"},
+        {"validation_monitor": "val_loss"},
+        {"validation_threshold": math.inf},
+        {"growth": 1.01},
+        {"allow_shrinking": True},
+        {"scale_lr": "adascale"},
+    ],
+)
+def test_another_rule_is_contradictory(other):
+    with pytest.raises(
+        MisconfigurationException, match=f"schedule='0:8' sets the sizes.*{next(iter(other))}=.*leave one"
+    ):
+        GrowingBatchSize(schedule="0:8", **other)

@@ -444,6 +444,8 @@ REFUSED = {
 
 
 class Stateful(DataLoader):
+    """With the interface of torchdata's StatefulDataLoader and litdata's StreamingDataLoader."""
+
     def state_dict(self):
         return {}
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
+from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
 from tests.callbacks.growing_batch_size.readers import (
     WARNINGS_OF_READERS,
@@ -217,7 +218,7 @@ def test_the_samples_of_a_stream_are_counted_to_the_last(tmp_path, workers):
     class Measured(Reader):
         gradient_statistics = None
 
-    growing = Growing([13, 26])
+    growing = GrowingBatchSize(schedule="13:26")
     fit(tmp_path, DataLoader(Stream(range(181)), 13, num_workers=workers), growing=growing, module=Measured())
     assert growing.records[-1]["samples"] == 181
 

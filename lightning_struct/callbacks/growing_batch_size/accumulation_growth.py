@@ -32,6 +32,7 @@ class AccumulationGrowth:
     def __init__(self, trainer: L.Trainer, batch_size: float | None = None) -> None:
         check_accumulation(trainer, "mode='accumulate'", "use mode='batch'")
         self._trainer, self._first, self._decided = trainer, trainer.accumulate_grad_batches, batch_size
+        self._accumulated = self._first  # those of a resumed run, when it goes on: before, its steps may be asked for
         self._samples_of_batch: int | None = None
 
     @property
@@ -44,6 +45,14 @@ class AccumulationGrowth:
     def dataset_size(self) -> int | None:
         sizes = [known_length(getattr(loader, "dataset", None)) for loader in self._loaders()]
         return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    @property
+    def first_length(self) -> float:
+        return self._trainer.num_training_batches
+
+    @property
+    def relative_size(self) -> float | None:
+        return 1.0
 
     def expected_sizes(self) -> list[int]:
         sizes = []
@@ -62,6 +71,9 @@ class AccumulationGrowth:
 
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
+
+    def on_train_start(self) -> None:
+        self._trainer.accumulate_grad_batches = self._accumulated
 
     def on_train_epoch_start(self) -> None: ...
 
@@ -84,7 +96,7 @@ class AccumulationGrowth:
 
     def load_state_dict(self, state: State) -> None:
         self._decided, self._samples_of_batch = state["decided"], state["samples_of_batch"]
-        self._trainer.accumulate_grad_batches = state["accumulated"]
+        self._accumulated = state["accumulated"]
 
     def restore(self) -> None:
         self._trainer.accumulate_grad_batches = self._first

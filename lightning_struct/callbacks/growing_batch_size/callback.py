@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth
+from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
+from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOGGED = ("batch_size", "batch_size_predicted", "gradient_variance", "gradient_noise_scale")
+LOGGED = ("batch_size", "batch_size_predicted", "gradient_variance", "gradient_noise_scale", "learning_rate_scale")
 MOST_RECORDS = 4096
 
 
@@ -51,6 +53,10 @@ class GrowingBatchSize(Callback):
     ``gradient_variance`` = tr Σ as it was measured last, and ``gradient_noise_scale`` = tr Σ/‖G‖² of averages: after the
     first step, and every ``Trainer(log_every_n_steps=...)``.
 
+    Schedulers with ``interval="step"`` keep their place: where epochs or time end the training, they are stepped as often as
+    they would be after the same samples in batches of the first size, so that a length from ``estimated_stepping_batches``
+    ends with the training (automatic optimization only). Where ``max_steps`` ends it, they are left alone.
+
     What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
     others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
     an iterable data set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts
@@ -66,7 +72,10 @@ class GrowingBatchSize(Callback):
         schedule: sizes set by hand, of which none is measured: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
             holds from the first step that begins after so many samples; until the first one, the loaders keep their own
             size. Sizes may fall.
-        scale_lr: how the learning rate follows the batch size: by its square root, in proportion, or by AdaScale's gain.
+        scale_lr: how the learning rate follows the batch size n from the first one, n₀, in the steps of all optimizers; between
+            them all see the rate that was configured. ``"sqrt"``: by √(n/n₀), for Adam and its kin. ``"linear"``: by n/n₀,
+            but not beyond the noise scale where that is measured, for SGD. ``"adascale"``: by AdaScale's gain, for SGD, which
+            is measured for, whatever ``theta`` and ``schedule`` are.
         estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
             accumulated batches, or between those of consecutive steps; ``"auto"`` chooses.
         max_overhead: share of the training time that measuring may take, in (0, 1].
@@ -96,7 +105,8 @@ class GrowingBatchSize(Callback):
     Raises:
         MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
             an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
-            parts of a step), or batches that are larger than ``max_batch_size`` already; a checkpoint from the middle of an
+            parts of a step), or batches that are larger than ``max_batch_size`` already; with
+            ``scale_lr`` an optimizer without a learning rate; a checkpoint from the middle of an
             epoch with other processes or loaders; a monitor that is not logged, or not finite.
         ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
 
@@ -165,6 +175,8 @@ class GrowingBatchSize(Callback):
         self._logged_here: tuple[str, ...] | None = None
         self._told = False
         self._validation = DueValidation()
+        self._rate = None if scale_lr is None else LearningRateScale(scale_lr)
+        self._clock: SchedulerClock | None = None
 
     def decide(self, batch_size: float) -> float:
         """Size of the next batch, from the predictions and validation values so far, or by the schedule.
@@ -197,6 +209,7 @@ class GrowingBatchSize(Callback):
                 self._growth = LoaderGrowth(trainer, self._batch_size, self.max_device_batch_size)
             else:
                 self._growth = AccumulationGrowth(trainer, self._batch_size)
+            self._clock = SchedulerClock(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         reported = callable(getattr(pl_module, "gradient_statistics", None))
@@ -215,17 +228,13 @@ class GrowingBatchSize(Callback):
             load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
             load(self._measurement_state)
         self._resumes = False
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "step":
-                rank_zero_warn(
-                    f"{type(config.scheduler).__name__} is stepped after each optimizer step, of which there will be fewer as "
-                    "GrowingBatchSize makes batches larger: a length taken from trainer.estimated_stepping_batches is that "
-                    "of the first batch size, and the end of the schedule may not be reached. Step it with interval='epoch', "
-                    "or give it a length that you chose yourself together with Trainer(max_steps=...)"
-                )
+        if self._rate is not None:
+            self._rate.attach(trainer.optimizers, trainer.strategy.broadcast)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         growth = self._active_growth
+        growth.on_train_start()
+        self._active_clock.attach(growth)
         if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
                 f"Batches of {growth.batch_size:g} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
@@ -247,8 +256,12 @@ class GrowingBatchSize(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._active_growth.on_train_batch_start()
-        self._active_measurement.begin_batch(batch, self._active_growth.expected_sizes(), self._steps + 1)
+        growth = self._active_growth
+        growth.on_train_batch_start()
+        if self._rate is not None:
+            read = sum(growth.expected_sizes()) * trainer.world_size * trainer.accumulate_grad_batches
+            self._rate.begin_batch(growth.batch_size, read or None)
+        self._active_measurement.begin_batch(batch, growth.expected_sizes(), self._steps + 1)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._active_measurement.before_backward(loss)
@@ -265,7 +278,9 @@ class GrowingBatchSize(Callback):
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
         self._samples += self._active_measurement.end_batch(batch, self._active_growth.expected_sizes())
-        if trainer.global_step != self._last_step:
+        stepped = trainer.global_step != self._last_step
+        self._active_clock.end_batch(batch_idx, self._active_growth, stepped)
+        if stepped:
             self._last_step = trainer.global_step
             self._after_step(trainer, pl_module)
             self._tell()
@@ -313,6 +328,8 @@ class GrowingBatchSize(Callback):
             "measurement": (self._measurement_state if self._measurement is None else self._measurement.state_dict()),
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
+            "learning_rate": None if self._rate is None else self._rate.state_dict(),
+            "schedulers": None if self._clock is None else self._clock.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -323,6 +340,10 @@ class GrowingBatchSize(Callback):
         self._theta = state_dict.get("theta") if self.theta is None else self.theta
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
+        if self._rate is not None and state_dict.get("learning_rate") is not None:
+            self._rate.load_state_dict(state_dict["learning_rate"])
+        if self._clock is not None and state_dict.get("schedulers") is not None:
+            self._clock.load_state_dict(state_dict["schedulers"])
         self._measurement_state, self._resumes = state_dict.get("measurement"), self._measurement is None
         if self._measurement is not None and self._measurement_state is not None:
             self._measurement.load_state_dict(self._measurement_state)
@@ -335,6 +356,11 @@ class GrowingBatchSize(Callback):
     def _active_growth(self) -> BatchGrowth:
         assert self._growth is not None
         return self._growth
+
+    @property
+    def _active_clock(self) -> SchedulerClock:
+        assert self._clock is not None
+        return self._clock
 
     @property
     def _active_measurement(self) -> Measurement:
@@ -360,6 +386,10 @@ class GrowingBatchSize(Callback):
             self._samples += step.samples
         self._to_log["batch_size"] = float(step.samples)
         self._active_growth.on_step(step.samples)
+        if self._rate is not None:
+            self._to_log["learning_rate_scale"] = self._rate.factor
+            noise = [noise.value for noise in self._active_measurement.noise.values()] if step.checked else []
+            self._rate.end_step(self._active_growth.batch_size, min(noise, default=None))
         if self._schedule is not None:
             self._record({"samples": self._samples, "batch_size": step.samples})
             self._set_batch_size(trainer)
@@ -459,6 +489,10 @@ class GrowingBatchSize(Callback):
         if self._measurement is not None:
             self._measurement_state = self._measurement.state_dict()
             self._measurement.pause()
+        if self._rate is not None:
+            self._rate.detach()
+        if self._clock is not None:
+            self._clock.detach()
         if self._growth is not None:
             self._last_state = self._growth.state_dict() if keep_state else None
             self._growth.restore()

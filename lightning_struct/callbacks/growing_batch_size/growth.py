@@ -19,6 +19,15 @@ class BatchGrowth(Protocol):
     def dataset_size(self) -> int | None:
         """Samples of an epoch; None for a stream."""
 
+    @property
+    def first_length(self) -> float:
+        """Batches of an epoch of this process at their first size; infinite for a stream."""
+
+    @property
+    def relative_size(self) -> float | None:
+        """Size of the batch under way, in batches of the first size; None where that does not bring the epoch nearer to its end:
+        where an epoch is a number of batches."""
+
     def expected_sizes(self) -> list[int]:
         """Samples that this process reads of each loader for the batch under way; empty if that is not known."""
 
@@ -27,6 +36,8 @@ class BatchGrowth(Protocol):
 
     def on_step(self, samples: int) -> None:
         """Take note of an optimizer step on so many samples."""
+
+    def on_train_start(self) -> None: ...
 
     def on_train_epoch_start(self) -> None: ...
 

@@ -54,6 +54,8 @@ class LoaderGrowth:
                 f"use max_batch_size={max_device_batch_size * trainer.world_size} instead",
             )
         self._state: State | None = None
+        self._resumed: State | None = None
+        self._begun = False
         self._loaders: list[GrowingLoader | GrowingDraws] = []
         self._epoch_done = self._batches_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
@@ -67,6 +69,18 @@ class LoaderGrowth:
         sizes = [loader.dataset_size for loader in self._loaders]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
+    @property
+    def first_length(self) -> float:
+        return self._nominal_length
+
+    @property
+    def relative_size(self) -> float | None:
+        loader = self._loaders[self._main]
+        read = loader.sizes_read(self._trainer_loaders.ahead)
+        return (
+            read[0] * self._trainer.world_size / loader.first_batch_size if read and not self._limits_batches else None
+        )
+
     def expected_sizes(self) -> list[int]:
         return [size for loader in self._loaders for size in loader.sizes_read(self._trainer_loaders.ahead)]
 
@@ -77,6 +91,11 @@ class LoaderGrowth:
         if self._loaders and self._device_limit is None:
             self._resize()
             self._set_limits()
+
+    def on_train_start(self) -> None:
+        self._begun = True
+        state, self._resumed = self._resumed, None
+        self._begin(state)
 
     def on_train_epoch_start(self) -> None:
         self._epoch_done = self._batches_done = 0
@@ -127,8 +146,6 @@ class LoaderGrowth:
 
     def load_state_dict(self, state: State) -> None:
         self._state, self._decided = state, state["decided"]
-        if self._device_limit is not None:
-            self._trainer.accumulate_grad_batches = state["accumulated"][0]
 
     def restore(self) -> None:
         if self._device_limit is not None:
@@ -184,6 +201,15 @@ class LoaderGrowth:
             self._resume(state)
             if any(isinstance(loader, GrowingLoader) for loader in self._loaders):
                 self._trainer_loaders.iterate_anew()  # workers may have been asked for batches already
+        if self._begun:
+            self._begin(state)
+        else:  # Trainer.estimated_stepping_batches may be asked for: it counts with the first size
+            self._resumed = state
+
+    def _begin(self, state: State | None) -> None:
+        """Set the accumulation of a resumed run, and what Lightning derives from the lengths of the loaders."""
+        if state is not None and self._device_limit is not None:
+            self._trainer.accumulate_grad_batches = state["accumulated"][0]
         self._set_limits()
         if state is not None and (state["epoch_done"] or any(loader.resumes for loader in self._loaders)):
             self._trainer.val_check_batch = state["val_check_batch"]
@@ -251,9 +277,12 @@ class LoaderGrowth:
         asked = self._loaders[self._main].asked
         return self._batches_done if asked is None else asked
 
+    @property
+    def _limits_batches(self) -> bool:
+        return isinstance(self._trainer.limit_train_batches, int) and not self._trainer_loaders.overfits
+
     def _set_limits(self) -> None:
-        limit = self._trainer.limit_train_batches
-        most = limit if isinstance(limit, int) and not self._trainer_loaders.overfits else math.inf
+        most = self._trainer.limit_train_batches if self._limits_batches else math.inf
         self._trainer_loaders.limits = [
             nominal if loader.length is None else min(loader.length, most)
             for loader, nominal in zip(self._loaders, self._nominal_limits, strict=True)

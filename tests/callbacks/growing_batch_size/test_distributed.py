@@ -44,7 +44,10 @@ class Regressor(L.LightningModule):
         return DataLoader(data(), batch_size=FIRST // self.trainer.world_size, sampler=sampler)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Notes(L.Callback):
@@ -73,7 +76,7 @@ def data():
 def fit(directory, processes, ckpt_path=None):
     directory.mkdir()
     callbacks = [
-        Even(**MEASURING),
+        Even(**MEASURING, scale_lr="adascale"),
         Notes(directory),
         ModelCheckpoint(
             directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False

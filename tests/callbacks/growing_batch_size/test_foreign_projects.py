@@ -379,12 +379,9 @@ class OneCycle(Regressor):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def test_a_schedule_by_the_step_is_warned_about(tmp_path):
-    with pytest.warns(
-        UserWarning, match="OneCycleLR is stepped after each optimizer step, of which there will be fewer"
-    ):
-        run = fit(tmp_path, Project(OneCycle()))
-    assert run.trainer.lr_scheduler_configs[0].scheduler.last_epoch == run.trainer.global_step < 20
+def test_a_schedule_by_the_step_ends_with_the_training(tmp_path):
+    run = fit(tmp_path, Project(OneCycle()))
+    assert run.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 20 > run.trainer.global_step
 
 
 @pytest.mark.parametrize("module", [Regressor, Manual])

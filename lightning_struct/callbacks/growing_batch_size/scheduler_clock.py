@@ -1,0 +1,130 @@
+"""Schedulers that are stepped with the optimizer, on the time of batches of the first size."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State
+
+if TYPE_CHECKING:
+    import lightning as L
+
+TOLERANCE = 1e-9  # of sums of fractions of a batch
+
+
+def scheduler_steps(batches: float, of: float, accumulated: int, frequency: int) -> int:
+    """Steps that Lightning makes of a scheduler with ``interval="step"`` in the first batches of an epoch.
+
+    Args:
+        batches: how many are done; of a fraction the whole ones count.
+        of: batches of the epoch.
+        accumulated: batches of an optimizer step.
+        frequency: of the scheduler, in batches.
+
+    Example:
+        >>> [scheduler_steps(batches, of=5, accumulated=2, frequency=1) for batches in range(6)]
+        [0, 0, 1, 1, 2, 3]
+    """
+    whole = math.floor(batches + TOLERANCE)
+    remainder_is_stepped = whole == of and whole % accumulated and whole % frequency == 0
+    return whole // math.lcm(accumulated, frequency) + bool(remainder_is_stepped)
+
+
+class SchedulerClock:
+    """Steps the schedulers with ``interval="step"`` as often as it would be done with batches of the first size.
+
+    As batches grow there are fewer optimizer steps, but a schedule goes on meaning what the user wrote: it reaches each of its
+    points after the same samples, and its end with that of the training. A batch counts by its size, fractions included, and
+    the last one of an epoch for what is left of the steps that an epoch has with batches of the first size. Where an epoch is
+    a number of batches, by ``limit_train_batches``, those that are left share what is left of the steps.
+
+    Where ``max_steps`` ends the training (before ``max_epochs`` would, with batches of the first size) the number of steps is
+    what the user wrote: then Lightning steps the schedulers as ever. So it does those that are reduced on a plateau, and a
+    module its own in manual optimization.
+
+    Args:
+        trainer: in ``Callback.setup``.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer, self._accumulated = trainer, trainer.accumulate_grad_batches
+        self._frequencies: dict[int, int] = {}
+        self._configs: list[Any] = []
+        self._batches = self._batches_stepped = 0.0
+
+    def attach(self, growth: BatchGrowth) -> None:
+        """Take over the stepping from Lightning, at the start of training."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        if self._steps_end_training(growth.first_length):
+            return
+        for config in trainer.lr_scheduler_configs:
+            if config.interval != "step" or config.reduce_on_plateau:
+                continue
+            if not module.automatic_optimization:
+                rank_zero_warn(
+                    f"{type(module).__name__} optimizes by hand and steps {type(config.scheduler).__name__} itself, with "
+                    "interval='step': as GrowingBatchSize makes batches larger there are fewer optimizer steps, and a length "
+                    "taken from trainer.estimated_stepping_batches, which is that of the first batch size, may not be "
+                    "reached. Step it once an epoch, or set its length together with Trainer(max_steps=...)"
+                )
+                continue
+            self._configs.append(config)
+            self._frequencies[id(config)] = config.frequency
+            config.frequency = sys.maxsize  # batches between the steps that Lightning makes
+
+    def detach(self) -> None:
+        """Give the stepping back."""
+        for config in self._configs:
+            config.frequency = self._frequencies[id(config)]
+        self._configs, self._frequencies = [], {}
+
+    def end_batch(self, batch_idx: int, growth: BatchGrowth, stepped: bool) -> None:
+        """Count a batch, before the next size is decided, and step the schedulers if the optimizer has stepped.
+
+        Args:
+            batch_idx: of the batch in its epoch.
+            growth: of the batch.
+            stepped: whether the optimizer has.
+        """
+        length = growth.first_length
+        if batch_idx == 0:
+            self._batches = self._batches_stepped = 0.0
+        size = growth.relative_size
+        if size is None and length < math.inf:
+            size = (length - self._batches) / max(self._trainer.num_training_batches - batch_idx, 1)
+        self._batches = min(self._batches + (1.0 if size is None else size), length)
+        if self._trainer.is_last_batch:
+            self._batches = math.ceil(self._batches - TOLERANCE) if length == math.inf else length
+        if not stepped or not self._configs:
+            return
+        if length == math.inf:  # a stream may give the processes batches of different sizes
+            self._batches = self._trainer.strategy.broadcast(self._batches)
+            length = self._batches if self._trainer.is_last_batch else length
+        for config in self._trainer.lr_scheduler_configs:  # callbacks may have put others there
+            if id(config) not in self._frequencies:
+                continue
+            before, now = (
+                scheduler_steps(batches, length, self._accumulated, self._frequencies[id(config)])
+                for batches in (self._batches_stepped, self._batches)
+            )
+            for _ in range(now - before):
+                self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+        self._batches_stepped = self._batches
+
+    def state_dict(self) -> State:
+        return {"batches": self._batches, "batches_stepped": self._batches_stepped}
+
+    def load_state_dict(self, state: State) -> None:
+        self._batches, self._batches_stepped = state["batches"], state["batches_stepped"]
+
+    def _steps_end_training(self, length: float) -> bool:
+        steps, epochs = self._trainer.max_steps, self._trainer.max_epochs
+        if steps == -1:
+            return False
+        if epochs is None or epochs == -1 or length == math.inf:
+            return True
+        return steps <= math.ceil(length / self._accumulated) * epochs

@@ -1,0 +1,452 @@
+"""The learning rate and the schedules of batches that grow."""
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from lightning_struct import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale, learning_rate_factor
+from lightning_struct.strategies import GradientStatistics
+from tests.callbacks.growing_batch_size.projects import Stream
+from tests.callbacks.growing_batch_size.test_growth import Growing
+from tests.strategies.helpers import SHFNetwork, draw_loader, make_trainer
+
+RATE = 0.1
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+]
+
+
+class Slope(L.LightningModule):
+    """Its weight has gradient -1: what a step adds to it is the rate of the step. The noise scale is 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.sizes, self.weights, self.seen = [], [0.0], []
+
+    @property
+    def rates(self):
+        return [after - before for before, after in zip(self.weights, self.weights[1:], strict=False)]
+
+    def configured(self):
+        return self.trainer.optimizers[0].param_groups[0]["lr"]
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch))
+        self.seen.append(self.configured())
+        return 0 * batch.double().mean() - self.weight
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(self.configured())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(self.configured())
+        self.weights.append(self.weight.item())
+
+    def gradient_statistics(self):
+        return GradientStatistics(self.sizes[-1], 8.0, 1 + 8 / self.sizes[-1], None) if self.sizes else None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+class ManualSlope(Slope):
+    """Steps two optimizers by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        for optimizer, term in zip(self.optimizers(), (loss, -self.other), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(term)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([weight], lr=RATE) for weight in (self.weight, self.other)]
+
+
+def fit(tmp_path, sizes=(), module=None, data=None, ckpt_path=None, callbacks=(), growing=None, **options):
+    module = module or Slope()
+    trainer = make_trainer(
+        tmp_path, callbacks=[Growing(sizes, **(growing or {})), *callbacks], **({"max_epochs": 1} | options)
+    )
+    trainer.fit(module, DataLoader(range(40), batch_size=4) if data is None else data, ckpt_path=ckpt_path)
+    return module
+
+
+# The factor
+
+
+@pytest.mark.parametrize(
+    ("rule", "growth", "noise", "factor"),
+    [
+        ("sqrt", 9, 1.0, 3),
+        ("linear", 9, None, 9),
+        ("linear", 9, math.inf, 9),
+        ("linear", 9, 4.0, 4),
+        ("linear", 9, 0.5, 1),
+        ("linear", 0.5, 0.1, 0.5),
+        ("adascale", 9, None, 1),
+        ("adascale", 9, 0.0, 1),
+        ("adascale", 9, 9.0, 5),
+        ("adascale", 9, math.inf, 9),
+        ("adascale", 0.5, 1.0, 2 / 3),
+    ],
+)
+def test_factor_of_the_rate(rule, growth, noise, factor):
+    assert learning_rate_factor(rule, growth, noise) == pytest.approx(factor, rel=1e-15)
+
+
+def test_the_rate_waits_for_batches_of_workers():
+    scale = LearningRateScale("linear")
+    scale.end_step(4)
+    factors = []
+    for samples in (4, 4, 7, 8, 2):
+        scale.begin_batch(8, samples)
+        factors.append(scale.factor)
+    assert factors == [1, 1, 1.75, 2, 2]
+
+
+# The steps of training
+
+
+RULES = {"sqrt": [1, math.sqrt(2), 2, 2], "linear": [1, 2, 2, 2], "adascale": [1, 1.5, 2, 2]}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_has_the_rate_of_its_batch(tmp_path, rule):
+    module = fit(tmp_path, [8, 16], data=DataLoader(range(38), batch_size=4), growing={"scale_lr": rule})
+    assert module.sizes == [4, 8, 16, 10]
+    assert module.rates == pytest.approx([RATE * factor for factor in RULES[rule]])
+
+
+def test_accumulated_batches_have_the_rate_of_their_sum(tmp_path):
+    data = DataLoader(range(32), batch_size=4)
+    module = fit(tmp_path, [8, 16], data=data, growing={"scale_lr": "sqrt", "mode": "accumulate"})
+    steps = [rate for rate in module.rates if rate]
+    assert steps == pytest.approx([RATE, RATE, math.sqrt(2) * RATE, 2 * RATE])  # of 4, 4, 8 and 16
+
+
+def test_all_optimizers_have_the_rate(tmp_path):
+    module = fit(tmp_path, [16], ManualSlope(), growing={"scale_lr": "sqrt"})
+    assert module.other.item() == module.weight.item() == pytest.approx(RATE * (1 + 2 * 3))
+
+
+def test_the_rate_is_scaled_beside_a_scaled_loss(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    module = fit(tmp_path, [16], growing={"scale_lr": "sqrt"}, plugins=[precision])
+    assert module.rates == pytest.approx([RATE, 2 * RATE, 2 * RATE, 2 * RATE])
+
+
+def test_all_but_the_step_see_the_configured_rate(tmp_path):
+    logger = CSVLogger(tmp_path)
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module = fit(
+        tmp_path,
+        [8, 16],
+        growing={"scale_lr": "sqrt"},
+        callbacks=[LearningRateMonitor(), checkpoint],
+        enable_checkpointing=True,
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    saved = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]["lr"]
+    monitored = {row["lr-SGD"] for row in logger.experiment.metrics if "lr-SGD" in row}
+    assert {*module.seen, saved} | monitored == {RATE}
+
+
+def test_the_factor_is_logged(tmp_path):
+    module = fit(tmp_path, [16], growing={"scale_lr": "sqrt"}, log_every_n_steps=1)
+    assert module.trainer.logged_metrics["learning_rate_scale"] == 2
+
+
+def test_after_training_the_optimizer_is_as_it_was(tmp_path):
+    module = fit(tmp_path, [16], growing={"scale_lr": "sqrt"})
+    before = module.weight.item()
+    module.weight.grad = -torch.ones((), dtype=torch.float64)
+    module.trainer.optimizers[0].step()
+    assert module.weight.item() - before == pytest.approx(RATE)
+
+
+# Optimizers of all kinds
+
+
+def doubled(*optimizers):
+    """A scale by which the rates of these are doubled."""
+    scale = LearningRateScale("linear")
+    scale.attach(optimizers)
+    scale.end_step(4)
+    scale.begin_batch(8)
+    return scale
+
+
+def parameter():
+    weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    weight.grad = -torch.ones_like(weight)
+    return weight
+
+
+def test_groups_keep_their_own_rates():
+    weights = [parameter(), parameter()]
+    optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]], "lr": 0.3}], lr=RATE)
+    doubled(optimizer)
+    optimizer.step()
+    assert [weight.item() for weight in weights] == [2 * RATE, 2 * 0.3]
+    assert [group["lr"] for group in optimizer.param_groups] == [RATE, 0.3]
+
+
+def test_a_rate_that_is_a_tensor_shared_by_groups_is_changed_once_in_place_and_put_back():
+    weights, rate = [parameter(), parameter()], torch.tensor(RATE, dtype=torch.float64)
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": rate} for weight in weights], lr=1.0)
+    doubled(optimizer)
+    optimizer.step()
+    assert [weight.item() for weight in weights] == [2 * RATE, 2 * RATE]
+    assert rate == RATE and all(group["lr"] is rate for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_closure_sees_the_configured_rate_each_time(positional):
+    weight, seen = parameter(), []
+    optimizer = torch.optim.LBFGS([weight], lr=RATE, max_iter=3)
+
+    def closure():
+        seen.append(optimizer.param_groups[0]["lr"])
+        weight.grad = weight.detach() - 1
+        return (weight.detach() - 1) ** 2 / 2
+
+    doubled(optimizer)
+    _ = optimizer.step(closure) if positional else optimizer.step(closure=closure)
+    assert len(seen) > 1 and {*seen, optimizer.param_groups[0]["lr"]} == {RATE}
+
+
+class Decaying(torch.optim.SGD):
+    """Does something more at its rate, after the step of its base."""
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        self.after = self.param_groups[0]["lr"]
+        return result
+
+
+def test_the_step_of_a_subclass_is_at_one_rate():
+    torch.optim.SGD([parameter()], lr=1.0)  # from now on the step of the base has hooks of its own
+    weight = parameter()
+    optimizer = Decaying([weight], lr=RATE)
+    doubled(optimizer)
+    optimizer.step()
+    assert (weight.item(), optimizer.after, optimizer.param_groups[0]["lr"]) == (2 * RATE, 2 * RATE, RATE)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        raise ValueError("NaN")
+
+
+@pytest.mark.parametrize("put_back", [LearningRateScale.detach, lambda scale: scale.begin_batch(8)])
+def test_after_a_step_that_failed_the_rate_is_put_back(put_back):
+    optimizer = Failing([parameter()], lr=RATE)
+    scale = doubled(optimizer)
+    with pytest.raises(ValueError, match="NaN"):
+        optimizer.step()
+    put_back(scale)
+    assert optimizer.param_groups[0]["lr"] == RATE
+
+
+def test_a_failing_closure_leaves_the_configured_rate(tmp_path):
+    class Failing(Slope):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise ValueError("no loss")
+            return super().training_step(batch, batch_idx)
+
+    class Looking(L.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            self.rate = pl_module.configured()
+
+    looking = Looking()
+    callbacks = [looking, Growing([16], scale_lr="sqrt")]
+    with pytest.raises(ValueError, match="no loss"):
+        make_trainer(tmp_path, callbacks=callbacks).fit(Failing(), DataLoader(range(40), batch_size=4))
+    assert looking.rate == RATE
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(MisconfigurationException, match="scale_lr must be one of .*'adascale', but is 'cubic'"):
+        GrowingBatchSize(scale_lr="cubic")
+
+
+def test_an_optimizer_without_a_rate_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[GrowingBatchSize(scale_lr="sqrt")])
+    with pytest.raises(MisconfigurationException, match="'sqrt'.* no rate to scale: SHF has none"):
+        trainer.fit(SHFNetwork(), draw_loader())
+
+
+def test_an_optimizer_without_hooks_is_refused():
+    with pytest.raises(MisconfigurationException, match="hooks of a torch.optim.Optimizer, which object is not"):
+        LearningRateScale("sqrt").attach([object()])
+
+
+# Schedules
+
+
+def scheduled(make, module=Slope, **config):
+    """A module with a scheduler that is stepped with the optimizer."""
+
+    class Scheduled(module):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
+            self.planned = self.trainer.estimated_stepping_batches
+            self.scheduler = make(optimizer)
+            self.places = []
+            return [optimizer], [{"scheduler": self.scheduler, "interval": "step", **config}]
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            self.places.append(self.scheduler.last_epoch)
+
+    return Scheduled()
+
+
+def constant(optimizer):
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "places"),
+    [
+        ([], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ([8, 16], [1, 3, 7, 10]),
+        ([6], [1, 2, 4, 5, 7, 8, 10]),
+        ([40], [1, 10]),
+        ([2], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10]),
+    ],
+)
+def test_a_schedule_is_where_it_would_be_after_the_samples(tmp_path, sizes, places):
+    assert fit(tmp_path, sizes, scheduled(constant)).places == places
+
+
+CASES = {
+    "last batch dropped": {"data": lambda: DataLoader(range(42), batch_size=4, drop_last=True)},
+    "smaller last batch": {"data": lambda: DataLoader(range(42), batch_size=4)},
+    "accumulated": {"accumulate_grad_batches": 3, "frequency": 2},
+    "accumulated, with a rest": {"accumulate_grad_batches": 4, "frequency": 5},
+    "half of the batches": {"limit_train_batches": 0.5},
+    "so many batches": {"limit_train_batches": 6},
+    "growth by accumulation": {"growing": {"mode": "accumulate"}},
+    "growth by both": {"growing": {"max_device_batch_size": 8}},
+    "stream": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4)},
+    "steps to spare": {"max_steps": 1000},
+    "own batches": {"data": lambda: DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)])},
+    "reloaded": {"reload_dataloaders_every_n_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_schedule_ends_where_it_does_with_batches_of_the_first_size(tmp_path, case):
+    def end(sizes):
+        options = dict(CASES[case])
+        data, frequency = options.pop("data", lambda: None)(), options.pop("frequency", 1)
+        module = fit(tmp_path, sizes, scheduled(constant, frequency=frequency), data, max_epochs=2, **options)
+        return module.scheduler.last_epoch, len(module.rates)
+
+    accumulated = CASES[case].get("accumulate_grad_batches", 1)
+    (planned, most), (reached, fewer) = end([]), end([accumulated * size for size in (4, 8, 8, 13)])
+    assert reached == planned and (fewer < most or case == "growth by accumulation")
+
+
+@pytest.mark.parametrize("epochs", [-1, 5])
+def test_a_number_of_steps_is_left_alone(tmp_path, epochs):
+    module = fit(tmp_path, [8, 16], scheduled(constant), max_steps=6, max_epochs=epochs)
+    assert module.places == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_reduction_on_a_plateau_is_left_alone(tmp_path):
+    class Plateau(Slope):
+        def training_step(self, batch, batch_idx):
+            self.log("train_loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    def plateau(optimizer):
+        return ReduceLROnPlateau(optimizer, patience=100)
+
+    module = fit(tmp_path, [20, 16], scheduled(plateau, Plateau, monitor="train_loss"))
+    assert module.scheduler.last_epoch == len(module.sizes) == 3
+
+
+def test_a_module_that_steps_a_scheduler_by_hand_is_warned(tmp_path):
+    class ByHand(Slope):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.lr_schedulers().step()
+
+    with pytest.warns(UserWarning, match="steps LambdaLR itself, with interval='step': .* fewer optimizer steps"):
+        module = fit(tmp_path, [20, 16], scheduled(constant, ByHand))
+    assert module.scheduler.last_epoch == len(module.sizes) == 3
+
+
+def test_lightning_steps_the_scheduler_again_after_training(tmp_path):
+    module = fit(tmp_path, [8], scheduled(constant, frequency=2))
+    assert module.trainer.lr_scheduler_configs[0].frequency == 2
+
+
+# Resuming
+
+WAYS = {"batch": {}, "manual": {}, "accumulate": {"mode": "accumulate"}, "both": {"max_device_batch_size": 5}}
+
+
+def run(directory, way, ckpt_path=None):
+    def cosine(optimizer):
+        return LambdaLR(optimizer, lambda step: math.cos(step / module.planned))
+
+    checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    module = ManualSlope() if way == "manual" else scheduled(cosine)
+    return fit(
+        directory,
+        [4, 6, 6, 9, 16],
+        module,
+        DataLoader(range(42), batch_size=4),
+        ckpt_path=ckpt_path,
+        callbacks=[checkpoint],
+        growing={"scale_lr": "adascale", **WAYS[way]},
+        max_epochs=2,
+        enable_checkpointing=True,
+    )
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def whole(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    return request.param, directory, run(directory, request.param)
+
+
+@pytest.mark.parametrize("step", [2, 6, 8])
+def test_a_resumed_run_goes_on_at_the_same_rate(tmp_path, whole, step):
+    way, directory, through = whole
+    resumed = run(tmp_path, way, directory / f"step={step}.ckpt")
+    assert resumed.weights[-1] == through.weights[-1]
+    if way != "manual":
+        assert resumed.places == through.places[-len(resumed.places) :]
+        assert resumed.planned == through.planned == 22  # with batches of the first size

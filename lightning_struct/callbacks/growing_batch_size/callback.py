@@ -69,7 +69,7 @@ class GrowingBatchSize(Callback):
         max_batch_size: n_max: what memory allows; the size of the data set if None.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. None: 0.5, the paper's, where the
             module has its own statistics, else 1, the gradient noise scale, for first-order methods. Infinite: no norm test.
-        schedule: sizes set by hand, of which none is measured: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
+        schedule: sizes set by hand, for which nothing is measured: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
             holds from the first step that begins after so many samples; until the first one, the loaders keep their own
             size. Sizes may fall.
         scale_lr: how the learning rate follows the batch size n from the first one, n₀, in the steps of all optimizers; between

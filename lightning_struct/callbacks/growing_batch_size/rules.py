@@ -152,12 +152,11 @@ def check_settings(
     if schedule is not None:
         of_rules: dict[str, tuple[object, tuple[object, ...]]] = {
             "theta": (theta, (None, math.inf)),
-            "estimator": (estimator, ("auto",)),
+            "estimator": (estimator, ESTIMATORS if scale_lr == "adascale" else ("auto",)),
             "validation_monitor": (validation_monitor, (None,)),
             "validation_threshold": (validation_threshold, (0.005,)),
             "growth": (growth, (1.005,)),
             "allow_shrinking": (allow_shrinking, (False,)),
-            "scale_lr": (scale_lr, (None, "sqrt", "linear")),
         }
         for name, (given, neutral) in of_rules.items():
             if given not in neutral:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale, learning_rate_factor
 from lightning_struct.strategies import GradientStatistics
-from tests.callbacks.growing_batch_size.projects import Stream
+from tests.callbacks.growing_batch_size.projects import Regressor, Stream, regression
 from tests.callbacks.growing_batch_size.test_growth import Growing
 from tests.strategies.helpers import SHFNetwork, draw_loader, make_trainer
 
@@ -175,6 +175,15 @@ def test_all_but_the_step_see_the_configured_rate(tmp_path):
 def test_the_factor_is_logged(tmp_path):
     module = fit(tmp_path, [16], growing={"scale_lr": "sqrt"}, log_every_n_steps=1)
     assert module.trainer.logged_metrics["learning_rate_scale"] == 2
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+def test_adascale_alone_measures_what_a_schedule_does_not_ask_for(tmp_path, rule):
+    growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule)
+    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=2, log_every_n_steps=1)
+    trainer.fit(Regressor(), DataLoader(regression(), batch_size=4))
+    scale = trainer.logged_metrics["learning_rate_scale"]
+    assert scale == 4 if rule == "linear" else 1 < scale < 4
 
 
 def test_after_training_the_optimizer_is_as_it_was(tmp_path):

@@ -100,7 +100,6 @@ def test_a_resumed_run_goes_on_at_its_place(tmp_path):
         {"validation_threshold": math.inf},
         {"growth": 1.01},
         {"allow_shrinking": True},
-        {"scale_lr": "adascale"},
     ],
 )
 def test_another_rule_is_contradictory(other):

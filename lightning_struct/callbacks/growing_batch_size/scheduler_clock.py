@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State
-
-if TYPE_CHECKING:
-    import lightning as L
+from lightning_struct.utilities import namespaces as L
 
 TOLERANCE = 1e-9  # of sums of fractions of a batch
 

@@ -7,9 +7,9 @@ The projects are ordinary ones, in which only the batch differs: a LightningModu
 
 - ``mnist``: 784-512-10, SGD with momentum 0.9, rate 0.05, from 32;
 - ``cifar``: a VGG of 8 to 32 channels on 10,000 images, SGD with momentum 0.9, rate 0.02, from 32;
-- ``cifar_cosine``: the same by Adam, 1e-3, falling to 0 by a cosine over 8 epochs, from 32;
+- ``cifar_cosine``: the same by Adam, 1e-3, falling to 0 by a cosine over 5 epochs, from 32;
 - ``characters``: a transformer of two blocks of 64 units, 64 characters of Shakespeare, AdamW, 2e-3, from 16;
-- ``imdb``: an LSTM of 64 units, reviews of 100 words, Adam, 1e-3, from 32;
+- ``imdb``: an LSTM of 32 units, the first 50 words of reviews, Adam, 1e-3, from 32;
 - ``autoencoder``: 784-256-64-16-64-256-784 with rectifiers, MNIST, Adam, 1e-3, from 64.
 
 The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate times √2
@@ -172,7 +172,7 @@ def images(options: argparse.Namespace) -> Data:
 
 
 def reviews(options: argparse.Namespace) -> Data:
-    sizes = {"train_size": 4_000, "val_size": 1_000, "test_size": 2_000, "vocabulary_size": 5_000, "max_length": 100}
+    sizes = {"train_size": 4_000, "val_size": 1_000, "test_size": 2_000, "vocabulary_size": 5_000, "max_length": 50}
     return splits(IMDBDataModule(options.data_dir, synthetic=options.synthetic, **sizes))
 
 
@@ -205,15 +205,15 @@ def rectified_autoencoder() -> nn.Module:
 SGD = partial(torch.optim.SGD, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=1e-3)
 TASKS = {
-    "mnist": Task(digits, partial(fully_connected, (784, 512, 10)), partial(SGD, lr=0.05), 32, 15, 150_000),
-    "cifar": Task(images, partial(mini_vgg, channels=8, hidden=64), partial(SGD, lr=0.02), 32, 40, 60_000),
-    "cifar_cosine": Task(images, partial(mini_vgg, channels=8, hidden=64), ADAM, 32, 50, 80_000, epochs=8),
+    "mnist": Task(digits, partial(fully_connected, (784, 512, 10)), partial(SGD, lr=0.05), 32, 15, 110_000),
+    "cifar": Task(images, partial(mini_vgg, channels=8, hidden=64), partial(SGD, lr=0.02), 32, 30, 45_000),
+    "cifar_cosine": Task(images, partial(mini_vgg, channels=8, hidden=64), ADAM, 32, 33, 50_000, epochs=5),
     "characters": Task(
-        characters, partial(CharacterTransformer, 65), partial(torch.optim.AdamW, lr=2e-3), 16, 60, 50_000
+        characters, partial(CharacterTransformer, 65), partial(torch.optim.AdamW, lr=2e-3), 16, 45, 32_000
     ),
-    "imdb": Task(reviews, partial(RecurrentNetwork, 5_000, 64, 64, 1), ADAM, 32, 30, 40_000),
+    "imdb": Task(reviews, partial(RecurrentNetwork, 5_000, 32, 32, 1), ADAM, 32, 25, 30_000),
     "autoencoder": Task(
-        digits_twice, rectified_autoencoder, ADAM, 64, 25, 200_000, loss=functional.binary_cross_entropy_with_logits
+        digits_twice, rectified_autoencoder, ADAM, 64, 20, 135_000, loss=functional.binary_cross_entropy_with_logits
     ),
 }
 

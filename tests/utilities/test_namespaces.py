@@ -70,13 +70,17 @@ def make_trainer(pl, *callbacks, epochs=3, **options):
     return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **options})
 
 
+def growing():
+    return GrowingBatchSize(32, theta=0.5, estimator="layers", every_n_steps=1, window=1)
+
+
 @pytest.mark.parametrize("mixins", [(), (SHFOptimization,)], ids=["automatic", "SHF"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_batches_and_weights_are_the_same_in_both(loader, mixins):
     sizes, weights = [], []
     for pl in (lightning.pytorch, pytorch_lightning):
         module = network(pl, *mixins)
-        make_trainer(pl, GrowingBatchSize(32, window=1)).fit(module, LOADERS[loader]())
+        make_trainer(pl, growing()).fit(module, LOADERS[loader]())
         sizes.append(module.sizes)
         weights.append(module.layer.weight)
     assert max(sizes[0]) > 4, "the batch has grown"
@@ -84,7 +88,7 @@ def test_batches_and_weights_are_the_same_in_both(loader, mixins):
 
 
 def test_one_callback_serves_trainers_of_both():
-    callback = GrowingBatchSize(32, window=1)
+    callback = growing()
     make_trainer(lightning.pytorch, callback, epochs=1).fit(network(lightning.pytorch), LOADERS["map-style"]())
     module = network(pytorch_lightning)
     make_trainer(pytorch_lightning, callback, epochs=1).fit(module, LOADERS["map-style"]())

@@ -396,7 +396,7 @@ class GrowingBatchSize(Callback):
             return
         if step.checked is None:
             return
-        if step.checked.variance is None and step.samples < 2 and self._tests_norm:
+        if step.checked.variance is None and step.checked.batch_size < 2 and self._tests_norm:
             self._grow_from_one()
             return
         self._check(step.checked, type(pl_module).__name__)

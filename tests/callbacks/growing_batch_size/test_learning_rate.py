@@ -179,7 +179,7 @@ def test_the_factor_is_logged(tmp_path):
 
 @pytest.mark.parametrize("rule", ["linear", "adascale"])
 def test_adascale_alone_measures_what_a_schedule_does_not_ask_for(tmp_path, rule):
-    growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule)
+    growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule, every_n_steps=1)
     trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=2, log_every_n_steps=1)
     trainer.fit(Regressor(), DataLoader(regression(), batch_size=4))
     scale = trainer.logged_metrics["learning_rate_scale"]

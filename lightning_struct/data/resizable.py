@@ -323,7 +323,10 @@ class ResizableLoader:
                 "come in another order. Resume with as many workers, or from a checkpoint at the end of an epoch"
             )
         self._resume = position
-        self.sampler.size, self.sampler.accumulated = position["size"], position["accumulated"]
+        self.sampler.size, self.sampler.accumulated = (
+            position["size"],
+            position.get("accumulated", 1),
+        )  # none in version 0.2
         self.sampler.samples_of_unit = position["samples_of_unit"]
         self.sampler.begin(_sizes(position))
         self.delivered = position["delivered"]

@@ -164,6 +164,7 @@ class GrowingBatchSize(Callback):
         self._samples = 0
         self._steps = 0
         self._theta = theta
+        self._ratio_bound: float | None = None
         self._last_step = 0
         self._batch_size: float | None = None
         self._growth: BatchGrowth | None = None
@@ -214,6 +215,8 @@ class GrowingBatchSize(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         reported = callable(getattr(pl_module, "gradient_statistics", None))
         self._theta = (0.5 if reported else 1.0) if self.theta is None else self.theta
+        # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test is not
+        self._ratio_bound = self._theta**2 if reported or not self._tests_norm else 1 / (1 + self._theta**-2)
         self._measurement = Measurement(
             trainer,
             pl_module,
@@ -314,7 +317,7 @@ class GrowingBatchSize(Callback):
         """
         if not self.records:
             raise MisconfigurationException("GrowingBatchSize has nothing to plot: train first")
-        return plot_growth(self.records, self._theta)
+        return plot_growth(self.records, self._ratio_bound)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -325,6 +328,7 @@ class GrowingBatchSize(Callback):
             "samples": self._samples,
             "steps": self._steps,
             "theta": self._theta,
+            "variance_ratio_bound": self._ratio_bound,
             "measurement": (self._measurement_state if self._measurement is None else self._measurement.state_dict()),
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
@@ -338,6 +342,7 @@ class GrowingBatchSize(Callback):
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
         self._theta = state_dict.get("theta") if self.theta is None else self.theta
+        self._ratio_bound = state_dict.get("variance_ratio_bound")
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
         if self._rate is not None and state_dict.get("learning_rate") is not None:

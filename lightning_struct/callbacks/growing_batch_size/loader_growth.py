@@ -145,7 +145,9 @@ class LoaderGrowth:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._state, self._decided = state, state["decided"]
+        accumulated = self._first_accumulated  # version 0.2 saved no accumulation, which did not change then
+        self._state = {"accumulated": [accumulated, accumulated], "changes": [], **state}
+        self._decided = state["decided"]
 
     def restore(self) -> None:
         if self._device_limit is not None:

@@ -17,12 +17,12 @@ PANELS = {
 }
 
 
-def plot_growth(records: Sequence[Mapping[str, float]], theta: float | None) -> "tuple[Figure, list[Axes]]":
+def plot_growth(records: Sequence[Mapping[str, float]], bound: float | None) -> "tuple[Figure, list[Axes]]":
     """Draw the checks of a GrowingBatchSize, one panel for each quantity that was recorded.
 
     Args:
         records: of the callback, at least one.
-        theta: θ of the norm test, whose square is drawn beside the variance ratio, if it is known and finite.
+        bound: of the variance ratio in the norm test, drawn beside it if it is known and finite.
 
     Raises:
         MisconfigurationException: matplotlib is missing.
@@ -48,8 +48,8 @@ def plot_growth(records: Sequence[Mapping[str, float]], theta: float | None) -> 
             panel.legend()
         elif name == "variance_ratio":
             panel.set_yscale("log")
-            if theta is not None and theta < math.inf:
-                panel.axhline(theta**2, color="black", linestyle="--", linewidth=1, label="θ²")
+            if bound is not None and bound < math.inf:
+                panel.axhline(bound, color="black", linestyle="--", linewidth=1, label="norm test")
                 panel.legend(handles=[panel.lines[-1]])
     return figure, axes
 

@@ -122,7 +122,7 @@ def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    (of_one,) = records(one, "auto", Network(rate=0.05), devices=1)
+    (of_one,) = records(one, "steps", Network(rate=0.05), devices=1)
     options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
     sharded = records(two, "auto", Network(rate=0.05), **options)
     assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4)

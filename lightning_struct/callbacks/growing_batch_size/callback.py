@@ -225,7 +225,7 @@ class GrowingBatchSize(Callback):
             every_n_steps=self.every_n_steps,
             max_overhead=self.max_overhead,
             probes=self.probes,
-            tests_stationarity=self.theta is None and self.scale_lr is None,
+            tests_stationarity=self._waits_for_noise,
         )
         if self._measurement_state is not None:
             load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
@@ -378,6 +378,11 @@ class GrowingBatchSize(Callback):
         return min((size for size in sizes if size is not None), default=math.inf)
 
     @property
+    def _waits_for_noise(self) -> bool:
+        """Whether it is left to the callback when batches grow; where the rate grows with them, they need not wait."""
+        return self.theta is None and self.scale_lr is None
+
+    @property
     def _tests_norm(self) -> bool:
         assert self._theta is not None
         return self._theta < math.inf and self.schedule is None
@@ -475,6 +480,8 @@ class GrowingBatchSize(Callback):
             return
         self._told = True
         rule = f", theta={self._theta:g}" if self._tests_norm else ""
+        if rule and self._waits_for_noise and not self._active_measurement.is_reported:
+            rule += ", and grows where the noise of the steps undoes their descent"
         chosen = f"{self._active_measurement.description()}{rule}"
         rank_zero_info(f"GrowingBatchSize {chosen if self.schedule is None else f'goes by schedule={self.schedule!r}'}")
 

@@ -19,6 +19,7 @@ from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
+from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import logs_now
@@ -165,7 +166,7 @@ class GrowingBatchSize(Callback):
         self._steps = 0
         self._theta = theta
         self._ratio_bound: float | None = None
-        self._last_step = 0
+        self._last_step = self._resized_at = 0
         self._batch_size: float | None = None
         self._growth: BatchGrowth | None = None
         self._last_state: dict[str, Any] | None = None
@@ -188,9 +189,10 @@ class GrowingBatchSize(Callback):
             return self._schedule.batch_size(self._samples) or batch_size
         predictions, limit = self.predictions, self._limit
         if self.theta is None and not self._active_measurement.is_reported:
-            limit = min(limit, 2 * batch_size)  # what the noise of such a batch is will be seen
-        if not self._active_measurement.noise_limits:
-            predictions = [1] * len(predictions)
+            # what the noise of a batch of twice the size is has to be seen before the next decision
+            limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
+            if self._steps < self._resized_at + waits or not self._active_measurement.noise_limits:
+                predictions = [1] * len(predictions)
         return next_batch_size(
             batch_size,
             predictions,
@@ -327,6 +329,7 @@ class GrowingBatchSize(Callback):
             "validation_values": list(self.validation_values),
             "samples": self._samples,
             "steps": self._steps,
+            "resized_at": self._resized_at,
             "theta": self._theta,
             "variance_ratio_bound": self._ratio_bound,
             "measurement": (self._measurement_state if self._measurement is None else self._measurement.state_dict()),
@@ -341,6 +344,7 @@ class GrowingBatchSize(Callback):
         self.predictions = list(state_dict["predictions"])
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
+        self._resized_at = state_dict.get("resized_at", 0)
         self._theta = state_dict.get("theta") if self.theta is None else self.theta
         self._ratio_bound = state_dict.get("variance_ratio_bound")
         self.records = [dict(record) for record in state_dict["records"]]
@@ -423,6 +427,7 @@ class GrowingBatchSize(Callback):
             )
         self._batch_size = trainer.strategy.broadcast(float(decided))
         if self._batch_size != self._active_growth.batch_size:
+            self._resized_at = self._steps
             self._active_growth.set_batch_size(self._batch_size)
             self._active_measurement.restart()
 

@@ -23,6 +23,11 @@ SHARE_OF_STEPS, SHORTEST = 0.5, 300
 STEPS_PER_GRADIENT, FEWEST = 16, 8
 
 
+def window_length(steps: int) -> int:
+    """Length, in steps, of a window that begins after so many."""
+    return max(SHORTEST, math.floor(SHARE_OF_STEPS * steps))
+
+
 class StationarityTest:
     """Tests, window after window of steps, whether the loss still falls along what the window has moved.
 
@@ -72,7 +77,7 @@ class StationarityTest:
         """Look at the weights, and at the gradients by which the optimizer is about to step, before they are clipped."""
         parameters = self._parameters()
         if self._end == 0:
-            self._length = max(SHORTEST, math.floor(SHARE_OF_STEPS * self._steps))
+            self._length = window_length(self._steps)
             self._end = self._steps + self._length
             self._weights = {i: local(parameter).clone() for i, parameter in parameters.items()}
         elif self._steps >= self._end:

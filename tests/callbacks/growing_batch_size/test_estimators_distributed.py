@@ -55,9 +55,8 @@ class Keep(L.Callback):
 
 
 def records(directory, estimator, module, **options):
-    growing = GrowingBatchSize(
-        estimator=estimator, every_n_steps=1, max_batch_size=4 * options.get("accumulate_grad_batches", 1)
-    )
+    most = None if "max_steps" in options else 4 * options.get("accumulate_grad_batches", 1)
+    growing = GrowingBatchSize(estimator=estimator, every_n_steps=1, max_batch_size=most)
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -65,9 +64,8 @@ def records(directory, estimator, module, **options):
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        max_epochs=1,
         callbacks=[growing, Keep(directory)],
-        **options,
+        **({"max_epochs": 1} | options),
     )
     trainer.fit(module)
     return [torch.load(path) for path in sorted(directory.glob("*.pt"))]
@@ -141,3 +139,13 @@ def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, batche
     (plain,) = records(tmp_path, estimator, Network(rate=0.05), **options)
     (compiled,) = records(tmp_path, estimator, Compiled(rate=0.05), **options)
     assert ratios(compiled) == pytest.approx(ratios(plain), rel=1e-4) and len(plain) > 4
+
+
+class Noisy(Network):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0], torch.randn_like(batch[1])), batch_idx)
+
+
+def test_processes_agree_on_when_noise_limits_training(tmp_path):
+    first, second = records(tmp_path, "auto", Noisy(rate=0.3), max_epochs=-1, max_steps=400, **two_processes())
+    assert first == second and first[0]["batch_size"] < first[-1]["batch_size"]

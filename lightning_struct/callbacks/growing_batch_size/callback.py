@@ -1,4 +1,4 @@
-"""The callback: a batch that grows by a gradient-variance test and a validation test (section 4.3)."""
+"""The callback: a batch that grows by the noise of the gradient, by validation, or by a schedule."""
 
 from __future__ import annotations
 
@@ -34,25 +34,33 @@ MOST_RECORDS = 4096
 
 
 class GrowingBatchSize(Callback):
-    """Lets the batch grow as the gradient gets small against its noise, or as validation stalls.
+    """Lets the batch grow where the noise of the gradient undoes what the steps descend.
 
-    It implements the batch sizes of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2). It works in any project:
-    automatic and manual optimization, any optimizer, one device or several, loaders with and without workers, map-style and
-    iterable data sets, several loaders, custom batch samplers. From the variance of the gradients it predicts the batch size
-    at which the norm test would hold, and decides the next size by :meth:`decide`, in the first process for all. The size
-    changes within the running epoch, and every sample of the epoch is still seen once.
+    ``Trainer(callbacks=[GrowingBatchSize()])`` is enough, in any project: automatic and manual optimization, any optimizer,
+    one device or several, loaders with and without workers, map-style and iterable data sets, several loaders, custom batch
+    samplers. The size changes within the running epoch, and every sample of the epoch is still seen once.
 
-    Where the module has a method ``gradient_statistics()``, as one trained by ``SHFOptimization`` has, that is asked in each
-    check. Else an estimator measures: the gradients of single samples, by hooks on the layers; or those of the backward
-    passes of a step; or those of consecutive steps. Which one, and how often, follows from what is there, never from a clock,
-    and is said once, after the first step. Where layers cannot be measured, or a small part of the gradient only, consecutive
-    steps go on with it. Their gradients are kept, in memory for one copy. Where nothing asks for gradients (``theta=inf``, or
-    a ``schedule``) nothing is measured. Of several optimizers, the one with the largest prediction counts.
+    By default the batch grows, to twice its size at most, when two things are seen: a test finds that the noise of the steps
+    undoes what they descend, and the gradient noise scale is larger than the batch. It is left as it is in the first 300
+    steps or so, and as long as the steps descend. With ``scale_lr`` it grows towards the noise scale without that test, and
+    with ``theta`` it follows the norm test. Where the module has statistics of its own, as one trained by ``SHFOptimization``
+    has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2).
+
+    An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the backward
+    passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there, never from a
+    clock, and is said once, after the first step. Where layers can measure less than half of the gradient, consecutive steps
+    go on with it. Where nothing asks for gradients (``theta=inf``, or a ``schedule``) nothing is measured. A module with a
+    method ``gradient_statistics()`` is asked instead. Of several optimizers, the one with the largest prediction counts.
+
+    The test keeps a copy of the trainable weights, and the estimator by consecutive steps one of the gradients, in memory and
+    in checkpoints.
 
     All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a module
-    accumulates by hand, of one). Logged, where the module does not log them itself, are ``batch_size``, ``batch_size_predicted``,
-    ``gradient_variance`` = tr Σ as it was measured last, and ``gradient_noise_scale`` = tr Σ/‖G‖² of averages: after the
-    first step, and every ``Trainer(log_every_n_steps=...)``.
+    accumulates by hand, of one). The first process decides for all.
+
+    Logged, where the module does not log them itself, are ``batch_size``, ``batch_size_predicted``, ``gradient_variance`` =
+    tr Σ as it was measured last, ``gradient_noise_scale`` = tr Σ/‖G‖² of averages, and with ``scale_lr``
+    ``learning_rate_scale``: after the first step, and every ``Trainer(log_every_n_steps=...)``.
 
     Schedulers with ``interval="step"`` keep their place: where epochs or time end the training, they are stepped as often as
     they would be after the same samples in batches of the first size, so that a length from ``estimated_stepping_batches``
@@ -68,13 +76,14 @@ class GrowingBatchSize(Callback):
 
     Args:
         max_batch_size: n_max: what memory allows; the size of the data set if None.
-        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. None: 0.5, the paper's, where the
-            module has its own statistics, else 1, the gradient noise scale, for first-order methods. Infinite: no norm test.
+        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 stands for the gradient noise
+            scale. None: 0.5, the paper's value, where the module has its own statistics; else 1, and the batch grows only
+            where noise undoes the descent, or with ``scale_lr``. Infinite: no norm test.
         schedule: sizes set by hand, for which nothing is measured: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
             holds from the first step that begins after so many samples; until the first one, the loaders keep their own
             size. Sizes may fall.
         scale_lr: how the learning rate follows the batch size n from the first one, n₀, in the steps of all optimizers; between
-            them all see the rate that was configured. ``"sqrt"``: by √(n/n₀), for Adam and its kin. ``"linear"``: by n/n₀,
+            them, all see the rate that was configured. ``"sqrt"``: by √(n/n₀), for Adam and its kin. ``"linear"``: by n/n₀,
             but not beyond the noise scale where that is measured, for SGD. ``"adascale"``: by AdaScale's gain, for SGD, which
             is measured for, whatever ``theta`` and ``schedule`` are.
         estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
@@ -107,13 +116,13 @@ class GrowingBatchSize(Callback):
         MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
             an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
             parts of a step), or batches that are larger than ``max_batch_size`` already; with
-            ``scale_lr`` an optimizer without a learning rate; a checkpoint from the middle of an
-            epoch with other processes or loaders; a monitor that is not logged, or not finite.
+            ``scale_lr`` an optimizer without a learning rate; a checkpoint from the middle of an epoch with other processes
+            or loaders; a monitor that is not logged, or not finite.
         ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
 
     Example:
         >>> from lightning import Trainer
-        >>> callback = GrowingBatchSize(max_batch_size=4096, theta=1.0)
+        >>> callback = GrowingBatchSize(max_batch_size=4096)
         >>> trainer = Trainer(callbacks=[callback], logger=False, accelerator="cpu")
     """
 

@@ -109,15 +109,16 @@ class GrowingBatchSize(Callback):
         predictions: n̂ of the last checks.
         validation_values: f_val of the last checks.
         records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step, ``batch_size_predicted``,
-            ``variance_ratio`` = ‖Var‖₁/(n‖ḡ‖²), which times (N - n)/(N - 1) the norm test bounds by θ², and
-            ``validation_value``. When there are too many, every other one of the older checks is dropped.
+            ``variance_ratio`` = tr Σ/(n‖ḡ‖²), and ``validation_value``. The norm test bounds (N - n)/(N - 1) times that ratio
+            by θ² where the module has its own statistics. Elsewhere ‖ḡ‖² is cleared of noise, and the bound is
+            θ²/(1 + θ²) for large N. When there are too many, every other one of the older checks is dropped.
 
     Raises:
-        MisconfigurationException: an argument out of range; at the start of fit a loader whose batches cannot change size,
+        MisconfigurationException: an argument out of range, or against another; at the start of fit a loader whose batches cannot change size,
             an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
-            parts of a step), or batches that are larger than ``max_batch_size`` already; with
-            ``scale_lr`` an optimizer without a learning rate; a checkpoint from the middle of an epoch with other processes
-            or loaders; a monitor that is not logged, or not finite.
+            parts of a step), or batches that are larger than ``max_batch_size`` already; with ``scale_lr`` an optimizer
+            without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor that
+            is not logged, or not finite.
         ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
 
     Example:

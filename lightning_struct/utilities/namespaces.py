@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -70,9 +71,14 @@ def lightning_classes(path: str) -> tuple[Any, ...]:
         >>> lightning.pytorch.callbacks.TQDMProgressBar in lightning_classes("callbacks.TQDMProgressBar")
         True
     """
+    imported = [space for space in NAMESPACES if hasattr(sys.modules.get(space), "Trainer")]  # not: is being imported
+    return tuple(_class_of(space, path) for space in imported)
+
+
+@cache
+def _class_of(namespace: str, path: str) -> Any:
     module, _, name = path.rpartition(".")
-    imported = (space for space in NAMESPACES if hasattr(sys.modules.get(space), "Trainer"))  # not: is being imported
-    return tuple(getattr(import_module(f"{space}.{module}".rstrip(".")), name) for space in imported)
+    return getattr(import_module(f"{namespace}.{module}".rstrip(".")), name)
 
 
 def _join() -> None:

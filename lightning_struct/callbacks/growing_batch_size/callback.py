@@ -202,7 +202,7 @@ class GrowingBatchSize(Callback):
             # what the noise of a batch of twice the size is has to be seen before the next decision
             limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
             if self._steps < self._resized_at + waits or not self._active_measurement.noise_limits:
-                predictions = [1] * len(predictions)
+                predictions = [min(size, math.floor(batch_size)) for size in predictions]
         return next_batch_size(
             batch_size,
             predictions,

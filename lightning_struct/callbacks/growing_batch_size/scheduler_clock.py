@@ -88,6 +88,8 @@ class SchedulerClock:
             growth: of the batch.
             stepped: whether the optimizer has.
         """
+        if not self._configs:
+            return
         length = growth.first_length
         if batch_idx == 0:
             self._batches = self._batches_stepped = 0.0
@@ -97,7 +99,7 @@ class SchedulerClock:
         self._batches = min(self._batches + (1.0 if size is None else size), length)
         if self._trainer.is_last_batch:
             self._batches = math.ceil(self._batches - TOLERANCE) if length == math.inf else length
-        if not stepped or not self._configs:
+        if not stepped:
             return
         if length == math.inf:  # a stream may give the processes batches of different sizes
             self._batches = self._trainer.strategy.broadcast(self._batches)

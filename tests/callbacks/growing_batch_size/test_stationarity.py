@@ -61,6 +61,12 @@ def test_the_batch_stays_while_steps_descend(tmp_path, optimizer):
     assert set(sizes(callback)) == {8}
 
 
+def test_waiting_is_no_reason_to_shrink(tmp_path):
+    callback = GrowingBatchSize(every_n_steps=4, allow_shrinking=True)
+    fit(tmp_path, Regression(1e-5, start=1.2), callback, max_steps=100)
+    assert set(sizes(callback)) == {8}
+
+
 def test_a_theta_that_is_given_does_not_wait(tmp_path):
     callback = GrowingBatchSize(theta=0.5, every_n_steps=4)
     fit(tmp_path, Regression(1e-5, start=1.5), callback, max_steps=100)

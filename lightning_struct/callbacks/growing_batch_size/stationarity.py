@@ -75,12 +75,12 @@ class StationarityTest:
     @torch.no_grad()
     def before_step(self) -> None:
         """Look at the weights, and at the gradients by which the optimizer is about to step, before they are clipped."""
-        parameters = self._parameters()
         if self._end == 0:
             self._length = window_length(self._steps)
             self._end = self._steps + self._length
-            self._weights = {i: local(parameter).clone() for i, parameter in parameters.items()}
+            self._weights = {i: local(parameter).clone() for i, parameter in self._parameters().items()}
         elif self._steps >= self._end:
+            parameters = self._parameters()
             if self._steps == self._end:
                 self._weights = {
                     i: before.sub_(now)

@@ -127,8 +127,10 @@ class SampleGradients:
             self._squared_norms[norms.parameter] = _squared_norm(norms.parameter)
 
     def before_step(self, optimizer: Optimizer) -> None:
+        if not self._measuring:
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._names]
-        if not self._measuring or not any(p.grad is not None for p in parameters):
+        if not any(p.grad is not None for p in parameters):
             return
         results = {norms.parameter: norms for norms in self._recorder.results()}
         if not results.keys() & set(parameters) <= self._squared_norms.keys():

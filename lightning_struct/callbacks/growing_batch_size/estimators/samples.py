@@ -11,6 +11,8 @@ def samples_in(batch: Any, expected_sizes: list[int]) -> int:
 
     It is the sum over the loaders that take part in the batch: in ``"max_size"`` mode some are at their end.
     """
+    if len(expected_sizes) == 1:
+        return expected_sizes[0]
     first, second = leading_sizes(batch)
     for sizes in (first, second):
         read = sum(size for size in expected_sizes if size in sizes)

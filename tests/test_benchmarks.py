@@ -147,18 +147,22 @@ def test_the_clock_ends_the_training_at_its_bound(harness: ModuleType) -> None:
     assert fit(harness, harness.TrainingClock(3.5, now=Readings())).global_step == 4
 
 
-def test_the_growing_batch_is_reported_with_medians_and_those_that_did_not_arrive(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def run(way: str, seed: int, seconds: float, loss: float) -> dict[str, object]:
-        point = {"samples": 1000 * seconds, "steps": 10 * seconds, "seconds": seconds, "loss": loss, "accuracy": 0.5}
-        return {"way": way, "rate": 0.1, "seed": seed, "validations": [point], "sizes": []}
+def test_the_growing_batch_is_compared_with_the_best_fixed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(way: str, seed: int, *losses: float) -> dict[str, object]:
+        points = [{"samples": 0, "steps": 100 * i, "seconds": 4.0 * i, "loss": loss} for i, loss in enumerate(losses)]
+        return {"task": "mnist", "way": way, "seed": seed, "points": points, "sizes": []}
 
-    runs = [run("fixed 32", seed, 2.0 + seed, 0.09) for seed in range(3)] + [run("fixed 1024", 0, 7.0, 0.3)]
-    import_module("growing_batch_size").report(runs, target=0.1)
+    module = import_module("growing_batch_size")
+    runs = [run("fixed ×1", seed, 2.3, 0.4, 0.2, 0.1 + 0.01 * seed) for seed in range(3)]
+    runs += [run("fixed ×2", seed, 2.3, 0.4, 0.3, 0.2) for seed in range(3)]
+    runs += [run(module.DEFAULT, seed, 2.3, 0.3, 0.1, 0.09) for seed in range(3)]
+    runs += [run(module.SCALED, 0, 2.3, 0.5, 0.4, 0.3)]
+    module.report(runs)
     printed = capsys.readouterr().out
-    assert "| fixed 32 | 0.1 | 3,000 (2,000 to 4,000) | 30 (20 to 40) | 3.0 (2.0 to 4.0) | 50.0 % | 32 |" in printed
-    assert "| fixed 1024 | 0.1 | 0 of 1 seeds got there; best 0.300 in 7 CPU seconds |" in printed
+    assert "| fixed ×1 | **0.1100** (0.1000 to 0.1200) | 300 | 12 | 32 |" in printed
+    assert "| 0.1000 / 0.1100 / 0.1200 | 0.0900 / 0.0900 / 0.0900 | -0.0200 | 0.0200 |" in printed
+    assert "| mnist | fixed ×1 | 0.1100 |" in printed
+    assert "| 0.67, 0.67 | not reached (0 of 1 seeds) |" in printed
 
 
 def test_of_several_ways_of_a_kind_the_best_of_those_with_most_seeds_is_drawn() -> None:

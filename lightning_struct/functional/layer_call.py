@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -24,6 +24,9 @@ class LayerCall:
         outputs: what it returned; None where no rule of the layer asks for it.
         cotangents: of the :func:`tensors_in` the outputs, in their order; None for those that got none.
         samples: n, or the sizes that n may have; None: the size of the first dimension.
+        rows: sample of each row, (rows,), by the number of rows: of what has other rows than samples, as the nodes and
+            edges of graphs.
+        of_base: whether it is a call of the ``forward`` of the base of the layer's kind, by the layer's own ``forward``.
 
     Example:
         >>> import torch
@@ -38,6 +41,8 @@ class LayerCall:
     outputs: Any = None
     cotangents: Sequence[Tensor | None] = ()
     samples: Samples = None
+    rows: Mapping[int, Tensor] = field(default_factory=dict)
+    of_base: bool = False
 
     def argument(self, place: int, name: str, default: Any = _REQUIRED) -> Any:
         """An argument by its place or its name, detached.
@@ -74,8 +79,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    elif is_dataclass(value):
-        value = list(vars(value).values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, of.name) for of in fields(value)]
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []

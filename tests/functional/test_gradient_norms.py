@@ -412,7 +412,7 @@ class Scaling(nn.Module):
         self.factor, self.dropout = nn.Parameter(torch.ones(3)), dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.factor, self.dropout)
+        return nn.functional.dropout(x * self.factor.exp(), self.dropout)
 
 
 def test_a_layer_without_a_rule_is_run_again_and_named_once() -> None:
@@ -427,6 +427,29 @@ def test_a_layer_without_a_rule_is_run_again_and_named_once() -> None:
             loss_of(module(inputs)).backward()
     total = sum(norms.squared_norms[0] for norms in recorder.results())
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+class TiedHead(nn.Module):
+    """As BERT's: the bias of its decoder is also its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(3, 2)
+        self.bias = self.decoder.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+
+def test_a_weight_that_a_layer_shares_with_the_layer_above_it_is_measured_once() -> None:
+    module, inputs = TiedHead().double(), gaussian(5, 3, seed=1)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with GradientNormRecorder(module, check=True) as recorder:
+            loss_of(module(inputs)).backward()
+    recorder.verify()
+    torch.testing.assert_close(sum(norms.squared_norms[0] for norms in recorder.results()), expected)
 
 
 @pytest.mark.filterwarnings("ignore:these layers have no rule")

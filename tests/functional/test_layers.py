@@ -238,7 +238,7 @@ def test_a_declaration_holds_for_subclasses_with_the_same_forward_alone() -> Non
 def test_a_declaration_can_be_taken_back() -> None:
     layer = declared("transposed", 2, 2)
     unregister_layer(Transposed)
-    assert kind_of(layer) is None
+    assert not kind_of(layer).declared
 
 
 # --- layers like others ----------------------------------------------------------------------------------------------
@@ -274,11 +274,23 @@ def test_rls_sees_what_the_kernel_of_a_recurrent_layer_reads(lengths: Tensor | N
 
 
 def test_a_call_with_an_argument_that_the_base_does_not_have_is_not_measured() -> None:
-    register_layer(Memory, like=nn.LSTM)
-    layer = Memory(3, 4, batch_first=True).double()
+    register_layer(OwnForward, like=nn.Linear)
+    layer = OwnForward(3, 4).double()
     with GradientNormRecorder(layer, uncovered="skip") as recorder:
-        layer(inputs(3, 6, 3), lengths=torch.tensor([2, 6, 1]))[0].sum().backward()
-    assert "like LSTM, which has no argument lengths" in recorder.uncovered["weight_ih_l0"]
+        layer(inputs(5, 3), scale=2.0).sum().backward()
+    assert "like Linear, which has no argument scale" in recorder.uncovered["weight"]
+
+
+@pytest.mark.filterwarnings("ignore:these layers have no rule")
+def test_a_recognized_layer_called_with_further_arguments_is_run_again() -> None:
+    layer = OwnForward(3, 4).double()
+    norms = []
+    for scale in (1.0, 2.0):
+        with per_sample_gradient_norms(layer) as measured:
+            layer(inputs(5, 3), scale=scale).square().sum().backward()
+        norms.append(measured.squared_norms)
+        layer.zero_grad()
+    torch.testing.assert_close(norms[1], 16 * norms[0])
 
 
 def test_the_norms_of_transformers_are_declared_in_one_line() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.layer_call import LayerCall, map_items, tensors_in
 from lightning_struct.functional.per_sample.projections import ParameterUse
-from lightning_struct.functional.per_sample.rules import compares_outputs, keeps_outputs, runs_again
+from lightning_struct.functional.per_sample.rules import compares_outputs, keeps_outputs, may_run_again
 from lightning_struct.functional.randomness import RandomState
 
 
@@ -58,7 +58,7 @@ def awaited_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: Ra
         args = (args[0].detach(),)
     outputs = _detached(call.outputs, copy=compares_outputs(layer)) if keeps_outputs(layer) else None
     awaited = AwaitedCall(replace(call, args=args, kwargs=kwargs, outputs=outputs), parameters, current_backward())
-    if runs_again(layer):
+    if may_run_again(layer):
         device = tensors_in(outputs)[0].device.type
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         awaited.rerun = Rerun(autocast, state)

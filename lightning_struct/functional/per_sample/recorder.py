@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from lightning_struct.functional.layers import base_call, couples_samples, owned
 from lightning_struct.functional.per_sample.awaited import AwaitedCall, awaited_call, current_backward
 from lightning_struct.functional.per_sample.checksums import Checksums, checksum_of_shares, checksums
 from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
+from lightning_struct.functional.per_sample.inner_calls import InnerCalls, has_inner_calls
 from lightning_struct.functional.per_sample.projections import RecordedCalls, is_recorded, parameter_uses
 from lightning_struct.functional.per_sample.rules import (
     contributions,
@@ -81,6 +82,11 @@ class GradientNormRecorder:
         part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the random
             projections are those that one process would take.
 
+    Attributes:
+        samples, check: as above.
+        rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such as
+            nodes and edges of graphs; see :func:`~lightning_struct.functional.per_sample.graphs.rows_of_graphs`.
+
     Example:
         >>> model = torch.nn.Linear(3, 2)
         >>> with GradientNormRecorder(model) as recorder:
@@ -105,6 +111,7 @@ class GradientNormRecorder:
         if probes is not None and probes < 1:
             raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
         self.samples = samples
+        self.rows: Mapping[int, Tensor] = {}
         self.check = check
         self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
         self._names = {parameter: name for name, parameter in module.named_parameters()}
@@ -115,6 +122,7 @@ class GradientNormRecorder:
         self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
         self._recording: dict[nn.Module, RecordedCalls] = {}
+        self._inner_calls: dict[nn.Module, InnerCalls] = {}
         self._rerunning = False
         self._warned: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
@@ -143,6 +151,9 @@ class GradientNormRecorder:
             if "parametrizations" in name.split("."):
                 continue  # its parameters belong to the layer that they parametrize
             parameters = owned_parameters(layer)
+            if not has_rule(layer):  # a weight that a layer below it has too is used there
+                below = {parameter for child in layer.children() for parameter in child.parameters()}
+                parameters = {name: parameter for name, parameter in parameters.items() if parameter not in below}
             if not parameters:
                 continue
             self._layers[layer] = parameters
@@ -152,6 +163,12 @@ class GradientNormRecorder:
                 self._handles += [
                     layer.register_forward_pre_hook(self._before_projections()),
                     layer.register_forward_hook(self._after_projections(), with_kwargs=True, always_call=True),
+                ]
+                continue
+            elif has_inner_calls(layer):
+                self._handles += [
+                    layer.register_forward_pre_hook(self._before_inner_calls()),
+                    layer.register_forward_hook(self._after_inner_calls(), with_kwargs=True, always_call=True),
                 ]
                 continue
             elif runs_again(layer):
@@ -172,6 +189,9 @@ class GradientNormRecorder:
         for recording in self._recording.values():
             recording.__exit__()
         self._recording.clear()
+        for inner in self._inner_calls.values():
+            inner.end()
+        self._inner_calls.clear()
 
     def results(self) -> list[ParameterNorms]:
         """Norms of each parameter that got a gradient and is covered, in the order of the module.
@@ -246,30 +266,55 @@ class GradientNormRecorder:
     def _after_forward(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
             state = self._random_states.pop(layer, None) if self._random_states else None
-            parameters = self._layers.get(layer)
-            if parameters is None or self._rerunning or not torch.is_grad_enabled():
-                return
-            trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-            tensors = tensors_in(outputs)
-            differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]
-            if not trainable or not differentiable:
-                return
-            for parameter in trainable.values():
-                if parameter not in self._watched:
-                    self._watch(parameter)
-            call = self._recorded(LayerCall(layer, args, kwargs, outputs, samples=self.samples), trainable, state)
-            number = len(tensors)
-            if number == 1:
-                tensors[0].register_hook(lambda cotangent: self._arrive(call, [cotangent]))
-                return
+            if layer in self._layers and not self._rerunning and torch.is_grad_enabled():
+                self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), state)
 
-            def arrive(cotangents: Sequence[Tensor | None]) -> None:
-                every: list[Tensor | None] = [None] * number
-                for i, cotangent in zip(differentiable, cotangents, strict=True):
-                    every[i] = cotangent
-                self._arrive(call, every)
+        return hook
 
-            register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
+    def _await(self, call: LayerCall, state: RandomState | None) -> None:
+        """Await the cotangents of the outputs of a call."""
+        trainable = {name: p for name, p in self._layers[call.layer].items() if p.requires_grad}
+        tensors = tensors_in(call.outputs)
+        differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]
+        if not trainable or not differentiable:
+            return
+        for parameter in trainable.values():
+            if parameter not in self._watched:
+                self._watch(parameter)
+        awaited = self._recorded(call, trainable, state)
+        number = len(tensors)
+        if number == 1:
+            tensors[0].register_hook(lambda cotangent: self._arrive(awaited, [cotangent]))
+            return
+
+        def arrive(cotangents: Sequence[Tensor | None]) -> None:
+            every: list[Tensor | None] = [None] * number
+            for i, cotangent in zip(differentiable, cotangents, strict=True):
+                every[i] = cotangent
+            self._arrive(awaited, every)
+
+        register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
+
+    def _before_inner_calls(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            if layer in self._layers and torch.is_grad_enabled() and not self._rerunning:
+                self._inner_calls[layer] = InnerCalls(layer)
+                self._inner_calls[layer].begin()
+
+        return hook
+
+    def _after_inner_calls(self) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+            inner = self._inner_calls.pop(layer, None)
+            if inner is None:
+                return
+            inner.end()
+            if outputs is None:
+                return  # it has failed
+            for call, state in inner.calls:
+                self._await(replace(call, samples=self.samples, rows=self.rows), state)
+            if not inner.calls:
+                self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), None)
 
         return hook
 
@@ -290,10 +335,12 @@ class GradientNormRecorder:
                 return  # it has failed
             for parameter in self._layers[layer].values():
                 self._watch(parameter)
-            call = base_call(LayerCall(layer, args, kwargs, samples=self.samples))
+            call = base_call(LayerCall(layer, args, kwargs, samples=self.samples, rows=self.rows))
             for edge, use in parameter_uses(call, recording.calls):
                 # Neither what is awaited nor its hook may hold the graph, which holds the hook.
-                awaited = AwaitedCall(LayerCall(layer, samples=self.samples), use.parameters, current_backward())
+                awaited = AwaitedCall(
+                    LayerCall(layer, samples=self.samples, rows=self.rows), use.parameters, current_backward()
+                )
                 awaited.use = use
                 edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
 

@@ -6,8 +6,9 @@ again, see :mod:`~lightning_struct.functional.per_sample.vmapped`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.functional.layer_call import LayerCall, Samples
-from lightning_struct.functional.layers import (
-    Rule,
-    base_call,
-    has_plain_parameters,
-    kind_of,
-    owned_parameters,
-    padding,
-)
+from lightning_struct.functional.layer_kinds import ElementwiseForm, Rule
+from lightning_struct.functional.layers import base_call, has_plain_parameters, kind_of, owned_parameters, padding
 from lightning_struct.functional.per_sample import rerun
 from lightning_struct.functional.per_sample.contributions import (
     Contribution,
@@ -36,6 +31,7 @@ from lightning_struct.functional.per_sample.contributions import (
 from lightning_struct.functional.per_sample.convolution import Convolution
 from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
 from lightning_struct.functional.per_sample.vmapped import contributions_by_vmap
+from lightning_struct.functional.recognition import run_with
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -47,7 +43,8 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
 
     1. the first dimension, if its size may be n;
     2. the second, of what is read with the sequence first, if its size may be n;
-    3. the first again, if its size is a multiple k·n: then each k rows in a row belong to one sample.
+    3. the first again, if the call says of so many rows which sample each is of;
+    4. the first again, if its size is a multiple k·n: then each k rows in a row belong to one sample.
 
     Batch normalisation in training couples the samples; there the share is what the sample adds to the gradient, the
     statistics of the batch being as they are.
@@ -70,9 +67,12 @@ def contributions(call: LayerCall) -> dict[str, Contribution]:
     if reader.declared:
         return _checked(layer, reader.rule(call))
     try:
-        return reader.rule(base_call(call))
+        of_base = base_call(call)
     except ValueError as problem:
+        if reader.recognized:  # by its calls without further arguments
+            return contributions_by_vmap(call)
         raise Uncovered(f"its call cannot be read: {problem}") from problem
+    return reader.rule(of_base)
 
 
 def has_rule(layer: nn.Module) -> bool:
@@ -86,10 +86,16 @@ def runs_again(layer: nn.Module) -> bool:
     return reader is None or reader.runs_again
 
 
+def may_run_again(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` runs the layer again, or would after a call with arguments that its rule does not know."""
+    reader = _reader(layer)
+    return reader is None or reader.runs_again or reader.recognized
+
+
 def draws_random_numbers(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again and needs the random generators as they were before the call."""
     reader = _reader(layer)
-    return reader is not None and reader.runs_again and rerun.draws_random_numbers(layer)
+    return reader is not None and reader.has_dropout and rerun.draws_random_numbers(layer)
 
 
 def compares_outputs(layer: nn.Module) -> bool:
@@ -100,16 +106,18 @@ def compares_outputs(layer: nn.Module) -> bool:
 def keeps_outputs(layer: nn.Module) -> bool:
     """Whether :func:`contributions` needs the outputs at all."""
     reader = _reader(layer)
-    return reader is None or reader.runs_again or reader.declared
+    return reader is None or reader.runs_again or reader.declared or reader.recognized
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """The rule of a layer. ``declared``: by :func:`~lightning_struct.functional.layers.register_layer`."""
+    """The rule of a layer. ``declared``: by :func:`~lightning_struct.functional.layer_kinds.register_layer`."""
 
     rule: Rule
     runs_again: bool = False
+    has_dropout: bool = False
     declared: bool = False
+    recognized: bool = False
 
 
 def _reader(layer: nn.Module) -> _Reader | None:
@@ -118,7 +126,12 @@ def _reader(layer: nn.Module) -> _Reader | None:
         return None
     if kind.rule is not None:
         return _Reader(kind.rule, declared=True)
-    return None if kind.base is None else _READERS.get(kind.base)
+    if kind.form is not None:
+        return _Reader(partial(_elementwise, form=kind.form), recognized=True)
+    reader = None if kind.base is None else _READERS.get(kind.base)
+    if reader is None or not kind.recognized:
+        return reader
+    return replace(reader, recognized=True)
 
 
 def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
@@ -138,20 +151,35 @@ def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Con
 
 @dataclass(frozen=True)
 class _SampleLayout:
-    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one sample."""
+    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one sample, or
+    those of which ``sample_of_row`` says so.
+    """
 
     samples: int
     dimension: int
     leading: int
+    sample_of_row: Tensor | None = None
 
     def arranged(self, tensor: Tensor) -> Tensor:
-        """(n, positions, *features) of (*leading, *features)."""
+        """(n, positions, *features) of (*leading, *features); zeros where a sample has fewer rows than another."""
         features = tensor.shape[self.leading :]
+        if self.sample_of_row is not None:
+            rows = tensor.reshape(tensor.shape[0], -1, *features)
+            counts = torch.bincount(self.sample_of_row, minlength=self.samples)
+            order = self.sample_of_row.argsort(stable=True)
+            place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts).repeat_interleave(
+                counts
+            )
+            padded = rows.new_zeros(self.samples, int(counts.max()), *rows.shape[1:])
+            padded[self.sample_of_row[order], place] = rows[order]
+            return padded.flatten(1, 2)
         tensor = tensor if self.dimension == 0 else tensor.movedim(self.dimension, 0)
         return tensor.reshape(self.samples, -1, *features)
 
 
-def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool = True) -> _SampleLayout:
+def _layout(
+    size: Sequence[int], leading: int, samples: Samples, rows: Mapping[int, Tensor], *, groups: bool = True
+) -> _SampleLayout:
     """Layout of the samples among the first ``leading`` dimensions of an input of this size; see :func:`contributions`.
 
     Raises:
@@ -165,6 +193,8 @@ def _layout(size: Sequence[int], leading: int, samples: Samples, *, groups: bool
     for dimension in range(min(leading, 2)):
         if size[dimension] in admissible:
             return _SampleLayout(size[dimension], dimension, leading)
+    if len(admissible) == 1 and (sample_of_row := rows.get(size[0])) is not None:
+        return _SampleLayout(admissible[0], 0, leading, sample_of_row)
     if groups and len(admissible) == 1 and size[0] % admissible[0] == 0:
         return _SampleLayout(admissible[0], 0, leading)
     numbers = " or ".join(map(str, admissible))
@@ -180,7 +210,7 @@ def _affine(call: LayerCall) -> dict[str, Contribution]:
     assert kind is not None
     (matrix,) = kind.matrices(call.layer)
     inputs = call.input
-    layout = _layout(inputs.shape, inputs.ndim - 1, call.samples)
+    layout = _layout(inputs.shape, inputs.ndim - 1, call.samples, call.rows)
     delta = layout.arranged(call.cotangent)
     norms = row_norms(delta) if delta.shape[1] == 1 else None
     shares: dict[str, Contribution] = {}
@@ -197,13 +227,12 @@ def _affine(call: LayerCall) -> dict[str, Contribution]:
 def _embedding(call: LayerCall) -> dict[str, Contribution]:
     layer, indices, delta = call.layer, call.input, call.cotangent
     # One dimension that is not n counts positions, most likely, and the table's rows were spread over the samples.
-    layout = _layout(indices.shape, indices.ndim, call.samples, groups=indices.ndim > 1)
+    layout = _layout(indices.shape, indices.ndim, call.samples, call.rows, groups=indices.ndim > 1)
     if layer.padding_idx is not None:
         delta = delta.masked_fill((indices == layer.padding_idx)[..., None], 0)
     if layer.scale_grad_by_freq:
         delta = delta / torch.bincount(indices.flatten())[indices][..., None].to(delta.dtype)
-    delta = delta.movedim(layout.dimension, 0).reshape(layout.samples, -1, delta.shape[-1])
-    return {"weight": Lookup(layout.arranged(indices), delta, layer.num_embeddings)}
+    return {"weight": Lookup(layout.arranged(indices), layout.arranged(delta), layer.num_embeddings)}
 
 
 def _convolution(call: LayerCall) -> dict[str, Contribution]:
@@ -224,7 +253,7 @@ def _of_convolution(
 ) -> dict[str, Contribution]:
     layer, delta = call.layer, call.cotangent
     dimensions = len(layer.kernel_size)
-    layout = _layout(inputs.shape, inputs.ndim - 1 - dimensions, call.samples)
+    layout = _layout(inputs.shape, inputs.ndim - 1 - dimensions, call.samples, {})
     images, rows = (delta, inputs) if transposed else (inputs, delta)
     shares: dict[str, Contribution] = {}
     if call.trains("weight"):
@@ -253,7 +282,7 @@ def _normalization(call: LayerCall) -> dict[str, Contribution]:
         leading = inputs.ndim - _scale(layer).ndim
     else:
         leading = 0 if _is_unbatched_instance_norm(base, inputs) else 1
-    layout = _layout(inputs.shape, leading, call.samples)
+    layout = _layout(inputs.shape, leading, call.samples, call.rows)
 
     def share(product: Tensor) -> Dense:
         gradients = layout.arranged(product).sum(1)
@@ -298,13 +327,40 @@ def _base(layer: nn.Module) -> type[nn.Module]:
     return kind.base
 
 
+def _elementwise(call: LayerCall, form: ElementwiseForm) -> dict[str, Contribution]:
+    """The factors of the parameters, by running the layer with all others at zero."""
+    if len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
+        return contributions_by_vmap(call)
+    layer, inputs, delta = call.layer, at_least_float32(call.input), at_least_float32(call.cotangent)
+    layout = _layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call.samples, call.rows)
+    own = {name: p for name, p in layer._parameters.items() if p is not None}
+    zeros = {name: torch.zeros_like(p, dtype=inputs.dtype) for name, p in own.items()}
+    shares: dict[str, Contribution] = {}
+    with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+        origin = None if form.vanishes else run_with(layer, zeros, inputs)
+        for name in filter(call.trains, own):
+            product = delta
+            if name not in form.shifts:
+                factor = run_with(layer, {**zeros, name: torch.ones_like(zeros[name])}, inputs)
+                product = delta * (factor if origin is None else factor - origin)
+            gradients = layout.arranged(product).sum(1)
+            if own[name].numel() == 1:
+                gradients = gradients.flatten(1).sum(1)
+            elif form.channels_first:
+                gradients = gradients.flatten(2).sum(2) if gradients.ndim > 2 else gradients
+            else:
+                gradients = gradients.flatten(1, -2).sum(1) if gradients.ndim > 2 else gradients
+            shares[name] = Dense(gradients.reshape(-1, *own[name].shape))
+    return shares
+
+
 def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
     parameters, inputs, delta = (
         call.layer.num_parameters,
         at_least_float32(call.input),
         at_least_float32(call.cotangent),
     )
-    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if parameters == 1 else 1, call.samples)
+    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if parameters == 1 else 1, call.samples, call.rows)
     gradients = layout.arranged(inputs.clamp(max=0) * delta).sum(1)
     if parameters == 1:
         return {"weight": Dense(gradients.reshape(layout.samples, -1).sum(1, keepdim=True))}
@@ -346,6 +402,8 @@ _READERS: dict[type[nn.Module], _Reader] = {
     **_for_all((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_transposed_convolution)),
     **_for_all((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
     **_for_all((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
-    **_for_all((nn.RNN, nn.LSTM, nn.GRU), _Reader(_of_one_size(recurrent_contributions), runs_again=True)),
+    **_for_all(
+        (nn.RNN, nn.LSTM, nn.GRU), _Reader(_of_one_size(recurrent_contributions), runs_again=True, has_dropout=True)
+    ),
     nn.MultiheadAttention: _Reader(_attention),
 }

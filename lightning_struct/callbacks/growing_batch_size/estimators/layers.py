@@ -20,6 +20,7 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.functional.per_sample.graphs import rows_of_graphs
 from lightning_struct.functional.per_sample.rules import runs_again
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
@@ -101,6 +102,7 @@ class SampleGradients:
         first, second = leading_sizes(batch)
         expected = set(expected_sizes)
         self._recorder.samples = expected & first or expected & second or expected | first or None
+        self._recorder.rows = rows_of_graphs(batch)
         self._recorder.check = self._checked < CHECKED_BATCHES
         self._checked += 1
         self._recorder.reseed(step - 1)

@@ -3,16 +3,19 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 VENV_OLDEST := .venv-oldest
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
+VENV_ECOSYSTEM := .venv-ecosystem
+INSTALLED_ECOSYSTEM := $(VENV_ECOSYSTEM)/.installed
 
 # The processes of the tests share what one of them compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environments demo test test-oldest lint types docs clean
+.PHONY: help environments demo test test-oldest test-ecosystem lint types docs clean
 
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
 	@echo "make test   all tests, and the examples in docstrings"
 	@echo "make test-oldest  the quick tests on the oldest supported versions (tests/oldest.txt)"
+	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
 	@echo "make docs   the documentation, into site/"
@@ -28,6 +31,11 @@ $(INSTALLED_OLDEST): pyproject.toml tests/oldest.txt
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --editable '.[dev]' --constraint tests/oldest.txt
 	touch $@
 
+$(INSTALLED_ECOSYSTEM): pyproject.toml tests/ecosystem/requirements.txt
+	$(PYTHON) -m venv $(VENV_ECOSYSTEM)
+	$(VENV_ECOSYSTEM)/bin/python -m pip install --quiet --editable . --requirement tests/ecosystem/requirements.txt
+	touch $@
+
 environments: $(INSTALLED) $(INSTALLED_OLDEST)
 
 demo: $(INSTALLED)
@@ -38,6 +46,9 @@ test: $(INSTALLED)
 
 test-oldest: $(INSTALLED_OLDEST)
 	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not combinations" -W ignore
+
+test-ecosystem: $(INSTALLED_ECOSYSTEM)
+	OMP_NUM_THREADS=1 $(VENV_ECOSYSTEM)/bin/python -m pytest -W ignore tests/ecosystem
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -51,4 +62,4 @@ docs: $(INSTALLED)
 	@echo "The documentation is in site/index.html; to search in it: $(PYTHON) -m http.server --directory site"
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) site
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_ECOSYSTEM) site

@@ -1,0 +1,38 @@
+"""Settings of the tests with other packages, which run where they are asked for: one thread, and a table at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("tests.ecosystem.harness")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave this directory out of a run of all tests."""
+    here = Path(__file__).parent
+    asked_for = any(here == path or here in path.parents for path in map(_path, config.args))
+    return None if asked_for else True
+
+
+def _path(argument: str) -> Path:
+    return Path(argument.split("::")[0]).resolve()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)  # loggers and checkpoints write into the working directory
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    from tests.ecosystem import harness
+
+    if harness.TABLE:
+        terminalreporter.section("GrowingBatchSize in other packages")
+        terminalreporter.write_line(harness.HEAD)
+        for row in harness.TABLE:
+            terminalreporter.write_line(str(row))

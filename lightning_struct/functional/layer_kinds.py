@@ -193,7 +193,7 @@ def register_layer(
         ...     def forward(self, x):
         ...         return x @ self.kernel
         >>> register_layer(Transposed, Matrix("kernel", transposed=True))
-        >>> kind_of(Transposed()).is_affine
+        >>> kind_of_type(Transposed).is_affine
         True
         >>> unregister_layer(Transposed)
     """

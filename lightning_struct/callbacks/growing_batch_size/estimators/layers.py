@@ -147,7 +147,7 @@ class SampleGradients:
             self._unmeasured.add(optimizer)
             if self._unmeasured.issuperset(self._trainer.optimizers):
                 raise Unmeasurable(
-                    f"it can measure none, or a small part, of the gradient of {type(optimizer).__name__}"
+                    f"can measure none, or a small part, of the gradient of {type(optimizer).__name__}"
                     + "".join(f"; {names}: {reason}" for names, reason in _by_reason(self._left_out))
                 )
             return

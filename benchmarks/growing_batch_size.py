@@ -23,7 +23,7 @@ The two last tables hold what is claimed: (a) after the same seconds the default
 with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on where it
-was. With three seeds and the default bounds it takes about 75 minutes of one core.
+was. With three seeds and the default bounds it takes an hour and a half of one core.
 """
 
 from __future__ import annotations

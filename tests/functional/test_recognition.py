@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_struct.functional import per_sample_gradient_norms
 from lightning_struct.functional.layers import Matrix, kind_of
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS
+from tests.functional.test_layers import Memory
 
 
 class LlamaNorm(nn.Module):
@@ -109,17 +109,6 @@ class PaddedConv(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-class LengthLSTM(nn.LSTM):
-    """As that of pytorch-forecasting: it packs sequences of given lengths."""
-
-    def forward(self, x: Tensor, hx: Any = None, lengths: Tensor | None = None) -> Any:  # type: ignore[override]
-        if lengths is None:
-            return super().forward(x, hx)
-        packed = pack_padded_sequence(x, lengths, batch_first=self.batch_first, enforce_sorted=False)
-        output, final = super().forward(packed, hx)
-        return pad_packed_sequence(output, batch_first=self.batch_first)[0], final
-
-
 def randomized(layer: nn.Module) -> nn.Module:
     layer = layer.double()
     generator = torch.Generator().manual_seed(0)
@@ -161,7 +150,7 @@ RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "transposed weight": (lambda: Conv1D(3, 4), gaussian(5, 2, 4)),
     "no bias": (lambda: GraphLinear(4, 3), gaussian(5, 2, 4)),
     "convolution": (lambda: PaddedConv(2, 3, 3, padding=1), gaussian(4, 2, 5, 5)),
-    "lstm": (lambda: LengthLSTM(3, 4, num_layers=2, batch_first=True), gaussian(5, 6, 3)),
+    "lstm": (lambda: Memory(3, 4, num_layers=2, batch_first=True), gaussian(5, 6, 3)),
 }
 
 
@@ -179,7 +168,7 @@ def test_norms_of_a_recognized_layer_are_those_of_autograd_without_a_second_run(
 
 def test_an_lstm_that_packs_its_sequences_is_measured_in_the_call_of_its_base() -> None:
     layer, inputs, lengths = (
-        randomized(LengthLSTM(3, 4, batch_first=True)),
+        randomized(Memory(3, 4, batch_first=True)),
         gaussian(4, 6, 3),
         torch.tensor([6, 2, 5, 1]),
     )
@@ -187,14 +176,14 @@ def test_an_lstm_that_packs_its_sequences_is_measured_in_the_call_of_its_base() 
     with per_sample_gradient_norms(layer) as norms:
         loss_of(layer, inputs, None, lengths).sum().backward()
     torch.testing.assert_close(norms.squared_norms, expected)
-    assert type(layer) is LengthLSTM
+    assert type(layer) is Memory
 
 
 def test_an_lstm_is_of_its_own_type_again_where_its_forward_fails() -> None:
-    layer = LengthLSTM(3, 4)
+    layer = Memory(3, 4)
     with per_sample_gradient_norms(layer), pytest.raises(RuntimeError):
         layer(torch.ones(2, 5, 2))
-    assert type(layer) is LengthLSTM
+    assert type(layer) is Memory
 
 
 class Doubled(nn.Linear):
@@ -254,7 +243,7 @@ def test_what_computes_something_else_is_not_recognized(name: str) -> None:
 
 
 def test_dropout_inside_of_a_recurrent_layer_hides_nothing() -> None:
-    assert kind_of(LengthLSTM(3, 4, num_layers=2, dropout=0.5)) is not None
+    assert kind_of(Memory(3, 4, num_layers=2, dropout=0.5)) is not None
 
 
 def test_recognition_goes_by_configuration() -> None:

@@ -108,7 +108,9 @@ class StationarityTest:
         parameters = self._parameters()
         self._steps, self._passed = state["steps"], state["passed"]
         self._length, self._end = state["length"], state["end"]
-        self._weights = {i: tensor.to(parameters[i].device) for i, tensor in state["weights"].items()}
+        self._weights = {
+            i: tensor.to(parameters[i].device) for i, tensor in state["weights"].items() if i in parameters
+        }
         self._products = list(state["products"])
 
     def _parameters(self) -> dict[int, nn.Parameter]:

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_struct.utilities.namespaces import NAMESPACES
+
 WARNINGS = (
     r"The '.*_dataloader' does not have many workers",  # data in memory: workers would only be slower
     r"The number of training batches .* is smaller than the logging interval",
@@ -19,7 +21,9 @@ LOG_MESSAGES = (
     r"TPU available: False",
     r"HPU available: False",
 )
-LOGGER = "lightning.pytorch.utilities.rank_zero"
+LOGGERS = tuple(
+    f"{namespace}.utilities.rank_zero" for namespace in NAMESPACES
+)  # messages go to that of the one imported last
 
 
 @contextmanager
@@ -29,8 +33,9 @@ def noise_filtered() -> Iterator[None]:
     def tells(record: logging.LogRecord) -> bool:
         return not any(re.match(pattern, record.getMessage()) for pattern in LOG_MESSAGES)
 
-    logger = logging.getLogger(LOGGER)
-    logger.addFilter(tells)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(tells)
     try:
         with warnings.catch_warnings():
             for pattern in WARNINGS:
@@ -39,4 +44,5 @@ def noise_filtered() -> Iterator[None]:
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
             yield
     finally:
-        logger.removeFilter(tells)
+        for logger in loggers:
+            logger.removeFilter(tells)

@@ -1,3 +1,5 @@
+import importlib
+import logging
 import warnings
 from pathlib import Path
 
@@ -5,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_struct.callbacks import TrainingCurves
 from lightning_struct.models import Autoencoder
@@ -182,7 +185,11 @@ NOISE = ("Tip:", "LeafSpec", "smaller than the logging interval", "dirpath has c
 
 
 @pytest.mark.slow
-def test_run_and_its_resumption_print_no_noise(conf, caplog):
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_run_and_its_resumption_print_no_noise(conf, caplog, monkeypatch, namespace):
+    importlib.import_module(namespace)
+    # where both are imported, all messages go to the logger of the one imported last
+    monkeypatch.setattr(rank_zero_module, "log", logging.getLogger(f"{namespace}.utilities.rank_zero"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         main(["fit", "--config", conf("adam"), "--trainer.log_every_n_steps=50"])

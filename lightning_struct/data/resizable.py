@@ -154,7 +154,10 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         begun = self._handed % self.accumulated
         if self.units is None or not self.splits_rest:
             return self.size
-        full, rest = self._layout(self.units - self._end(self._handed - begun))
+        left = self.units - self._end(self._handed - begun)
+        if left >= 2 * self.accumulated * self.size:
+            return self.size
+        full, rest = self._layout(left)
         return self.size if begun < full or begun >= len(rest) else rest[begun]
 
     def _layout(self, units: int) -> tuple[int, list[int]]:

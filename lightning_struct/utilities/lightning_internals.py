@@ -111,10 +111,7 @@ class TrainingLoaders:
     @property
     def ahead(self) -> int:
         """Batches that Lightning has fetched beyond the one under way; it does so for loaders without a length."""
-        fetcher: Any = self._loop._data_fetcher
-        return (
-            len(fetcher.batches) if isinstance(fetcher, lightning_classes("loops.fetchers._PrefetchDataFetcher")) else 0
-        )
+        return len(getattr(self._loop._data_fetcher, "batches", ()))  # that of _PrefetchDataFetcher alone
 
     @property
     def unread(self) -> int:

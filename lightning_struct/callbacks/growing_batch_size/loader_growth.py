@@ -56,6 +56,7 @@ class LoaderGrowth:
         self._state: State | None = None
         self._resumed: State | None = None
         self._begun = False
+        self._replans = True  # validation, since what it was planned by has changed
         self._loaders: list[GrowingLoader | GrowingDraws] = []
         self._epoch_done = self._batches_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
@@ -120,7 +121,9 @@ class LoaderGrowth:
                 self._set_limits()
             while self._changes and self._changes[0][0] <= self._batches_done:
                 self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
-        self._plan_validation()
+        if self._replans or self._batches_done > self._trainer.val_check_batch:
+            self._plan_validation()
+            self._replans = False
 
     def on_train_epoch_end(self) -> None:
         self._changes.clear()
@@ -289,6 +292,7 @@ class LoaderGrowth:
             nominal if loader.length is None else min(loader.length, most)
             for loader, nominal in zip(self._loaders, self._nominal_limits, strict=True)
         ]
+        self._replans = True
 
     def _plan_validation(self) -> None:
         """Set ``Trainer.val_check_batch`` to the next batch after which validation is due."""

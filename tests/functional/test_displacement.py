@@ -116,7 +116,6 @@ def test_the_columns_of_a_krylov_matrix_are_powers_times_the_vector(kind):
     torch.testing.assert_close(krylov_matrix(matrix, v), expected[..., :5])
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("kind_of_b", list(KINDS))
 @pytest.mark.parametrize("kind_of_a", list(KINDS))
 def test_formula_2_for_any_pair_of_operators(kind_of_a, kind_of_b):

@@ -109,7 +109,6 @@ def test_lsqr_iterates_and_norms_are_those_of_scipy(
 # --- against dense solves --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("center", ["start", "origin", "vector"])

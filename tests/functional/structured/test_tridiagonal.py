@@ -148,7 +148,6 @@ def float32_errors(m: int, n: int, family: str, corner: float, method: str) -> d
     return {f"argument {k - 1}" if k else "product": float((a - b).norm() / b.norm()) for k, (a, b) in enumerate(pairs)}
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("corner", [0.0, 0.7, -0.7, 1.0, -1.0])
 def test_float32_keeps_its_digits(corner, family):

@@ -52,7 +52,6 @@ def factors(optimizer: SHF) -> dict[str, dict[str, Tensor]]:
 # --- the subproblem is the true one ----------------------------------------------------------------------------------
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr", "cg"])
 @pytest.mark.parametrize(("center", "l2"), [("start", 0.0), ("start", 0.1), ("origin", 0.1)])
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])

@@ -57,7 +57,6 @@ SEQUENCES: dict[str, Callable[[int], float]] = {
 }
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize(("miniter", "recover"), [(50, 100), (10, 20), (0, 5)])
 @pytest.mark.parametrize("ftol", [1e-7, 1e-3])

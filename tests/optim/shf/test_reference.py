@@ -193,7 +193,6 @@ def network() -> nn.Module:
     return mlp().double()
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr"])
 @pytest.mark.parametrize(("center", "space", "preconditioner"), LINEAR)
@@ -207,7 +206,6 @@ def test_weights_after_two_steps_by_a_least_squares_solver(
         torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-9)
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 @pytest.mark.parametrize("solver", ["lsmr", "lsqr"])
 @pytest.mark.parametrize("center", ["start", "origin"])
@@ -218,7 +216,6 @@ def test_weights_after_two_steps_with_l2(loss: str, solver: str, center: str, pr
         torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-9)
 
 
-@pytest.mark.combinations
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 @pytest.mark.parametrize("center", ["start", "origin"])
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)

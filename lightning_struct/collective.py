@@ -28,6 +28,18 @@ def all_gather_rows(row: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def all_gather_unequal(rows: Tensor) -> Tensor:
+    """(sum of all k, ...): the (k, ...) rows of all processes, in the order of ranks; k may differ."""
+    if world_size() == 1:
+        return rows
+    counts = all_gather_rows(torch.tensor([len(rows)], device=rows.device))[:, 0].tolist()
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
 def rank() -> int:
     """The number of this process."""
     return dist.get_rank() if world_size() > 1 else 0

@@ -9,6 +9,7 @@ from lightning_struct.functional.displacement import (
     ldr_to_dense,
     sylvester_displacement,
 )
+from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, geodesic_acceleration
 from lightning_struct.functional.gauss_newton import Linearization, linearize
 from lightning_struct.functional.gradient_norms import (
     GradientNormRecorder,
@@ -38,6 +39,7 @@ from lightning_struct.functional.preconditioner import (
     jacobi_scaling,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.structured.subdiagonal import (
     choose_subdiagonal_method,
     prepare_subdiagonal,
@@ -64,9 +66,11 @@ __all__ = [
     "DenseOperator",
     "DiagonalOperator",
     "DisplacementOperator",
+    "FactoredLeastSquares",
     "GaussNewtonLoss",
     "GradientNormRecorder",
     "LayerCall",
+    "LeastSquares",
     "LeastSquaresResult",
     "LineSearchResult",
     "Linearization",
@@ -87,6 +91,7 @@ __all__ = [
     "displacement_rank",
     "empirical_fisher_diagonal",
     "fisher_scaling",
+    "geodesic_acceleration",
     "gradient_variance",
     "hadamard_transform",
     "hankel_like_matmul",

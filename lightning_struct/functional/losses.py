@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 
 
@@ -118,9 +119,10 @@ class CrossEntropy:
             )
 
 
-def get_loss(loss: str | GaussNewtonLoss) -> GaussNewtonLoss:
-    """The loss of a name: ``"mse"`` (:class:`SquaredError`) or ``"cross_entropy"`` (:class:`CrossEntropy`); an object with
-    their methods as it is.
+def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | LeastSquares:
+    """The loss of a name: ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`) or
+    ``"least_squares"`` (:class:`~lightning_struct.functional.LeastSquares` with weights of 1); an object with the methods
+    of the first two, or a ``LeastSquares``, as it is.
 
     Raises:
         ValueError: an unknown name.
@@ -131,7 +133,11 @@ def get_loss(loss: str | GaussNewtonLoss) -> GaussNewtonLoss:
             return SquaredError()
         if loss == "cross_entropy":
             return CrossEntropy()
-        raise ValueError(f"loss must be 'mse', 'cross_entropy' or an object, got {loss!r}")
+        if loss == "least_squares":
+            return LeastSquares()
+        raise ValueError(f"loss must be 'mse', 'cross_entropy', 'least_squares' or an object, got {loss!r}")
+    if isinstance(loss, LeastSquares):
+        return loss
     missing = [
         name
         for name in ("value", "residual", "sqrt_hessian", "sqrt_hessian_transpose")

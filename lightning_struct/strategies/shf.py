@@ -7,6 +7,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
+from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF, StepReport
 from lightning_struct.strategies.manual import ManualOptimization
 from lightning_struct.strategies.requirements import Requirements
@@ -21,7 +22,8 @@ class SHFOptimization(ManualOptimization):
     Every batch is one iteration of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. Logged in
     each step are ``train_loss`` (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``,
     ``step_length``, ``batch_size``, and where they are defined ``gradient_variance`` and ``batch_size_predicted`` (a
-    ``GrowingBatchSize`` logs its own prediction instead). All are of the whole batch, over all processes.
+    ``GrowingBatchSize`` logs its own prediction instead); with ``loss="least_squares"`` and several blocks of residuals
+    also ``train_loss_NAME`` of each, ½ mean r² without its weight. All are of the whole batch, over all processes.
 
     It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. A learning-rate scheduler has
     nothing to do here; clipping and accumulation of gradients are refused by Lightning.
@@ -76,15 +78,31 @@ class SHFOptimization(ManualOptimization):
         Returns:
             The loss before the step: (), detached.
         """
-        inputs, targets = self.inputs_and_targets(batch)
         optimizer: Any = self.optimizers()
         try:
-            report: StepReport = optimizer.step(inputs=inputs, targets=targets)
+            report: StepReport = optimizer.step(**self._shf_arguments(batch))
         except ValueError as error:
             raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
         self._shf_log_step(report)
         self.on_shf_step(report)
         return torch.tensor(report.loss_before, device=self.device)
+
+    def residual_inputs(self, batch: Any) -> Any:
+        """The inputs that the module returns residuals for (``loss="least_squares"``), from a batch.
+
+        Override it where a batch is something else: by default a list or a tuple holds several arguments of the module, and
+        anything else, a tensor or a dict of them, is its only argument.
+
+        Returns:
+            A tuple of arguments, or the only one.
+        """
+        return tuple(batch) if isinstance(batch, list) else batch
+
+    def _shf_arguments(self, batch: Any) -> dict[str, Any]:
+        if isinstance(self.shf.loss, LeastSquares):
+            return {"inputs": self.residual_inputs(batch)}
+        inputs, targets = self.inputs_and_targets(batch)
+        return {"inputs": inputs, "targets": targets}
 
     def gradient_statistics(self) -> GradientStatistics | None:
         """Statistics of the last step's batch; None before the first step of this fit."""
@@ -126,6 +144,8 @@ class SHFOptimization(ManualOptimization):
         }
         if not any(isinstance(callback, GrowingBatchSize) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             values["batch_size_predicted"] = report.predicted_batch_size
+        if len(report.block_losses) > 1:
+            values |= {f"train_loss_{block}": loss for block, loss in report.block_losses.items()}
         for name, value in values.items():
             if value is not None:
                 self.log(name, float(value), prog_bar=name in SHOWN_IN_PROGRESS_BAR, batch_size=report.batch_size)

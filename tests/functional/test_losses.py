@@ -160,7 +160,7 @@ def test_losses_are_found_by_name() -> None:
 
 
 def test_an_unknown_loss_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mse', 'cross_entropy' .* 'hinge'"):
+    with pytest.raises(ValueError, match="'mse', 'cross_entropy', 'least_squares' .* 'hinge'"):
         get_loss("hinge")
 
 

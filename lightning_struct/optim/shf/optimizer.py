@@ -7,7 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.randomness import seeded
+from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
@@ -28,6 +29,7 @@ from lightning_struct.optim.shf.preconditioner import (
     preconditioner_by_object,
 )
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
+from lightning_struct.optim.shf.residual_steps import ResidualSteps, check_settings_of_outputs
 from lightning_struct.optim.shf.settings import Settings, check_damping
 from lightning_struct.optim.shf.solve import Update, merit_after, solve, update_along
 
@@ -48,9 +50,10 @@ class SHF(torch.optim.Optimizer):
     Args:
         module: called as ``module(inputs)`` (or ``module(*inputs)`` for a tuple); returns one tensor (n, ...).
             Its weights are float32 or float64.
-        loss: ``"mse"``: ½‖outputs - targets‖² averaged over samples; ``"cross_entropy"``: of logits; or an object with
-            the methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`.
-        damping: λ₁ > 0; the model is damped by λ².
+        loss: ``"mse"``: ½‖outputs - targets‖² averaged over samples; ``"cross_entropy"``: of logits; an object with
+            the methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a module
+            that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their blocks.
+        damping: λ₁ > 0; the model is damped by λ². It may be left out with residuals: a tenth of the largest singular value.
         drop: the Levenberg-Marquardt rule multiplies λ by it where ρ > ``upper`` and divides where ρ < ``lower``;
             None leaves λ alone (``LevenbergMarquardtDamping`` sets it so and takes over).
         lower: ρ below which λ rises.
@@ -58,7 +61,8 @@ class SHF(torch.optim.Optimizer):
         min_damping: λ never falls below it.
         max_damping: λ never rises above it.
         solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of
-            Martens (2010), the paper's rival.
+            Martens (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
+            If not given, ``"lsmr"``, with residuals ``"exact"``.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
             ``"fisher"`` (Martens 2010); ``"kronecker"``, the layers' Kronecker factors, averaged over steps and damped by
             μ² = λ² + l2 (not in the paper; :meth:`summary` says what each parameter has); None; or an object with
@@ -68,7 +72,8 @@ class SHF(torch.optim.Optimizer):
         damping_space: ``"y"``: the damping is on the preconditioned direction (Algorithm 6); ``"x"``: on the direction
             itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there, as
             it is for Kronecker factors, and for a preconditioner object with damping around the origin.
-        warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero.
+        warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero. If not given, .7, with
+            residuals 0.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``.
         max_warm_start: bound on γ, in [0, 1).
         maxiter: bound on the solver's iterations.
@@ -98,6 +103,8 @@ class SHF(torch.optim.Optimizer):
             the products with J, the preconditioner and the Kronecker factors; loss and gradient are of all (Byrd et al.
             2011). For CG only.
         seed: seed, with the step's number, of the preconditioner's random signs and of the network's own draws (dropout).
+        geodesic_acceleration: with residuals, try steps with a second-order correction too (Transtrum & Sethna 2012); if
+            not given, they are tried.
 
     Attributes:
         settings: the arguments above as one value. The current λ, ``drop``, γ and ``maxiter`` are in ``param_groups[0]``.
@@ -120,19 +127,19 @@ class SHF(torch.optim.Optimizer):
     def __init__(
         self,
         module: nn.Module,
-        loss: str | GaussNewtonLoss,
+        loss: str | GaussNewtonLoss | LeastSquares,
         *,
-        damping: float,
+        damping: float | None = None,
         drop: float | None = 0.99,
         lower: float = 0.25,
         upper: float = 0.75,
         min_damping: float = 0.0,
         max_damping: float = math.inf,
-        solver: str = "lsmr",
+        solver: str | None = None,
         preconditioner: str | Any | None = "diagonal",
         damping_center: str = "start",
         damping_space: str | None = None,
-        warm_start: float = 0.7,
+        warm_start: float | None = None,
         warm_start_growth: float = 1.002,
         max_warm_start: float = 0.95,
         maxiter: int = 150,
@@ -157,12 +164,20 @@ class SHF(torch.optim.Optimizer):
         held_out: float = 0.0,
         curvature_share: float = 1.0,
         seed: int = 0,
+        geodesic_acceleration: bool | None = None,
     ) -> None:
         # Every argument but the first two is a field of the settings.
         arguments = locals()
+        self.loss = get_loss(loss)
         self.settings = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
         self.module = module
-        self.loss = get_loss(loss)
+        self._residual_steps: ResidualSteps | None = None
+        if isinstance(self.loss, LeastSquares):
+            self._residual_steps = ResidualSteps(module, self.loss, self.settings)
+        else:
+            check_settings_of_outputs(self.settings)
+        if warm_start is None:
+            warm_start = 0.7 if self._residual_steps is None else 0.0
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check_parameters(named)
         self._names = list(named)
@@ -175,7 +190,8 @@ class SHF(torch.optim.Optimizer):
         self._timed = PhaseTimer()
         self.report: StepReport | None = None
         super().__init__(
-            named.values(), {"damping": damping, "drop": drop, "warm_start": warm_start, "maxiter": maxiter}
+            named.values(),
+            {"damping": damping, "drop": drop, "warm_start": warm_start, "maxiter": maxiter},
         )
 
     @torch.no_grad()
@@ -201,6 +217,8 @@ class SHF(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        if self._residual_steps is not None:
+            return self._step_on_residuals(self._residual_steps, inputs, targets)
         if inputs is None or targets is None:
             raise TypeError(
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
@@ -214,6 +232,45 @@ class SHF(torch.optim.Optimizer):
         self._adapt(model, preconditioner, update)  # λ, γ and maxiter (sections 4.2 and 4.5)
         return self._report(model, update)  # n̂ (Algorithm 2)
 
+    def _step_on_residuals(self, steps: ResidualSteps, inputs: Any, targets: Any) -> StepReport:
+        """One iteration for a module that returns residuals."""
+        if targets is not None:
+            raise TypeError(
+                "with loss='least_squares' the module returns residuals, which need no targets: step(inputs=...). Give "
+                "measurements as inputs, or choose loss='mse'"
+            )
+        if inputs is None:
+            raise TypeError("SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none")
+        group, memory, self._timed = self.param_groups[0], self._memory, PhaseTimer()
+        weights = {name: p.detach() for name, p in zip(self._names, group["params"], strict=True)}
+        like = group["params"][0]
+        with seeded(self._seed(f"network on rank {rank()}"), like.device):
+            update = steps.take(
+                weights,
+                inputs,
+                damping=group["damping"],
+                adapts=self.drop is not None,
+                start=self._start(like),
+                names=memory.get("blocks"),
+                timed=self._timed,
+            )
+        if update.direction is not None:
+            for name, change in update.model.weights.unflat(update.direction).items():
+                weights[name].add_(change)
+        group["warm_start"] = min(
+            group["warm_start"] * self.settings.warm_start_growth,
+            max(self.settings.max_warm_start, group["warm_start"]),
+        )
+        self.damping = update.damping
+        self.state["shf"] = {  # type: ignore[index]
+            "steps": memory["steps"] + 1,
+            "largest_batch": 0,
+            "direction": update.direction,
+            "blocks": list(update.model.block_losses),
+        }
+        self.report = update.report(self.settings, self._timed.seconds)
+        return self.report
+
     def _model_of(self, inputs: Any, targets: Tensor) -> BatchModel:
         """The damped least-squares model of a batch at the current weights."""
         settings, parameters = self.settings, self.param_groups[0]["params"]
@@ -221,7 +278,7 @@ class SHF(torch.optim.Optimizer):
         with self._timed("linearize"), seeded(self._seed(f"network on rank {rank()}"), parameters[0].device):
             model = BatchModel(
                 self.module,
-                self.loss,
+                cast(GaussNewtonLoss, self.loss),
                 {name: p.detach() for name, p in zip(self._names, parameters, strict=True)},
                 inputs,
                 targets,
@@ -250,14 +307,14 @@ class SHF(torch.optim.Optimizer):
             return StepPreconditioner(lambda _: None, damping)
         if isinstance(given, str):
             return StepPreconditioner(preconditioner_by_name(given, model, self._seed("signs")), damping)
-        return StepPreconditioner(preconditioner_by_object(given, model, self.loss), damping)
+        return StepPreconditioner(preconditioner_by_object(given, model, cast(GaussNewtonLoss, self.loss)), damping)
 
     def _search(self, model: BatchModel, preconditioner: StepPreconditioner) -> Update:
         """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
         if model.gradient_squared == 0.0:
             warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=_CALLER_OF_STEP)
             return Update(None, 0.0, model.value, 0.0, self.damping, 0, "zero_gradient")
-        damping, start, iterations = self.damping, self._start(model), 0
+        damping, start, iterations = self.damping, self._start(model.gradient), 0
         for _ in range(1 + _RETRIES):
             with self._timed("precondition"):
                 scaling = preconditioner.at(damping)
@@ -286,12 +343,12 @@ class SHF(torch.optim.Optimizer):
         )
         return Update(None, 0.0, model.value, 0.0, self._raised(self.damping), iterations, "line_search")
 
-    def _start(self, model: BatchModel) -> Tensor | None:
+    def _start(self, like: Tensor) -> Tensor | None:
         """d0 = γ d of the last step (section 4.5); None for zero."""
         decay, direction = self.param_groups[0]["warm_start"], self._memory["direction"]
         if direction is None or decay == 0.0:
             return None
-        return direction.to(model.gradient) * decay  # a loaded direction may come from another device or dtype
+        return direction.to(like) * decay  # a loaded direction may come from another device or dtype
 
     def _maxiter_for(self, model: BatchModel) -> int:
         """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""

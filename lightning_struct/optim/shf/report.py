@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class StepReport:
             and for a batch of one.
         batch_size: samples over all processes, those held out among them.
         predicted_batch_size: n̂ of the norm test; None where the variance is, or where the gradient is zero.
+        block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, where the module returns residuals
+            (``loss="least_squares"``).
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
             evaluated in it; ``"line_search"``; ``"merit"``, after the step).
     """
@@ -45,6 +47,7 @@ class StepReport:
     batch_size: int
     predicted_batch_size: int | None
     seconds: dict[str, float]
+    block_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class PhaseTimer:

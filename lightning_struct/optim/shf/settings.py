@@ -13,7 +13,7 @@ from lightning_struct.functional.damping import check_levenberg_marquardt, leven
 from lightning_struct.functional.gauss_newton import BACKENDS
 from lightning_struct.functional.least_squares import RightPreconditioner
 
-SOLVERS = ("lsmr", "lsqr", "cg")
+SOLVERS = ("lsmr", "lsqr", "cg", "exact")
 PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")
 
 
@@ -36,17 +36,17 @@ class Settings:
         ValueError: damping must be finite and > 0, got 0.0
     """
 
-    damping: float
+    damping: float | None = None
     drop: float | None = 0.99
     lower: float = 0.25
     upper: float = 0.75
     min_damping: float = 0.0
     max_damping: float = math.inf
-    solver: str = "lsmr"
+    solver: str | None = None
     preconditioner: str | RightPreconditioner | None = "diagonal"
     damping_center: str = "start"
     damping_space: str | None = None
-    warm_start: float = 0.7
+    warm_start: float | None = None
     warm_start_growth: float = 1.002
     max_warm_start: float = 0.95
     maxiter: int = 150
@@ -71,9 +71,11 @@ class Settings:
     held_out: float = 0.0
     curvature_share: float = 1.0
     seed: int = 0
+    geodesic_acceleration: bool | None = None
 
     def __post_init__(self) -> None:
-        check_damping(self.damping)
+        if self.damping is not None:
+            check_damping(self.damping)
         self.check_drop(self.drop)
         self._check_choices()
         self._check_ranges()
@@ -110,7 +112,7 @@ class Settings:
         return self.solver == "cg" or self.l2 > 0 or off_start or self.preconditioner == "kronecker"
 
     def _check_choices(self) -> None:
-        _check_choice("solver", self.solver, SOLVERS)
+        _check_choice("solver", self.solver, (*SOLVERS, None))
         _check_choice("damping_center", self.damping_center, ("start", "origin"))
         _check_choice("damping_space", self.damping_space, (None, "y", "x"))
         _check_choice("backend", self.backend, (None, *BACKENDS))
@@ -143,7 +145,8 @@ class Settings:
                 f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares problem, "
                 "in which gradient and curvature come from the same samples"
             )
-        if not (0 <= self.warm_start < 1 and 0 <= self.max_warm_start < 1 and self.warm_start_growth >= 1):
+        warm_start = self.warm_start or 0.0
+        if not (0 <= warm_start < 1 and 0 <= self.max_warm_start < 1 and self.warm_start_growth >= 1):
             raise ValueError(
                 "warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got "
                 f"{self.warm_start}, {self.max_warm_start} and {self.warm_start_growth}"

@@ -113,7 +113,7 @@ def _solve_by_least_squares(
     center: str | Tensor = settings.damping_center
     if settings.l2:
         strength, center = model.joined_damping(damping, anchor)
-    result = (lsmr if settings.solver == "lsmr" else lsqr)(
+    result = (lsqr if settings.solver == "lsqr" else lsmr)(
         model.forward,
         model.backward,
         model.right_hand_side,

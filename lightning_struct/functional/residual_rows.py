@@ -1,0 +1,291 @@
+"""Residuals of a batch as a function of the weights, and their Jacobian as a dense matrix.
+
+A residual mostly depends on one row of the inputs alone: on one point of a differential equation. Then the rows of the
+Jacobian are gradients of single rows, N times cheaper than by a backward pass for each through the whole batch. The
+module is recorded once for a single row, as operations on tensors; derivatives in the inputs that it takes itself, by
+``torch.func`` or by autograd, are then operations like all others, and ``torch.func.vmap`` runs the record over all rows.
+That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_struct.functional.residuals import residual_blocks
+from lightning_struct.functional.stateless import call_with
+
+Parameters: TypeAlias = Mapping[str, Tensor]
+# Numbers of the Jacobian that are computed at once: their intermediate values take several times as much memory.
+_NUMBERS_AT_ONCE = 2**24
+
+
+class BatchResiduals:
+    """Residuals of one batch, r(w): those of all blocks, one after another, as one flat vector.
+
+    Args:
+        records: of the module; new ones are added to it.
+        params: name -> w of all trained parameters.
+        args: the module's arguments: tensors, in any nested sequences and mappings, whose first dimensions are rows.
+        context: makes a context manager around each call of the module, as one that repeats random numbers.
+
+    Attributes:
+        blocks: name -> the residuals at ``params`` as the module returned them, (n_b, ...), detached.
+
+    Raises:
+        TypeError: the module did not return residuals.
+    """
+
+    def __init__(
+        self,
+        records: RowRecords,
+        params: Parameters,
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._records, self._args, self._context = records, args, context
+        self.blocks = {name: block.detach() for name, block in self._call(params).items()}
+        self._rows: dict[str, _Rows | None] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of residuals of each block."""
+        return [block.numel() for block in self.blocks.values()]
+
+    def values(self, params: Parameters) -> Tensor:
+        """r(w), (N,)."""
+        parts = {name: rows.values(params) for name, rows in self._by_rows(params).items() if rows is not None}
+        if len(parts) < len(self.blocks):
+            parts = self._call(params)
+        return torch.cat([parts[name].detach().reshape(-1) for name in self.blocks])
+
+    def graph(self, params: Parameters) -> Tensor:
+        """r(w), (N,), as a function of ``params`` that autograd differentiates."""
+        blocks = self._call(params)
+        with torch.enable_grad():
+            return torch.cat([blocks[name].reshape(-1) for name in self.blocks])
+
+    def jacobian(self, params: Parameters, out: Tensor) -> None:
+        """Write J (N, P) to ``out``: the columns are those of all parameters, one after another."""
+        point = {name: p.detach().requires_grad_() for name, p in params.items()}
+        blocks: dict[str, Tensor] | None = None
+        for (name, rows), part in zip(self._by_rows(params).items(), out.split(self.sizes), strict=True):
+            if rows is not None:
+                rows.jacobian(params, part)
+                if rows.record.derivative_is_checked:
+                    continue
+            blocks = blocks or self._call(point)
+            with torch.enable_grad():
+                residuals = blocks[name].reshape(-1)
+            if rows is not None and _is_jacobian(part, residuals, point):
+                rows.record.derivative_is_checked = True
+                continue
+            if rows is not None:
+                self._records.refuse(name, "they share a derivative")
+                self._rows = {**self._by_rows(params), name: None}
+            _jacobian_by_backward_passes(residuals, point, part)
+
+    def _call(self, params: Parameters) -> dict[str, Tensor]:
+        """The blocks as the module returns them, with their graph."""
+        module = self._records.module
+        buffers = {name: b.clone() for name, b in module.named_buffers()}
+        with self._context(), torch.enable_grad():
+            return residual_blocks(call_with(module, {**buffers, **params}, self._args))
+
+    def _by_rows(self, params: Parameters) -> dict[str, _Rows | None]:
+        """Blocks row by row; None for those whose rows cannot be told apart. ``params`` are those of ``blocks``."""
+        if self._rows is None:
+            self._rows = {
+                name: self._records.rows_of(name, block, params, self._args) for name, block in self.blocks.items()
+            }
+        return self._rows
+
+
+class RowRecords:
+    """Records of a module for single rows, kept from batch to batch.
+
+    Args:
+        module: returns residuals.
+
+    Attributes:
+        module: the module.
+        refused: name of a block -> why its rows cannot be told apart.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.refused: dict[str, str] = {}
+        self._kept: dict[str, _Record] = {}
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy records anew
+        return {**vars(self), "_kept": {}}
+
+    def rows_of(self, name: str, block: Tensor, params: Parameters, args: tuple[Any, ...]) -> _Rows | None:
+        """A block row by row, by a record that gives its values at ``params``; None where there is none."""
+        if name in self.refused:
+            return None
+        inputs = _Inputs(args, block)
+        if 0 not in inputs.dims:
+            return self.refuse(name, "none of the inputs has a row for each of them")
+        key = f"{name} {inputs.key} {tuple(block.shape[1:])} {block.dtype} {block.device}"
+        buffers = dict(self.module.named_buffers())
+        if key in self._kept:
+            rows = _Rows(self._kept[key], inputs, buffers)
+            if rows.give(block, params):
+                return rows
+        try:
+            graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
+            rows = _Rows(_Record(graph, block.abs().max().item()), inputs, buffers)
+            fits = rows.give(block, params)
+        except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+            return self.refuse(name, f"a single row cannot be recorded ({str(error).splitlines()[0]})")
+        if not fits:
+            return self.refuse(name, "they depend on more than one row of the inputs")
+        self._kept[key] = rows.record
+        return rows
+
+    def refuse(self, name: str, reason: str) -> _Rows | None:
+        """From now on tell no rows of the block apart."""
+        self.refused[name] = reason
+        return None
+
+
+class _Inputs:
+    """Tensors among a module's arguments, and which of them have a row for each residual of a block."""
+
+    def __init__(self, args: tuple[Any, ...], block: Tensor) -> None:
+        self._leaves, self._structure = tree_flatten(args)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.dims = [0 if t.ndim > 0 and block.ndim > 0 and len(t) == len(block) else None for t in self.tensors]
+        shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
+        self.key = f"{self._structure} {self.dims} {shapes}"
+
+    def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The module's arguments with other tensors."""
+        others = iter(tensors)
+        return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in self._leaves], self._structure)
+
+
+class _Record:
+    """One block for a single row, as a graph of operations on (weights, buffers, tensors of the inputs).
+
+    Attributes:
+        graph: the graph; it returns the residuals of the row, (k,).
+        scale: the largest residual where the record was made.
+        derivative_is_checked: whether its Jacobian was compared with the module's.
+    """
+
+    def __init__(self, graph: Callable[..., Tensor], scale: float) -> None:
+        self.graph, self.scale = graph, scale
+        self.derivative_is_checked = False
+
+
+class _Rows:
+    """One block of a batch, row by row."""
+
+    def __init__(self, record: _Record, inputs: _Inputs, buffers: Parameters) -> None:
+        self.record, self._inputs, self._buffers = record, inputs, buffers
+
+    def values(self, params: Parameters) -> Tensor:
+        """The residuals, (n_b, k)."""
+        with torch.no_grad():
+            over_rows = vmap(self.record.graph, in_dims=(None, None, self._inputs.dims))
+            return over_rows(params, self._buffers, self._inputs.tensors)
+
+    def give(self, block: Tensor, params: Parameters) -> bool:
+        """Whether these are the values of a block. A single row is rounded otherwise than the whole batch."""
+        values = self.values(params)
+        scale = max(self.record.scale, block.abs().max().item())
+        tolerance = torch.finfo(block.dtype).eps ** 0.5 * scale
+        return values.numel() == block.numel() and bool(((values.view_as(block) - block).abs() <= tolerance).all())
+
+    def jacobian(self, params: Parameters, out: Tensor) -> None:
+        """Write the rows (n_b k, P) to ``out``."""
+
+        def of_row(tensors: list[Tensor]) -> dict[str, Tensor]:
+            residuals, pull, *_ = vjp(lambda p: self.record.graph(p, self._buffers, tensors), dict(params))
+            if len(residuals) == 1:
+                (gradients,) = pull(torch.ones_like(residuals))
+                return {name: g[None] for name, g in gradients.items()}
+            return vmap(lambda u: pull(u)[0])(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
+
+        dims = self._inputs.dims
+        count = next(len(t) for t, dim in zip(self._inputs.tensors, dims, strict=True) if dim == 0)
+        per_row = len(out) // count
+        at_once = max(1, _NUMBERS_AT_ONCE // (per_row * out.shape[1]))
+        for first in range(0, count, at_once):
+            tensors = [
+                t if dim is None else t[first : first + at_once]
+                for t, dim in zip(self._inputs.tensors, dims, strict=True)
+            ]
+            gradients = vmap(of_row, in_dims=(dims,))(tensors)
+            rows = out[first * per_row : (first + at_once) * per_row]
+            for columns, (name, p) in zip(_columns(rows, params), params.items(), strict=True):
+                columns.copy_(gradients[name].reshape(len(rows), p.numel()))
+
+
+def _graph_of_single_row(
+    module: nn.Module, name: str, params: Parameters, buffers: Parameters, inputs: _Inputs
+) -> Callable[..., Tensor]:
+    def single_row(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Tensor:
+        rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
+        returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
+        return residual_blocks(returned)[name].reshape(-1)
+
+    first_rows = [t[0] if dim == 0 else t for t, dim in zip(inputs.tensors, inputs.dims, strict=True)]
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
+        graph = make_fx(single_row)(dict(params), dict(buffers), first_rows)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _columns(rows: Tensor, params: Parameters) -> Sequence[Tensor]:
+    """The columns of each parameter."""
+    return rows.split([p.numel() for p in params.values()], dim=1)
+
+
+def _is_jacobian(rows: Tensor, residuals: Tensor, point: Parameters) -> bool:
+    """Whether uᵀJ is that of autograd, for one random u."""
+    u = torch.randn(len(residuals), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(residuals)
+    expected = _backward(residuals, point, u, batched=False)
+    return bool((rows.mT @ u - expected).norm() <= torch.finfo(rows.dtype).eps ** 0.5 * rows.norm())
+
+
+def _jacobian_by_backward_passes(residuals: Tensor, point: Parameters, out: Tensor) -> None:
+    """Write J to ``out``, a backward pass through the whole batch for each row."""
+    at_once = max(1, min(64, _NUMBERS_AT_ONCE // out.shape[1]))
+    for first in range(0, len(out), at_once):
+        rows = out[first : first + at_once]
+        u = torch.zeros(len(rows), len(out), dtype=out.dtype, device=out.device)
+        u[:, first:].fill_diagonal_(1.0)
+        try:
+            rows.copy_(_backward(residuals, point, u, batched=True))
+        except RuntimeError:  # an operation whose derivative has no batching rule
+            for row, cotangent in zip(rows, u, strict=True):
+                row.copy_(_backward(residuals, point, cotangent, batched=False))
+
+
+def _backward(residuals: Tensor, point: Parameters, u: Tensor, batched: bool) -> Tensor:
+    """Jᵀu, flat, for one u or for a batch of them."""
+    if not residuals.requires_grad:
+        return u.new_zeros(*u.shape[:-1], sum(p.numel() for p in point.values()))
+    gradients = torch.autograd.grad(
+        residuals,
+        list(point.values()),
+        u.to(residuals.dtype),
+        retain_graph=True,
+        is_grads_batched=batched,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return torch.cat([g.reshape(*u.shape[:-1], -1) for g in gradients], dim=-1)

@@ -1,0 +1,87 @@
+"""Residuals of a module in blocks, and f = Σ_b w_b ½ mean_i r²_{b,i} of them: nonlinear least squares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+ONLY_BLOCK = "residual"
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """f = Σ_b w_b ½ mean_i r²_{b,i} of the residuals r that the module itself returns, in blocks b.
+
+    A block is a tensor (n_b, ...) under a name: the residuals of a differential equation in the interior, of its boundary
+    values, of measurements. n_b may differ from block to block. Of a block (n_b, k) the squares are summed over k and
+    averaged over n_b. A module that returns one tensor has one block, ``"residual"``.
+
+    Args:
+        weights: w_b > 0 by the name of the block, for all blocks; if not given, all are 1.
+
+    Raises:
+        ValueError: a weight that is not finite and positive.
+
+    Example:
+        >>> LeastSquares({"interior": 1.0, "boundary": 10.0}).weights_of(["boundary", "interior"])
+        {'boundary': 10.0, 'interior': 1.0}
+    """
+
+    weights: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, weight in (self.weights or {}).items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"the weight of block {name!r} must be finite and > 0, got {weight}")
+
+    def weights_of(self, blocks: Collection[str]) -> dict[str, float]:
+        """w_b of the blocks that the module returned, in their order.
+
+        Raises:
+            ValueError: a block without a weight, or a weight without a block; it is named.
+        """
+        if self.weights is None:
+            return dict.fromkeys(blocks, 1.0)
+        if missing := [name for name in blocks if name not in self.weights]:
+            raise ValueError(
+                f"the module returned {_listed('block', missing)} that LeastSquares(weights=...) has no weight for; it has "
+                f"weights for {_names(self.weights)}"
+            )
+        if unknown := [name for name in self.weights if name not in blocks]:
+            raise ValueError(
+                f"LeastSquares has a weight for {_listed('block', unknown)} that the module did not return; it returned "
+                f"{_names(blocks)}"
+            )
+        return {name: float(self.weights[name]) for name in blocks}
+
+
+def residual_blocks(returned: Any) -> dict[str, Tensor]:
+    """What a module returned as blocks by name; a tensor is the block ``"residual"``.
+
+    Raises:
+        TypeError: neither a tensor nor a mapping of names to tensors of floating-point numbers.
+    """
+    if isinstance(returned, Tensor):
+        returned = {ONLY_BLOCK: returned}
+    if not isinstance(returned, Mapping) or not returned:
+        raise TypeError(
+            "with loss='least_squares' the module returns its residuals: a tensor, or a mapping of names to tensors. It "
+            f"returned {'an empty mapping' if isinstance(returned, Mapping) else type(returned).__name__}"
+        )
+    for name, block in returned.items():
+        if not (isinstance(block, Tensor) and block.is_floating_point()):
+            kind = f"a tensor of {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
+            raise TypeError(f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {kind}")
+    return dict(returned)
+
+
+def _names(blocks: Collection[str]) -> str:
+    return ", ".join(map(repr, blocks))
+
+
+def _listed(noun: str, names: Collection[str]) -> str:
+    return f"the {noun}{'s' if len(names) > 1 else ''} {_names(names)}"

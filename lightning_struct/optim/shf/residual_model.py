@@ -1,0 +1,158 @@
+"""The least-squares problem of one batch of a module that returns residuals, over all processes that hold a share of it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_struct.collective import all_gather_rows, all_reduce
+from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
+from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.objective import FlatWeights
+
+
+class ResidualModel:
+    """f(w) = Σ_b w_b ½ mean_i r²_{b,i} = ½‖r(w)‖², the rows of r scaled by √(w_b/n_b), and r(w + d) ≈ r + J d.
+
+    Directions are flat vectors (all weights, one after another). The rows stay on their process.
+
+    Args:
+        records: of the module, whose weights and buffers are not changed.
+        loss: the weights w_b.
+        weights: name -> the trainable weights, detached.
+        inputs: this process's share: a tuple of the module's arguments, or its one argument.
+        names: the blocks of the step before; None in the first step.
+
+    Attributes:
+        weights: w.
+        samples: rows of all blocks over all processes.
+        block_losses: name -> ½ mean_i r²_{b,i}, without w_b.
+        value: f(w).
+        residual: r(w), this process's rows, (N,).
+
+    Raises:
+        TypeError: the module did not return residuals.
+        ValueError: on any process NaN or infinity in the inputs or in a block, an empty block, blocks of other names than
+            before or than those that have weights. The message names the block; all processes raise alike.
+    """
+
+    def __init__(
+        self,
+        records: RowRecords,
+        loss: LeastSquares,
+        weights: dict[str, Tensor],
+        inputs: Any,
+        *,
+        names: Collection[str] | None = None,
+    ) -> None:
+        self.weights = FlatWeights(weights)
+        self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        _check_inputs(tensors, self._device)
+        state = random_state(*tensors)
+        self._batch = BatchResiduals(records, weights, args, lambda: restored_random_state(state))
+        blocks = self._batch.blocks
+        _check_names(blocks, names, self._device)
+        shares = loss.weights_of(blocks)
+        counts = _checked_counts(blocks, self._device)
+        self.samples = sum(counts.values())
+        self._scale = torch.cat(
+            [
+                torch.full((block.numel(),), math.sqrt(shares[name] / counts[name]), dtype=self._dtype)
+                for name, block in blocks.items()
+            ]
+        ).to(self._device)
+        squares = [0.5 * inner(block, block) / counts[name] for name, block in blocks.items()]
+        self.block_losses = dict(zip(blocks, all_reduce(torch.stack(squares)).tolist(), strict=True))
+        self.value = sum(shares[name] * value for name, value in self.block_losses.items())
+        self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
+
+    @property
+    def rows(self) -> int:
+        """Number of residuals on this process."""
+        return len(self.residual)
+
+    def residual_at(self, d: Tensor) -> Tensor:
+        """r(w + d), this process's rows."""
+        return self._scaled(self._batch.values(self.weights.unflat(self.weights.vector + d)))
+
+    def value_of(self, residual: Tensor) -> float:
+        """½‖r‖² over all processes."""
+        return 0.5 * all_reduce(inner(residual, residual)).item()
+
+    def value_at(self, d: Tensor) -> float:
+        """f(w + d)."""
+        return self.value_of(self.residual_at(d))
+
+    def jacobian(self) -> Tensor:
+        """J, (N, P), this process's rows.
+
+        Raises:
+            ValueError: NaN or infinity in it.
+        """
+        jacobian = torch.empty(self.rows, len(self.weights.vector), dtype=self._dtype, device=self._device)
+        self._batch.jacobian(self.weights.by_name, jacobian)
+        jacobian.mul_(self._scale[:, None])
+        if all_reduce((~jacobian.isfinite()).sum()).item():
+            raise ValueError(
+                "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for a root "
+                "or a norm at zero. The weights are unchanged"
+            )
+        return jacobian
+
+    def _scaled(self, residual: Tensor) -> Tensor:
+        return residual.to(self._dtype) * self._scale
+
+
+def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
+    finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+    for r, (bad,) in enumerate(all_gather_rows(torch.tensor([not finite], device=device)).tolist()):
+        if bad:
+            raise ValueError(f"the batch holds NaN or infinity{_on_rank(r)}; the weights are unchanged. Clean the data")
+
+
+def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, device: torch.device) -> None:
+    if names is not None and list(blocks) != list(names):
+        raise ValueError(
+            f"the module returned the blocks {_listed(blocks)}, in the step before {_listed(names)}: the blocks of residuals "
+            "and their order stay the same. The weights are unchanged"
+        )
+    digest = torch.tensor([zlib.crc32("\n".join(blocks).encode())], device=device)
+    if len(set(all_gather_rows(digest)[:, 0].tolist())) > 1:
+        raise ValueError(f"the module returned the blocks {_listed(blocks)} here, and others on another process")
+
+
+def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[str, int]:
+    """n_b over all processes."""
+    rows = [(len(block) if block.ndim else 1, not bool(block.isfinite().all())) for block in blocks.values()]
+    shares = all_gather_rows(torch.tensor(rows, device=device).reshape(-1)).reshape(-1, len(blocks), 2)
+    for r, share in enumerate(shares.tolist()):
+        for name, (count, bad) in zip(blocks, share, strict=True):
+            if count == 0:
+                raise ValueError(
+                    f"block {name!r} of the residuals is empty{_on_rank(r)}: a mean over no rows is not defined. Leave the "
+                    "block out, or give it points"
+                )
+            if bad:
+                raise ValueError(
+                    f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they are "
+                    "unchanged. Look at its equation and its points, or lower the scale of the initialisation"
+                )
+    return dict(zip(blocks, shares[..., 0].sum(0).tolist(), strict=True))
+
+
+def _on_rank(rank: int) -> str:
+    return f" on rank {rank}" if torch.distributed.is_initialized() else ""
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,176 @@
+"""Steps of SHF for a module that returns residuals (``loss="least_squares"``)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.functional.residual_rows import RowRecords
+from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.exact import ExactSolver
+from lightning_struct.optim.shf.report import PhaseTimer, StepReport
+from lightning_struct.optim.shf.residual_model import ResidualModel
+from lightning_struct.optim.shf.settings import Settings
+
+# Where a step fails, the next one goes on with λ times this.
+_RAISED = 10.0
+_STANDS_FOR_NOTHING = (
+    "preconditioner damping_center damping_space scale_maxiter miniter recover ftol progress_tolerance progress_window "
+    "return_best armijo l2 backend factor_decay factor_interval max_factor_size exclude_factors held_out curvature_share"
+)
+
+
+@dataclass(frozen=True)
+class ResidualUpdate:
+    """The update w <- w + d of one step.
+
+    Attributes:
+        model: the problem of the batch.
+        direction: d, flat; None where the weights stay.
+        loss: f at the new weights.
+        reduction_ratio: ρ; 0 where the weights stay.
+        damping: λ that d was computed with; where the weights stay, λ from which the next step goes on.
+        iterations: iterations of the solver; 0 for the exact one.
+        stop_reason: ``"exact"``, or ``"line_search"`` or ``"zero_gradient"`` where the weights stay.
+        gradient_squared: ‖∇f‖² at the old weights.
+        variance: ‖Var‖₁ of the gradients of single samples.
+    """
+
+    model: ResidualModel
+    direction: Tensor | None
+    loss: float
+    reduction_ratio: float
+    damping: float
+    iterations: int
+    stop_reason: str
+    gradient_squared: float
+    variance: float | None = None
+
+    def report(self, settings: Settings, seconds: dict[str, float]) -> StepReport:
+        """The report of the step."""
+        predicted = None
+        if self.variance is not None and self.gradient_squared > 0.0:
+            predicted = required_batch_size(self.variance, self.gradient_squared, settings.dataset_size, settings.theta)
+        return StepReport(
+            loss_before=self.model.value,
+            loss_after=self.loss,
+            reduction_ratio=self.reduction_ratio,
+            step_length=0.0 if self.direction is None else 1.0,
+            damping=self.damping,
+            solver_iterations=self.iterations,
+            stop_reason=self.stop_reason,
+            merits=(),
+            merit=None,
+            gradient_norm=math.sqrt(self.gradient_squared),
+            gradient_variance=self.variance,
+            batch_size=self.model.samples,
+            predicted_batch_size=predicted,
+            seconds=seconds,
+            block_losses=self.model.block_losses,
+        )
+
+
+class ResidualSteps:
+    """Steps on batches of a module that returns residuals.
+
+    Args:
+        module: returns residuals.
+        loss: the weights of their blocks.
+        settings: those of the optimizer.
+
+    Raises:
+        ValueError: a setting that has no meaning here.
+    """
+
+    def __init__(self, module: nn.Module, loss: LeastSquares, settings: Settings) -> None:
+        for field in fields(Settings):
+            given = getattr(settings, field.name)
+            if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
+                raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
+        self._loss, self._settings = loss, settings
+        self._records = RowRecords(module)
+        self._warned: set[str] = set()
+
+    def take(
+        self,
+        weights: dict[str, Tensor],
+        inputs: Any,
+        *,
+        damping: float | None,
+        adapts: bool,
+        start: Tensor | None,
+        names: Collection[str] | None,
+        timed: PhaseTimer,
+    ) -> ResidualUpdate:
+        """The update of one batch; the weights are not changed.
+
+        Args:
+            weights: name -> the trainable weights, detached.
+            inputs: this process's share of the batch.
+            damping: λ; None for one that is taken from the singular values of J.
+            adapts: whether λ may change where it lowers the loss.
+            start: d0 = γ d of the last step; None for zero.
+            names: the blocks of the step before; None in the first step.
+            timed: the phases of the step.
+        """
+        settings = self._settings
+        with timed("linearize"):
+            model = ResidualModel(self._records, self._loss, weights, inputs, names=names)
+            solver = ExactSolver(model, (settings.min_damping, settings.max_damping))
+        self._warn_of_slow_rows()
+        damping = solver.first_damping if damping is None else damping
+        squared = inner(solver.gradient, solver.gradient).item()
+        if squared == 0.0:
+            self._warn("zero", "SHF: the gradient of this batch is zero; no step is taken")
+            return ResidualUpdate(model, None, model.value, 0.0, damping or 1.0, 0, "zero_gradient", squared)
+        with timed("solve"):
+            best = solver.best(
+                damping, start, adapts=adapts, accelerated=settings.geodesic_acceleration is not False
+            ) or (None if start is None else solver.best(damping, None, adapts=adapts, accelerated=True))
+        if best is None:
+            self._warn_of_precision(model)
+            raised = min(damping * _RAISED, settings.max_damping)
+            return ResidualUpdate(model, None, model.value, 0.0, raised, 0, "line_search", squared)
+        predicted = solver.predicted_change(best.velocity)
+        ratio = (best.value - model.value) / predicted if predicted < 0.0 else 0.0
+        return ResidualUpdate(model, best.direction, best.value, ratio, best.damping, 0, "exact", squared)
+
+    def _warn_of_slow_rows(self) -> None:
+        for name, reason in self._records.refused.items():
+            self._warn(
+                f"rows of {name}",
+                f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, since "
+                f"{reason}. Where each row of a block depends on one row of the inputs they are far cheaper",
+            )
+
+    def _warn_of_precision(self, model: ResidualModel) -> None:
+        if model.residual.dtype == torch.float32:
+            what = "float32 ends here; go on in float64 (module.double(), precision='64-true')"
+        else:
+            what = "the limit of the precision is reached, or a minimum"
+        self._warn(
+            "precision", f"SHF: no step lowers the loss {model.value:.6g} of this batch, the weights stay: {what}"
+        )
+
+    def _warn(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(message, stacklevel=6)
+
+
+def check_settings_of_outputs(settings: Settings) -> None:
+    """Raise ValueError for settings that another loss than ``"least_squares"`` cannot have, or lacks."""
+    if settings.damping is None:
+        raise ValueError("damping must be given, except with loss='least_squares'")
+    if settings.solver == "exact" or settings.geodesic_acceleration:
+        raise ValueError(
+            "solver='exact' and geodesic_acceleration=True are for loss='least_squares', a module that returns residuals"
+        )

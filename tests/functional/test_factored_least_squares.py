@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_struct.functional import FactoredLeastSquares, geodesic_acceleration
+from tests.cases import gaussian
+
+SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (6, 6)}
+
+
+def dense_solution(jacobian: Tensor, b: Tensor, damping: float, center: Tensor) -> Tensor:
+    """By the normal equations."""
+    matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(jacobian.shape[1], dtype=jacobian.dtype)
+    return torch.linalg.solve(matrix, jacobian.mT @ b + damping**2 * center)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("damping", [10.0, 0.1, 1e-3])
+def test_every_damping_and_centre_from_one_factorisation(shape: str, damping: float) -> None:
+    rows, columns = SHAPES[shape]
+    jacobian, b, center = gaussian(rows, columns, seed=0), gaussian(rows, seed=1), gaussian(columns, seed=2)
+    factored = FactoredLeastSquares(jacobian)
+    torch.testing.assert_close(
+        factored.solve(b, damping), dense_solution(jacobian, b, damping, torch.zeros_like(center)), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        factored.solve(b, damping, center), dense_solution(jacobian, b, damping, center), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_condition_is_not_squared(shape: str) -> None:
+    rows, columns = SHAPES[shape]
+    left, right = (
+        torch.linalg.qr(gaussian(rows, rows, seed=0))[0],
+        torch.linalg.qr(gaussian(columns, columns, seed=1))[0],
+    )
+    values = torch.logspace(0, -12, min(rows, columns), dtype=torch.float64)
+    jacobian = left[:, : len(values)] * values @ right[: len(values)]
+    assert FactoredLeastSquares(jacobian).singular_values.allclose(values, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["tall", "wide"])
+def test_the_acceleration_is_minus_half_the_solution_for_the_second_derivative(shape: str) -> None:
+    rows, columns = SHAPES[shape]
+    jacobian, curvature = gaussian(rows, columns, seed=0), gaussian(rows, columns, columns, seed=1)
+    residual, v = gaussian(rows, seed=2), 0.1 * gaussian(columns, seed=3)
+
+    def residual_at(d: Tensor) -> Tensor:  # its second derivative along v is r_vv = vᵀ C v
+        return residual + jacobian @ d + 0.5 * torch.einsum("nij,i,j->n", curvature, d, d)
+
+    factored = FactoredLeastSquares(jacobian)
+    expected = -0.5 * factored.solve(torch.einsum("nij,i,j->n", curvature, v, v), 0.3)
+    torch.testing.assert_close(geodesic_acceleration(factored, residual, residual_at, v, 0.3), expected)

@@ -164,6 +164,7 @@ def make_rls(module: nn.Module, task: Task, arguments: dict[str, Any]) -> RLS:
         "ratio": 0.1,
         "gradient_scale": 1.0,
         "max_grad_norm": task.max_grad_norm,
+        "max_gain": None,
         "auxiliary": ADAM,
     }
     return RLS(module, **(paper | arguments))

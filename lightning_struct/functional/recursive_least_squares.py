@@ -19,6 +19,8 @@ from torch import Tensor
 
 # Bound on the diagonal of P where λ < 1; it starts at 1.
 LARGEST_DIAGONAL = 2.0
+# In units of rounding: no update makes x̄ᵀP x̄ / x̄ᵀx̄ smaller.
+SMALLEST_ALONG_MEAN = 16.0
 
 
 class InverseAutocorrelation(Protocol):
@@ -61,7 +63,7 @@ def gain(mean: Tensor, applied: Tensor, weight: float, forgetting: float) -> Ten
         >>> gain(mean, applied, weight=0.1, forgetting=1.0)  # 1 + 0.1 · 5
         tensor([1.5000])
     """
-    return forgetting + weight * torch.linalg.vecdot(mean, applied)
+    return forgetting + weight * torch.linalg.vecdot(mean, applied).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class FullInverse:
         )
 
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
-        v = applied * (weight / gain).sqrt()[:, None]  # P ← P - (kT/h) u uᵀ, equation (53) with λ = 1
+        v = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]  # P ← P - (kT/h) u uᵀ: (53) with λ = 1
         self.matrix.addcmul_(v[:, :, None], v[:, None, :], value=-1)
 
 
@@ -176,6 +178,15 @@ class RankOneInverse:
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         self.mass.mul_(self.forgetting).add_(weight)
         self.mean.add_((weight / self.mass)[:, None] * (mean - self.mean))
+
+
+def _bounded(factor: Tensor, mean: Tensor, applied: Tensor) -> Tensor:
+    """The factor of uuᵀ, such that P stays above rounding along x̄: large inputs would make it indefinite else."""
+    energy = torch.linalg.vecdot(mean, applied)  # x̄ᵀP x̄, of which the update leaves the part 1 - factor · x̄ᵀP x̄
+    finfo = torch.finfo(mean.dtype)
+    least = SMALLEST_ALONG_MEAN * finfo.eps * torch.linalg.vecdot(mean, mean)
+    most = (1 - least / energy.clamp(min=finfo.tiny)) / energy.clamp(min=finfo.tiny)
+    return torch.minimum(factor, most).clamp(min=0)
 
 
 def _identity(groups: int, size: int, like: Tensor) -> Tensor:

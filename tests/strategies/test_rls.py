@@ -95,7 +95,7 @@ class Extended(RLSOptimization, AutomaticNetwork):
 
 
 def test_a_training_step_may_extend_that_of_the_base(tmp_path):
-    module, doubled = ManualNetwork(gradient_scale=2.0), Extended()
+    module, doubled = ManualNetwork(gradient_scale=2.0, max_gain=None), Extended(max_gain=None)
     fit(module, tmp_path)
     fit(doubled, tmp_path)
     torch.testing.assert_close(weights(doubled), weights(module), rtol=0, atol=1e-5)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.layers import Matrix, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.projections import RecordedCalls, rows_used
-from lightning_struct.optim.rls.patches import batch_sum, patch_sum
+from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
+from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
 from lightning_struct.optim.rls.recurrent import LevelByLevel, kernel_runs, recurrent_rows, watch
 from lightning_struct.optim.rls.weights import TrainedWeight, Use
 
@@ -51,48 +52,73 @@ def _bias(layer: nn.Module, weight: TrainedWeight, name: str | None) -> int | No
     return None if name is None else weight.bias_index(layer._parameters.get(name))
 
 
+def _rows(inputs: Tensor, features: int) -> Tensor:
+    """(r, features)"""
+    return inputs.reshape(inputs.numel() // features, features)
+
+
 def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
     (matrix,) = _matrices(call.layer)
     weight = weights[matrix.weight]
-    inputs = call.input.reshape(-1, weight.features)
-    total = batch_sum(inputs.to(weight.parameter.dtype))
+    inputs = _rows(call.input, weight.features)
+    if not len(inputs):
+        return []
+    total = batch_sum(inputs.to(weight.dtype))
     kept = inputs if weight.keeps_rows(inputs) else None
-    return [Use(weight, total[None], (len(inputs),), bias=_bias(call.layer, weight, matrix.bias), inputs=kept)]
+    bias = _bias(call.layer, weight, matrix.bias)
+    return [Use(weight, total[None], (len(inputs),), bias=bias, inputs=kept, sample=weight.sample(inputs))]
 
 
 def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
     weight = weights["weight"]
-    total, rows = patch_sum(call.layer, call.input)
-    return [Use(weight, total, (rows,) * call.layer.groups, bias=_bias(call.layer, weight, "bias"))]
+    if not call.outputs.numel():
+        return []
+    total, rows = patch_sum(call.layer, call.input.to(weight.dtype))
+    sample = None
+    if weight.limits_gain:
+        sample = patch_sample(call.layer, call.input, sample_size(rows, weight.features)).to(weight.dtype)
+    bias = _bias(call.layer, weight, "bias")
+    return [Use(weight, total, (rows,) * call.layer.groups, bias=bias, sample=sample)]
 
 
 def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> list[Use]:
     uses = []
     for rows in (rows for run in kernel_runs(call, watched) for rows in recurrent_rows(call.layer, run)):
-        for kind, total in (("ih", rows.inputs), ("hh", rows.states)):
-            if (weight := weights.get(f"weight_{kind}_{rows.place}")) is not None:
+        for kind, total, read in (("ih", rows.inputs, rows.read), ("hh", rows.states, rows.output)):
+            if (weight := weights.get(f"weight_{kind}_{rows.place}")) is not None and rows.steps:
                 bias = _bias(call.layer, weight, f"bias_{kind}_{rows.place}")
-                uses.append(Use(weight, total[None], (rows.steps,), rows.sequences, bias))
+                sample = weight.sample(_rows(read, weight.features)) if weight.limits_gain else None
+                uses.append(Use(weight, total[None], (rows.steps,), rows.sequences, bias, sample=sample))
     return uses
 
 
 def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> list[Use]:
     """Uses from the calls that the layer makes of ``linear``; dropout of the attention is in what they read."""
     bias_of = {matrix.weight: matrix.bias for matrix in _matrices(call.layer)}
-    read: dict[str, dict[int, tuple[Tensor, int]]] = defaultdict(dict)
+    read: dict[str, dict[int, Tensor]] = defaultdict(dict)
     parameters = {name: weight.parameter for name, weight in weights.items()}
     for made in watched.calls:
-        inputs = made.inputs.detach().reshape(-1, made.inputs.shape[-1])
-        total = batch_sum(inputs.to(made.weight.dtype))
+        inputs = _rows(made.inputs.detach(), made.inputs.shape[-1])
         for name, rows in rows_used(made, parameters).items():
             size = weights[name].outputs
             for group in range(rows.start // size, rows.stop // size):
-                read[name][group] = total, len(inputs)
+                read[name][group] = inputs
     uses = []
-    for name, of_groups in read.items():
-        totals, counts = zip(*(of_groups[group] for group in sorted(of_groups)), strict=True)
-        bias = weights[name].bias_index(owned_parameters(call.layer).get(bias_of[name] or ""))
-        uses.append(Use(weights[name], torch.stack(totals), counts, bias=bias))
+    for name, by_group in read.items():
+        weight, of_groups = weights[name], [by_group[group] for group in sorted(by_group)]
+        counts = tuple(map(len, of_groups))
+        if not all(counts):
+            continue
+        totals = {id(rows): batch_sum(rows.to(weight.dtype)) for rows in of_groups}
+        sample = None
+        if weight.limits_gain:
+            number = sample_size(min(counts), weight.features)
+            samples = {id(rows): sample_rows(rows, number).to(weight.dtype) for rows in of_groups}
+            sample = torch.stack([samples[id(rows)] for rows in of_groups])
+        bias = weight.bias_index(owned_parameters(call.layer).get(bias_of[name] or ""))
+        uses.append(
+            Use(weight, torch.stack([totals[id(rows)] for rows in of_groups]), counts, bias=bias, sample=sample)
+        )
     return uses
 
 

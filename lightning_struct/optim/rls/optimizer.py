@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.layers import excluded_modules, plain_name, plain_named_modules
 from lightning_struct.optim.pickling import state_without_hooks
+from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
 from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import layers_to_train, trained_weights
@@ -58,6 +59,9 @@ class RLS(torch.optim.Optimizer):
         l1: γ >= 0; each step takes about twice as long with it.
         max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is larger.
             The gradients of layers that RLS trains stay as they are, only their step is scaled.
+        max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs for the
+            inputs of the batch by more than about c times the gradient in them: 2 is the limit of stability. See
+            :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which need inputs in [0, 1], or clipping.
         form: of P: ``"full"``, d² numbers for d inputs, or ``"rank1"``, d of them.
         max_size: P of layers with more inputs than this has the rank-1 form.
         exclude: modules, or their names, that are left to ``auxiliary`` with all that is below them.
@@ -91,6 +95,7 @@ class RLS(torch.optim.Optimizer):
         momentum: float = 0.0,
         l1: float = 0.0,
         max_grad_norm: float | None = None,
+        max_gain: float | None = 2.0,
         form: InverseForm = "full",
         max_size: int | None = None,
         exclude: Sequence[str | nn.Module] = (),
@@ -104,13 +109,15 @@ class RLS(torch.optim.Optimizer):
         _check_range("l1", l1, l1 >= 0, ">= 0")
         if max_grad_norm is not None:
             _check_range("max_grad_norm", max_grad_norm, max_grad_norm > 0, "> 0, or None")
+        if max_gain is not None:
+            _check_range("max_gain", max_gain, max_gain > 0, "> 0, or None")
         if max_size is not None:
             _check_range("max_size", max_size, max_size >= 0, ">= 0, or None")
         if form not in ("full", "rank1"):
             raise ValueError(f"form must be 'full' or 'rank1', got {form!r}")
 
         self.module = module
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.max_gain = max_grad_norm, max_gain
         excluded = excluded_modules(module, exclude)
         layers = layers_to_train(module, excluded)
         of_layers = trained_weights(layers, excluded, forgetting)
@@ -121,6 +128,7 @@ class RLS(torch.optim.Optimizer):
                 "train; lightning_struct.functional.register_layer declares layers of other types"
             )
         for weight in self._weights:
+            weight.limits_gain = max_gain is not None
             if form == "rank1" or (max_size is not None and weight.size > max_size):
                 weight.form = "rank1"
         check_memory(self._weights)
@@ -198,6 +206,7 @@ class RLS(torch.optim.Optimizer):
             self._reduce_statistics()
         means = {weight: weight.statistics.mean() for weight in self._weights if self._takes_part(weight)}
         coefficient = self._checked_clip_coefficient(means)
+        limits = self._gain_limits(means)
         for weight, index in zip(self._weights, self._group_of, strict=True):
             if weight in means:
                 group = self.param_groups[index]
@@ -205,7 +214,9 @@ class RLS(torch.optim.Optimizer):
                     self._state_of(weight),
                     means[weight],
                     ratio=group["ratio"],
-                    scale=group["gradient_scale"] * group["lr"] * coefficient,
+                    scale=group["gradient_scale"] * group["lr"],
+                    clip=coefficient,
+                    limit=limits.get(weight),
                     momentum=group["momentum"],
                     l1=group["l1"],
                 )
@@ -262,6 +273,17 @@ class RLS(torch.optim.Optimizer):
         if self.max_grad_norm is None:
             return 1.0
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _gain_limits(self, weights: Collection[TrainedWeight]) -> dict[TrainedWeight, GainLimit]:
+        """The limits of the gain of each step, but of those whose gain is small for sure."""
+        if self.max_gain is None:
+            return {}
+        gains = {weight: weight.gain(self._state_of(weight)) for weight in weights}
+        # Waiting for a device would cost more than it saves; processes must go on together.
+        if self._weights[0].parameter.device.type == "cpu" and world_size() == 1:
+            gains = {w: g for w, g in gains.items() if w.forgetting < 1 or g.trace() > self.max_gain}
+        largest = largest_gains(gains)
+        return {weight: GainLimit(gain, self.max_gain, len(weights)) for weight, gain in largest.items()}
 
     def _raise_not_finite(self, means: Mapping[TrainedWeight, Tensor]) -> None:
         names = {parameter: plain_name(name) for name, parameter in self.module.named_parameters()}

@@ -118,6 +118,8 @@ class RecurrentRows(NamedTuple):
         states: (state,), that of h_{t-1}.
         steps: how many there are.
         sequences: T is steps / sequences.
+        read: (..., in), all x_t.
+        output: (..., state), all h_t.
     """
 
     place: str
@@ -125,6 +127,8 @@ class RecurrentRows(NamedTuple):
     states: Tensor
     steps: int
     sequences: int
+    read: Tensor
+    output: Tensor
 
 
 def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
@@ -134,7 +138,7 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
     """
     data, final = run.reads[0], run.final
     steps, sequences = data.numel() // data.shape[-1], final.numel() // (final.shape[0] * final.shape[-1])
-    dtype = layer.all_weights[0][0].dtype
+    dtype = torch.promote_types(layer.all_weights[0][0].dtype, torch.float32)
 
     def total(tensor: Tensor) -> Tensor:
         return batch_sum(tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype))
@@ -142,10 +146,12 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
     rows = []
     for level, (read, output) in enumerate(zip(run.reads, run.outputs, strict=True)):
         of_inputs, places = total(read), recurrent_places(layer, level)
-        for direction, (place, of_states) in enumerate(zip(places, total(output).chunk(len(places)), strict=True)):
+        states = output.detach().chunk(len(places), -1)
+        sums = total(output).chunk(len(places))
+        for direction, (place, of_states, state) in enumerate(zip(places, sums, states, strict=True)):
             number = level * len(places) + direction
             of_states = of_states - total(final[number])
             if run.initial is not None:
                 of_states = of_states + total(run.initial[number])
-            rows.append(RecurrentRows(place, of_inputs, of_states, steps, sequences))
+            rows.append(RecurrentRows(place, of_inputs, of_states, steps, sequences, read.detach(), state))
     return rows

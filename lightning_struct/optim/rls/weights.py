@@ -17,11 +17,14 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
+from lightning_struct.optim.rls.gain_limit import Gain, GainLimit, Sample, sample_rows
 
 InverseForm: TypeAlias = Literal["full", "rank1"]
 
 # A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last place.
 _ROUNDING = 32.0
+# Rows that are kept of all uses of a weight since the last step; the last use that is kept may exceed it.
+MOST_SAMPLED = 2048
 
 
 class Bias(NamedTuple):
@@ -46,6 +49,7 @@ class Use:
         sequences: T is rows[0] / sequences; None if T = 1.
         bias: the place among the weight's biases of the one that was added; None without.
         inputs: (rows, n), X itself, where the step may want it.
+        sample: (groups, s, n), rows of X that stand for all of them, where the step's gain is bounded.
     """
 
     weight: TrainedWeight
@@ -54,6 +58,7 @@ class Use:
     sequences: int | None = None
     bias: int | None = None
     inputs: Tensor | None = None
+    sample: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -64,6 +69,8 @@ class Statistics:
         total: (groups, n); None before the first use.
         counts: by group the rows, then the sequences, then by bias and group the rows to which it was added.
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
+        samples: rows of the first uses, up to :data:`MOST_SAMPLED` of them.
+        unsampled: rows of the uses after these.
     """
 
     groups: int
@@ -71,12 +78,14 @@ class Statistics:
     total: Tensor | None = None
     counts: list[float] = field(default_factory=list)
     pairs: list[tuple[Tensor, Tensor]] | None = None
+    samples: list[Sample] = field(default_factory=list)
+    unsampled: float = 0.0
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.total, self.pairs = None, []
+        self.total, self.pairs, self.samples, self.unsampled = None, [], [], 0.0
         self.counts = [0.0] * (self.groups * (1 + self.biases) + 1)
 
     def add(self, use: Use, cotangent: Tensor | None, most_rows: float) -> None:
@@ -87,6 +96,11 @@ class Statistics:
             if use.bias is not None:
                 self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
         self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
+        if use.sample is not None:
+            if sum(sample.rows.shape[1] for sample in self.samples) < MOST_SAMPLED:
+                self.samples.append(Sample(use.sample, use.bias, use.rows[0] / use.sample.shape[1]))
+            else:
+                self.unsampled += use.rows[0]
         if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
             self.pairs = None
             return
@@ -138,6 +152,7 @@ class TrainedWeight:
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
         self.form, self.forgetting = form, forgetting
+        self.limits_gain = False
         self.biases: list[Bias] = []
         self.layers = 0
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
@@ -161,7 +176,12 @@ class TrainedWeight:
     def memory(self) -> int:
         """Bytes of P."""
         numbers = self.size**2 if self.form == "full" else self.size + 1
-        return self.groups * numbers * self.parameter.element_size()
+        return self.groups * numbers * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of P and of the step: the parameter's, float32 at least."""
+        return torch.promote_types(self.parameter.dtype, torch.float32)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -192,19 +212,22 @@ class TrainedWeight:
             and world_size() == 1
         )
 
+    def sample(self, rows: Tensor) -> Tensor | None:
+        """(1, s, n) of the rows (r, n) for the bound on the gain; None where there is none."""
+        return sample_rows(rows.to(self.dtype))[None] if self.limits_gain else None
+
     def initial_state(self) -> dict[str, Any]:
         """P₀ = I, as tensors by name, and the number of steps."""
+        like = torch.empty((), dtype=self.dtype, device=self.parameter.device)
         if self.form == "rank1":
-            rank1 = RankOneInverse.identity(self.groups, self.size, self.parameter.detach())
+            rank1 = RankOneInverse.identity(self.groups, self.size, like)
             return {"steps": 0, "mean": rank1.mean, "mass": rank1.mass}
         if self.forgetting < 1:
             return {
                 "steps": 0,
-                "root": SquareRootInverse.identity(
-                    self.groups, self.size, self.parameter.detach(), self.forgetting
-                ).root,
+                "root": SquareRootInverse.identity(self.groups, self.size, like, self.forgetting).root,
             }
-        return {"steps": 0, "P": FullInverse.identity(self.groups, self.size, self.parameter.detach()).matrix}
+        return {"steps": 0, "P": FullInverse.identity(self.groups, self.size, like).matrix}
 
     def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
         """P of a state as :meth:`initial_state` made it."""
@@ -214,37 +237,72 @@ class TrainedWeight:
             return SquareRootInverse(state["root"], self.forgetting)
         return FullInverse(state["P"])
 
+    def gain(self, state: dict[str, Any]) -> Gain:
+        """The gain of the coming step; its direction is kept in the state."""
+        first = "direction" not in state
+        if first:
+            state["direction"] = self._random(self.groups, self.size)
+        statistics = self.statistics
+        sampled = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
+        return Gain(
+            self.inverse(state),
+            statistics.samples,
+            statistics.steps / statistics.counts[0] * (1 + statistics.unsampled / max(sampled, 1.0)),
+            state["direction"],
+            first,
+        )
+
     def step_(
-        self, state: dict[str, Any], mean: Tensor, *, ratio: float, scale: float | Tensor, momentum: float, l1: float
+        self,
+        state: dict[str, Any],
+        mean: Tensor,
+        *,
+        ratio: float,
+        scale: float,
+        clip: float | Tensor,
+        momentum: float,
+        l1: float,
+        decay: float = 0.0,
+        limit: GainLimit | None = None,
     ) -> None:
-        """θ ← θ + ω with ω ← αω - (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
+        """θ ← (1 - δ)θ + ω with ω ← αω - (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
         Args:
             state: of :meth:`initial_state`; changed in place.
             mean: x̄, (groups, d).
             ratio: k.
-            scale: η, times the coefficient of clipping.
+            scale: η.
+            clip: the coefficient of clipping.
             momentum: α.
             l1: γ.
+            decay: δ.
+            limit: of the gain; None where it is small for sure.
         """
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
         applied = inverse.apply(mean)
         h = gain(mean, applied, weight, self.forgetting)
+        rate = scale / h  # η/h
+        if limit is not None:
+            rate = rate * limit.coefficient(h, scale)
+        rate = rate * clip
         features, constants = (
-            self._features(self.parameter.detach()),
+            self._features(self.parameter.detach()).to(self.dtype),
             self._constants([b.parameter for b in self.biases]),
         )
         if self.parameter.grad is None:
             features = features.clone()  # it is frozen: only the biases are written
+        if decay:
+            features.mul_(1 - decay)
+            constants.mul_(1 - decay)
         if momentum:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]
             velocity = state["velocity"]
-            self._add_step_(velocity, momentum, inverse, -scale / h)  # Ω ← αΩ - (η/h) P ∇, equation (99)
+            self._add_step_(velocity, momentum, inverse, -rate)  # Ω ← αΩ - (η/h) P ∇, equation (99)
             features.add_(velocity[0])  # Θ ← Θ + Ω, equation (100)
             constants.add_(velocity[1])
         else:
-            self._add_step_([features, constants], 1.0, inverse, -scale / h)  # equations (62), (63) and (97)
+            self._add_step_([features, constants], 1.0, inverse, -rate)  # equations (62), (63) and (97)
         inverse.update_(mean, applied, h, weight)  # equations (53), (84) and (94)
         if l1:
             # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after it.
@@ -263,7 +321,7 @@ class TrainedWeight:
         few = self._few_rows()
         if few is None:
             weight, biases = self.parameter.grad, [bias.parameter.grad for bias in self.biases]
-            features = self._features(torch.zeros_like(self.parameter) if weight is None else weight)
+            features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
             for target, product in zip(targets, inverse.multiply(features, self._constants(biases)), strict=True):
                 target.mul_(beta).addcmul_(product, factor)
             return
@@ -272,6 +330,11 @@ class TrainedWeight:
         left = (cotangents * factor).mT
         for target, product in zip(targets, inverse.multiply(inputs, ones), strict=True):
             target.baddbmm_(left, product, beta=beta)
+
+    def _random(self, *shape: int) -> Tensor:
+        """The same normal numbers every time, for vectors that must not be orthogonal to anything in particular."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.parameter.device)
 
     # The gradient ∇ of a weight is dZᵀX, of rank r for r rows. Where r is small, ∇P = dZᵀ(XP) costs less than multiplying
     # the whole gradient by P. That X and dZ were recorded does not mean that the gradient is still their product: it may
@@ -285,8 +348,7 @@ class TrainedWeight:
             return None
         inputs, cotangents = (sides[0] if len(pairs) == 1 else torch.cat(sides) for sides in zip(*pairs, strict=True))
         if self._test_vector is None or self._test_vector.device != weight.device:
-            generator = torch.Generator().manual_seed(0)
-            self._test_vector = torch.randn(self.size, generator=generator, dtype=weight.dtype).to(weight.device)
+            self._test_vector = self._random(self.size)
         features, constants = self._test_vector[: self.features], self._test_vector[self.features :]
         gradient = self._features(weight)[0] @ features
         for bias, value in zip(self.biases, constants, strict=True):
@@ -316,7 +378,9 @@ class TrainedWeight:
             else bias.of(tensor.detach()).reshape(self.groups, self.outputs)
             for bias, tensor in zip(self.biases, tensors, strict=True)
         ]
-        return torch.stack(columns, 2) if columns else self.parameter.new_zeros(self.groups, self.outputs, 0)
+        if not columns:
+            return self.parameter.new_zeros(self.groups, self.outputs, 0, dtype=self.dtype)
+        return torch.stack(columns, 2).to(self.dtype)
 
     def _write(self, features: Tensor, constants: Tensor) -> None:
         weight = self.parameter.detach()

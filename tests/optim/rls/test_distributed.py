@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.gain_limit import FIRST_ITERATIONS
 from tests.cases import flat, trainable
 from tests.optim.helpers import gaussian
 from tests.processes import in_two_processes
@@ -93,7 +94,7 @@ def train(scenario: Scenario, rank: int | None) -> list[Tensor]:
     return steps
 
 
-def collectives_of_a_step() -> list[int]:
+def collectives_of_a_step(max_gain: float | None) -> list[int]:
     """Sizes of what RLS itself communicates in one step."""
     sizes: list[int] = []
     original = dist.all_reduce
@@ -103,7 +104,7 @@ def collectives_of_a_step() -> list[int]:
         return original(tensor, *args, **kwargs)
 
     module = perceptron().double()
-    optimizer = RLS(module)
+    optimizer = RLS(module, max_gain=max_gain)
     module(share(0, None)[0]).sum().backward()
     dist.all_reduce = counting
     try:
@@ -116,7 +117,7 @@ def collectives_of_a_step() -> list[int]:
 def work(rank: int) -> dict[str, Any]:
     return {
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
-        "collectives": collectives_of_a_step(),
+        "collectives": [collectives_of_a_step(bound) for bound in (None, 2.0)],
     }
 
 
@@ -138,6 +139,8 @@ def test_replicas_are_bitwise_equal(name: str, processes: list[dict[str, Any]]) 
         assert torch.equal(mine, other)
 
 
-def test_a_step_sends_one_flat_vector(processes: list[dict[str, Any]]) -> None:
+def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes: list[dict[str, Any]]) -> None:
     numbers = 2 * 1 + 1 * 2  # by layer: rows, sequences and rows with a bias; 20 and 30 inputs
-    assert processes[0]["collectives"] == [20 + 30 + numbers + 2]
+    sums = 20 + 30 + numbers + 2
+    inputs_and_biases = 21 + 31
+    assert processes[0]["collectives"] == [[sums], [sums, *[inputs_and_biases] * FIRST_ITERATIONS]]

@@ -103,7 +103,7 @@ def test_batches_of_one_with_ratio_one_are_ridge_regression() -> None:
 def test_rank_one_form_trains_by_the_mean_of_all_mean_inputs() -> None:
     module = nn.Linear(20, 3).double()
     start = module.weight.detach().clone()
-    optimizer = RLS(module, form="rank1", ratio=0.3)
+    optimizer = RLS(module, form="rank1", ratio=0.3, max_gain=None)
     train(module, optimizer, range(1))
     mean = torch.cat([batch(0).mean(0), torch.ones(1, dtype=torch.float64)])
     second_start, second_bias = module.weight.detach().clone(), module.bias.detach().clone()
@@ -274,6 +274,7 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"l1": math.nan}, "l1 must be >= 0, got nan"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
+        ({"max_gain": 0.0}, "max_gain must be > 0, or None, got 0.0"),
         ({"form": "half"}, "form must be 'full' or 'rank1', got 'half'"),
         ({"max_size": -1}, "max_size must be >= 0, or None, got -1"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),

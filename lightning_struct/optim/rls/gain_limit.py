@@ -1,0 +1,174 @@
+"""Bound on the gain of a step: what keeps RLS stable where P has not been shrunk.
+
+P starts at the identity and shrinks along mean inputs alone, so that nothing in the equations bounds a step along the other
+directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times the
+gradient in the outputs, where::
+
+    G = (T/r) X P Xᵀ        r rows, T the mean length of sequences (1 but for recurrent layers)
+
+Where the loss is the squared error of these outputs, the step overshoots as soon as an eigenvalue of G exceeds 2, and
+diverges. One sample at a time the paper's own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step
+is scaled by what :meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates. The paper
+has no such bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.functional.recursive_least_squares import InverseAutocorrelation
+
+Name = TypeVar("Name", bound=Hashable)
+
+# Power iterations in a step, which begin where those of the last step ended; and in the first one.
+ITERATIONS, FIRST_ITERATIONS = 3, 16
+
+# Of more rows a sample is taken: between so many, and so many numbers as far as that leaves more rows.
+LEAST_ROWS, MOST_ROWS, MOST_NUMBERS = 64, 512, 2**19
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Rows that stand for all that a use of a weight multiplied.
+
+    Attributes:
+        rows: (groups, s, n).
+        bias: the place among the weight's biases of the one that was added; None without.
+        share: rows of the use by rows of the sample.
+    """
+
+    rows: Tensor
+    bias: int | None
+    share: float
+
+    def product_(self, total: Tensor, vector: Tensor) -> None:
+        """total ← total + XᵀX v of the rows with their biases' entries; both (groups, n + biases)."""
+        n = self.rows.shape[-1]
+        along = torch.bmm(self.rows, vector[:, :n, None])
+        if self.bias is not None:
+            along += vector[:, n + self.bias, None, None]
+        total[:, :n].add_(torch.bmm(along.mT, self.rows)[:, 0], alpha=self.share)
+        if self.bias is not None:
+            total[:, n + self.bias].add_(along.sum((1, 2)), alpha=self.share)
+
+
+def sample_size(rows: int, features: int) -> int:
+    """Rows of the sample of so many rows."""
+    return min(rows, MOST_ROWS, max(LEAST_ROWS, MOST_NUMBERS // features))
+
+
+@lru_cache(maxsize=1024)
+def sampled_indices(number: int, total: int, device: torch.device) -> Tensor:
+    """(number,), indices below ``total``, evenly spread and without a period, or all of them in order."""
+    if number == total:
+        return torch.arange(total, device=device)
+    places = torch.arange(number, dtype=torch.float64) * _GOLDEN % 1
+    return (places * total).long().to(device)
+
+
+def sample_rows(rows: Tensor, number: int | None = None) -> Tensor:
+    """(s, n) of the rows (r, n): themselves, if they are few."""
+    number = sample_size(*rows.shape) if number is None else number
+    return rows if number == len(rows) else rows[sampled_indices(number, len(rows), rows.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class Gain:
+    """What the largest eigenvalue of G is estimated from.
+
+    Attributes:
+        inverse: P.
+        samples: of the rows X.
+        scale: T/r.
+        direction: (groups, d), where the power iteration begins; changed in place.
+        first: nothing is known of the direction yet.
+    """
+
+    inverse: InverseAutocorrelation
+    samples: Sequence[Sample]
+    scale: float
+    direction: Tensor
+    first: bool
+
+    def trace(self) -> Tensor:
+        """An upper bound of all eigenvalues where P <= I: the trace of (T/r) XᵀX."""
+        total = self.direction.new_zeros(())
+        for sample in self.samples:
+            ones = 0 if sample.bias is None else sample.rows[..., 0].numel()
+            total = total + sample.share * (torch.linalg.vector_norm(sample.rows).square() + ones)
+        return self.scale * total
+
+    def product(self, applied: Tensor) -> Tensor:
+        """(T/r) XᵀX of (groups, d)."""
+        total = torch.zeros_like(applied)
+        for sample in self.samples:
+            sample.product_(total, applied)
+        return total.mul_(self.scale)
+
+
+def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
+    """Estimates from below of the largest eigenvalue of G, (groups,), by power iteration; ``direction`` is moved on.
+
+    With q the direction and C = (T/r) XᵀX, q ← C P q; the estimate is the Rayleigh quotient of P^½CP^½, whose eigenvalues
+    are those of G, at P^½q. Under torch.distributed the products are summed over processes, those of all weights at once.
+    """
+    largest: dict[Name, Tensor] = {}
+    for iteration in range(FIRST_ITERATIONS):
+        going_on = {name: gain for name, gain in gains.items() if gain.first or iteration < ITERATIONS}
+        applied = {name: gain.inverse.apply(gain.direction) for name, gain in going_on.items()}
+        products = _summed({name: gain.product(applied[name]) for name, gain in going_on.items()})
+        for name, gain in going_on.items():
+            tiny = torch.finfo(gain.direction.dtype).tiny
+            before = torch.linalg.vecdot(applied[name], gain.direction)
+            largest[name] = torch.linalg.vecdot(applied[name], products[name]) / before.clamp(min=tiny)
+            norm = torch.linalg.vector_norm(products[name], dim=1, keepdim=True)
+            gain.direction.copy_(torch.where(norm > tiny, products[name] / norm.clamp(min=tiny), gain.direction))
+    return largest
+
+
+@dataclass(frozen=True)
+class GainLimit:
+    """Bound on the step of one weight.
+
+    Attributes:
+        largest: (groups,), the largest eigenvalue of G.
+        bound: c, ``max_gain``.
+        weights: n, those that step together: what they do to the outputs adds up.
+    """
+
+    largest: Tensor
+    bound: float
+    weights: int
+
+    def coefficient(self, h: Tensor, scale: float) -> Tensor:
+        """min(1, max(c, h/n) / λ_max), (groups,), by which the step (η/h) ∇ P is multiplied.
+
+        The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a time and
+        one weight: h > λ_max for k = 1, and the step stays that of least squares.) Where η > 1 it is bounded likewise;
+        where η < 1 the step is that part of the one with η = 1, so that schedules act where the bound does, too.
+        """
+        tiny = torch.finfo(h.dtype).tiny
+        return ((h / self.weights).clamp(min=self.bound) / (self.largest * max(scale, 1.0)).clamp(min=tiny)).clamp(
+            max=1
+        )
+
+
+def _summed(products: dict[Name, Tensor]) -> dict[Name, Tensor]:
+    """Over processes, in one collective."""
+    if world_size() == 1 or not products:
+        return products
+    first = next(iter(products.values()))
+    dtype = max((product.dtype for product in products.values()), key=lambda dtype: dtype.itemsize)
+    flat = all_reduce(torch.cat([product.flatten().to(first.device, dtype) for product in products.values()]))
+    parts = flat.split([product.numel() for product in products.values()])
+    return {
+        name: part.to(product).view_as(product) for (name, product), part in zip(products.items(), parts, strict=True)
+    }

@@ -1,0 +1,182 @@
+"""The bound on the gain of a step: training without settings stays stable, and the bound is what it is said to be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.patches import patch_sample
+from tests.optim.rls.reference import Rows, convolution_rows, recorded_rows
+from tests.optim.rls.test_layers import ATTENTION, CONVOLUTIONS, LINEAR, RECURRENT
+
+# --- stability -------------------------------------------------------------------------------------------------------
+
+SCALES: dict[str, Callable[[Tensor], Tensor]] = {
+    "standardised": lambda x: (x - x.mean()) / x.std(),
+    "unit_interval": lambda x: x,
+    "badly_scaled": lambda x: x * torch.where(torch.arange(x.shape[1]) % 3 == 0, 1e4, 1.0),
+    "large": lambda x: 1e4 * x,
+    "constant": lambda x: torch.full_like(x, 3.0),
+}
+
+
+def images(seed: int) -> tuple[Tensor, Tensor]:
+    """256 blurred patterns of 12 x 12 in [0, 1], and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = (torch.rand(10, 144, generator=generator) > 0.8).float()
+    labels = torch.randint(10, (256,), generator=generator)
+    return (patterns[labels] + 0.3 * torch.rand(256, 144, generator=generator)).clamp(max=1), labels
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
+    )
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 12, 12)), nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def recurrent() -> nn.Module:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x.unflatten(1, (12, 12)))[0][:, -1])
+
+    return Last()
+
+
+def losses(build: Callable[[], nn.Module], scale: str, seed: int, steps: int = 25, **options: Any) -> list[float]:
+    inputs, labels = images(seed)
+    inputs, targets = SCALES[scale](inputs), nn.functional.one_hot(labels, 10).float()
+    torch.manual_seed(seed)
+    module = build()
+    optimizer = RLS(module, **options)
+    values = []
+    for step in range(steps):
+        batch = slice(64 * (step % 4), 64 * (step % 4 + 1))
+        optimizer.zero_grad()
+        loss = (module(inputs[batch]) - targets[batch]).square().sum() / 128
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    "build",
+    [perceptron, *(pytest.param(build, marks=pytest.mark.slow) for build in (convolutional, recurrent))],
+)
+def test_training_without_settings_never_loses_what_it_began_with(build: Callable[[], nn.Module], scale: str) -> None:
+    for seed in range(5):
+        values = losses(build, scale, seed)
+        assert max(values) <= 3 * values[0]  # NaN is not
+        assert values[-1] < values[0]
+
+
+def test_without_the_bound_standardised_inputs_end_in_nan() -> None:
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        losses(
+            lambda: nn.Sequential(nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 10)), "standardised", 0, max_gain=None
+        )
+
+
+# --- the bound itself ------------------------------------------------------------------------------------------------
+
+
+def largest_eigenvalues(use: Rows) -> list[float]:
+    """Of (T/r) X Xᵀ, which is the gain while P = I, for each group."""
+    steps = 1.0 if use.sequences is None else len(use.groups[0]) / use.sequences
+    rows = [g if use.bias is None else torch.cat([g, torch.ones_like(g[:, :1])], 1) for g in use.groups]
+    return [torch.linalg.eigvalsh(steps / len(g) * g @ g.t()).max().item() for g in rows]
+
+
+def first_step(module: nn.Module, batch: Tensor, max_gain: float | None) -> dict[str, Tensor]:
+    changed = copy.deepcopy(module)
+    optimizer = RLS(changed, max_gain=max_gain, ratio=1e-9)  # h = 1
+    changed(batch).square().sum().backward()
+    optimizer.step()
+    return {
+        name: (p - q).detach() for (name, p), q in zip(changed.named_parameters(), module.parameters(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "linear", "positions", "few_rows", "conv1d", "conv3d", "groups", "depthwise", "reflect", "circular_same",
+    "channels_last", "self_attention", "other_dimensions",
+])  # fmt: skip
+def test_steps_are_scaled_by_the_largest_eigenvalue_of_the_gain(name: str) -> None:
+    build, batches = next(c[1:] for c in LINEAR + CONVOLUTIONS + ATTENTION if c[0] == name)
+    torch.manual_seed(0)
+    module, batch = build().double(), 3 * batches(0)
+    with recorded_rows(module) as uses:
+        module(batch)
+    names = {parameter: n for n, parameter in module.named_parameters()}
+    bounded, free = first_step(module, batch, 0.5), first_step(module, batch, None)
+    for use in uses:
+        step, plain = (steps[names[use.weight]].chunk(len(use.groups)) for steps in (bounded, free))
+        for largest, s, p in zip(largest_eigenvalues(use), step, plain, strict=True):
+            expected = min(1, max(0.5, 1 / len(uses)) / largest)
+            # Power iteration estimates the eigenvalue from below.
+            assert (1 - 1e-9) * expected <= (s.norm() / p.norm()).item() <= 1.1 * expected
+
+
+@pytest.mark.parametrize("name", ["LSTM_stacked", "GRU_packed", "RNN_bidirectional"])
+def test_steps_of_recurrent_layers_are_scaled_too(name: str) -> None:
+    build, batches = next(c[1:] for c in RECURRENT if c[0] == name)
+    torch.manual_seed(0)
+    module, batch = build().double(), 3 * batches(0)
+    bounded, free = first_step(module, batch, 1e-3), first_step(module, batch, None)
+    assert all(step.norm() < 0.5 * free[parameter].norm() for parameter, step in bounded.items())
+
+
+@pytest.mark.parametrize(("build", "batches"), [c[1:] for c in CONVOLUTIONS], ids=[c[0] for c in CONVOLUTIONS])
+def test_all_sampled_patches_are_those_that_a_convolution_reads(
+    build: Callable[[], Any], batches: Callable[[int], Tensor]
+) -> None:
+    layer = build().double()
+    expected = torch.stack(convolution_rows(layer, batches(0))[0].groups)
+    assert torch.equal(patch_sample(layer, batches(0), expected.shape[1]), expected)
+
+
+def test_a_sample_of_patches_is_spread_over_images_and_positions() -> None:
+    layer = nn.Conv2d(1, 1, 1)
+    images = torch.arange(64 * 32 * 32.0).view(64, 1, 32, 32)
+    places = patch_sample(layer, images, 512).long().flatten()
+    assert all(len(torch.unique(part)) == count for part, count in ((places, 512), (places // 1024, 64)))
+    assert len(torch.unique(places % 32)) == len(torch.unique(places // 32 % 32)) == 32
+
+
+def test_a_step_whose_gain_is_small_is_that_without_a_bound() -> None:
+    torch.manual_seed(0)
+    module, batch = nn.Linear(4, 3), 0.1 * torch.randn(9, 4)
+    bounded, free = first_step(module, batch, 2.0), first_step(module, batch, None)
+    assert torch.equal(bounded["weight"], free["weight"])
+
+
+@pytest.mark.parametrize("eta", [0.25, 4.0])
+def test_a_smaller_scale_is_a_part_of_the_bounded_step_and_a_larger_one_does_not_exceed_it(eta: float) -> None:
+    torch.manual_seed(0)
+    module, batch = nn.Linear(20, 3).double(), torch.randn(9, 20, dtype=torch.float64)
+    steps = []
+    for scale in (1.0, eta):
+        changed = copy.deepcopy(module)
+        optimizer = RLS(changed, gradient_scale=scale)
+        changed(batch).square().sum().backward()
+        optimizer.step()
+        steps.append((changed.weight - module.weight).detach())
+    torch.testing.assert_close(steps[1], min(eta, 1.0) * steps[0], rtol=1e-9, atol=0)

@@ -66,11 +66,9 @@ class Circulant(StructuredLinear):
         self.column = nn.Parameter(torch.empty(max(in_features, out_features), device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def _draw_weights(self) -> None:
         """Draw c from N(0, 1/n), which keeps the variance of the input; the authors' code does the same."""
         nn.init.normal_(self.column, std=self.in_features**-0.5)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def to_dense(self) -> Tensor:
         return self.column[self._diagonals()]
@@ -167,21 +165,21 @@ class Fastfood(StructuredLinear):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw B, G, S and the order; set the bias to zero."""
+    def _draw_weights(self) -> None:
+        """Draw B, G, S and the order."""
         n, k = self.B.numel(), self.G.numel()
         self.order.copy_(torch.randperm(self.length, device=self.order.device)[:k])
         self.B.bernoulli_(0.5).mul_(2).sub_(1)
         nn.init.normal_(self.G)
-        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n)).sample()
+        degrees = torch.full_like(self.S, n)
+        # Arguments are not checked, which would read values: on the meta device there are none.
+        chi_squared = torch.distributions.Chi2(degrees, validate_args=False).sample()
         self.S.copy_(chi_squared.sqrt() / self.G.norm())
         if self.init == "reference":
             self.S.mul_(self.length)
         else:
             # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
             self.S.mul_(self.length / n)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return self._factors().matmul(x)
@@ -240,14 +238,12 @@ class PrunedLinear(StructuredLinear):
         self.register_buffer("places", torch.empty(parameters, device=device, dtype=torch.int64))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def _draw_weights(self) -> None:
         """Draw places without repetition, and values from N(0, m/k), which keeps the inputs' variance on average."""
         entries = self.in_features * self.out_features
         kept = self.values.numel()
         self.places.copy_(torch.randperm(entries, device=self.places.device)[:kept].sort().values)
         nn.init.normal_(self.values, std=math.sqrt(self.out_features / kept))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def to_dense(self) -> Tensor:
         flat = self.values.new_zeros(self.in_features * self.out_features).index_put((self.places,), self.values)

@@ -67,10 +67,17 @@ class BlockStructured(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_channels, size))
-        with torch.no_grad():
-            for block in self._structured():
-                block.scale_(in_channels**-0.5)
+        for block in self._structured():
+            block.gain = in_channels**-0.5
+            block.scale_(block.gain)
         self.to(device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw new weights of all blocks, and set the bias to zero."""
+        for block in self._structured():
+            block.reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @property
     def weight_parameters(self) -> int:

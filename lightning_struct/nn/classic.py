@@ -196,17 +196,21 @@ class VandermondeLike(GeneratorLinear):
     def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         self.register_buffer("nodes", torch.empty(self.rows, device=device, dtype=dtype))
 
-    def reset_parameters(self) -> None:
+    def _draw_weights(self) -> None:
         if self.init == "reference":
             nn.init.uniform_(self.nodes, -0.7, 0.7)
         else:
-            places = torch.arange(self.rows, device=self.nodes.device, dtype=torch.float64)
-            self.nodes.copy_(torch.cos((2 * places + 1) * (math.pi / (2 * self.rows))))
-        super().reset_parameters()
+            self.nodes.copy_(self._chebyshev_nodes())
+        super()._draw_weights()
+
+    def _chebyshev_nodes(self) -> Tensor:
+        places = torch.arange(self.rows, device="cpu", dtype=torch.float64)
+        return torch.cos((2 * places + 1) * (math.pi / (2 * self.rows))).to(self.nodes.dtype)
 
     def _sum_of_squares(self) -> float:
-        squares = self.nodes[: self.out_features, None].double().square()
-        powers = squares ** torch.arange(self.in_features, device=squares.device)
+        # Of the nodes as they are drawn, not as they are: on the meta device they have no values.
+        squares = self._chebyshev_nodes()[: self.out_features, None].double().square()
+        powers = squares ** torch.arange(self.in_features, device="cpu")
         return float(powers.cumsum(1).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
@@ -244,15 +248,22 @@ class CauchyLike(GeneratorLinear):
         self.register_buffer("row_nodes", torch.empty(self.rows, device=device, dtype=dtype))
         self.register_buffer("column_nodes", torch.empty(self.columns, device=device, dtype=dtype))
 
-    def reset_parameters(self) -> None:
-        places = [(torch.arange(size, dtype=torch.float64) + 0.5) / size for size in (self.rows, self.columns)]
+    def _draw_weights(self) -> None:
+        row_nodes, column_nodes = self._dealt_nodes()
+        self.row_nodes.copy_(row_nodes)
+        self.column_nodes.copy_(column_nodes)
+        super()._draw_weights()
+
+    def _dealt_nodes(self) -> tuple[Tensor, Tensor]:
+        places = [
+            (torch.arange(size, device="cpu", dtype=torch.float64) + 0.5) / size for size in (self.rows, self.columns)
+        ]
         order = torch.cat(places).argsort(stable=True).argsort()
-        self.row_nodes.copy_(order[: self.rows])
-        self.column_nodes.copy_(order[self.rows :])
-        super().reset_parameters()
+        return order[: self.rows], order[self.rows :]
 
     def _sum_of_squares(self) -> float:
-        differences = self.row_nodes[: self.out_features, None].double() - self.column_nodes[: self.in_features]
+        row_nodes, column_nodes = self._dealt_nodes()  # not the buffers: on the meta device they have no values
+        differences = row_nodes[: self.out_features, None].double() - column_nodes[: self.in_features]
         return float((1 / differences.square()).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:

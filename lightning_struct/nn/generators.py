@@ -65,8 +65,8 @@ class GeneratorLinear(StructuredLinear):
         self._add_operators(device, dtype)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw G and H, and set the bias to zero."""
+    def _draw_weights(self) -> None:
+        """Draw G and H."""
         if self.init == "reference":
             nn.init.normal_(self.G, std=(self.rank * self.rows) ** -0.5)
             nn.init.normal_(self.H, std=(self.rank * self.columns) ** -0.5)
@@ -75,8 +75,6 @@ class GeneratorLinear(StructuredLinear):
             std = (self.out_features / (self.rank * self._sum_of_squares())) ** 0.25
             nn.init.normal_(self.G, std=std)
             nn.init.normal_(self.H, std=std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def to_dense(self) -> Tensor:
         dense = self._square_to_dense()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -26,11 +25,11 @@ from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIA
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 from lightning_struct.nn.approximation import relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
+from lightning_struct.nn.method_choice import MethodChoices
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_PRODUCTS_BETWEEN_CHOICES = 100
 Corner = Literal["learned", "zero"]
 
 
@@ -92,9 +91,9 @@ class LearnedOperatorLinear(GeneratorLinear):
         a, b = (torch.cat([weight for name, weight in entries.items() if name.endswith(end)]) for end in ("_a", "_b"))
         return a, b
 
-    def reset_parameters(self) -> None:
-        """Draw G and H; A and B become Z_0, ones on the subdiagonal; the bias becomes zero."""
-        super().reset_parameters()
+    def _draw_weights(self) -> None:
+        """Draw G and H; A and B become Z_0, ones on the subdiagonal."""
+        super()._draw_weights()
         with torch.no_grad():
             for name in self.weight_names[2:]:
                 if getattr(self, name) is not None:
@@ -134,8 +133,9 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     With ``method="auto"`` the fastest method is taken that is exact enough for the values of the operators: see
     :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it
-    is done at the first of every 100 products in training, when the number of rows has doubled or halved, and after a
-    change between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes the same one.
+    is done when the parameters change after 100 products in training, once for each order of magnitude of the number of
+    rows, and after a change between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes
+    the same one.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
@@ -156,7 +156,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     corner_a: nn.Parameter | None
     corner_b: nn.Parameter | None
 
-    _choice: _MethodChoice | None = None
+    _choices: MethodChoices | None = None
 
     @property
     def method_in_use(self) -> str:
@@ -165,7 +165,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             return _method_of(self._cached.matrix, self.G.dtype)
         if self.method != "auto":
             return self.method
-        return self._choose(1) if self._choice is None else self._choice.method
+        latest = None if self._choices is None else self._choices.latest
+        return self._choose(1) if latest is None else latest
 
     @property
     def operators(self) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
@@ -183,11 +184,11 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self._choice = None
+        self._choices = None
 
     def train(self, mode: bool = True) -> Self:
         if mode != self.training:
-            self._choice = None
+            self._choices = None
         return super().train(mode)
 
     def extra_repr(self) -> str:
@@ -198,14 +199,14 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             self.register_parameter(
                 f"subdiagonal_{name}", nn.Parameter(torch.empty(size - 1, device=device, dtype=dtype))
             )
-            corner = nn.Parameter(torch.empty((), device=device, dtype=dtype)) if self.corner == "learned" else None
+            corner = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if self.corner == "learned" else None
             self.register_parameter(f"corner_{name}", corner)
 
     def _corners(self) -> tuple[Tensor, Tensor]:
         if self.corner_a is None or self.corner_b is None:
             zero = self.G.new_zeros(())
             return zero, zero
-        return self.corner_a, self.corner_b
+        return self.corner_a.squeeze(0), self.corner_b.squeeze(0)
 
     def _set_corners(self, corner_a: float, corner_b: float) -> None:
         if self.corner_a is not None and self.corner_b is not None:
@@ -220,7 +221,9 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return subdiagonal_to_dense(*self._all_weights())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        method = self._chosen(x.shape[:-1].numel()) if self.method == "auto" else self.method
+        # A compiled graph chooses whenever it runs.
+        chooses = self.method == "auto" and not torch.compiler.is_compiling()
+        method = self._chosen(x.shape[:-1].numel()) if chooses else self.method
         return subdiagonal_matmul(*self._all_weights(), x, method)
 
     def _prepare(self, batch: int) -> PreparedMatrix:
@@ -228,18 +231,21 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _chosen(self, batch: int) -> str:
         if not _has_values(self.subdiagonal_a):
-            # No values can be read under torch.func and compilers: without an earlier choice one that is right for any.
-            if self._choice is not None:
-                return self._choice.method
-            return method_for_any_operators(self.rows, self.columns)
-        if self._choice is None or not self._choice.is_for(batch) or self._has_new_zeros(self._choice):
-            self._choice = _MethodChoice(self._choose(batch), batch.bit_length())
-        self._choice.products += 1
-        return self._choice.method
+            # No values can be read under torch.func: without an earlier choice one that is right for any.
+            latest = None if self._choices is None else self._choices.latest
+            return method_for_any_operators(self.rows, self.columns) if latest is None else latest
+        if self._choices is None:
+            self._choices = MethodChoices()
+        return self._choices.method(batch, self._operators_version, lambda: self._choose(batch), self._divides_by_zero)
 
-    def _has_new_zeros(self, choice: _MethodChoice) -> bool:
-        """Whether the chosen method would divide by a zero. This is only looked at on a CPU."""
-        looks = choice.method.startswith("scaled") and self.G.device.type == "cpu"
+    @property
+    def _operators_version(self) -> int:
+        """A number that changes with the operators."""
+        return self.subdiagonal_a._version + self.subdiagonal_b._version
+
+    def _divides_by_zero(self, method: str) -> bool:
+        """Whether the method would divide by a zero that an operator has by now. This is only looked at on a CPU."""
+        looks = method.startswith("scaled") and self.G.device.type == "cpu"
         return looks and not bool(self.subdiagonal_a.all() and self.subdiagonal_b.all())
 
     def _choose(self, batch: int) -> str:
@@ -247,21 +253,26 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         a_subdiagonal, a_corner, b_subdiagonal, b_corner, _, _ = self._all_weights()
         return choose_subdiagonal_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner, rank=self.rank, batch=batch)
 
+    @property
+    def choice(self) -> Tensor:
+        """(66,) int64, the methods chosen in training, as ``state_dict`` has them."""
+        # What is chosen in eval mode is dropped with it.
+        choices = self._choices if self.training and self._choices is not None else MethodChoices()
+        return choices.to_tensor(self._operators_version)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.method == "auto":
-            # What is chosen in eval mode is dropped with it. The magnitude -1 says that there is no choice.
-            choice = (
-                self._choice
-                if self.training and self._choice is not None
-                else _MethodChoice(SUBDIAGONAL_METHODS[0], -1)
-            )
-            destination[prefix + "choice"] = choice.to_tensor()
+            destination[prefix + "choice"] = self.choice
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         choice = state_dict.pop(prefix + "choice", None)
+        for name in ("corner_a", "corner_b"):  # up to version 0.2 they were scalars
+            corner = state_dict.get(prefix + name)
+            if isinstance(corner, Tensor) and corner.ndim == 0:
+                state_dict[prefix + name] = corner.reshape(1)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._choice = None if choice is None else _MethodChoice.from_tensor(choice)
+        self._choices = None if choice is None else MethodChoices.from_tensor(choice)
 
 
 class LDRTridiagonal(LearnedOperatorLinear):
@@ -342,29 +353,9 @@ class LDRTridiagonal(LearnedOperatorLinear):
             self.corners_b[0] = corner_b
 
 
-@dataclass
-class _MethodChoice:
-    """A method, the order of magnitude of the batch that it was chosen for, and how often it was used."""
-
-    method: str
-    magnitude: int
-    products: int = 0
-
-    def is_for(self, batch: int) -> bool:
-        return self.magnitude == batch.bit_length() and self.products < _PRODUCTS_BETWEEN_CHOICES
-
-    def to_tensor(self) -> Tensor:
-        return torch.tensor([SUBDIAGONAL_METHODS.index(self.method), self.magnitude, self.products])
-
-    @staticmethod
-    def from_tensor(tensor: Tensor) -> _MethodChoice | None:
-        method, magnitude, products = tensor.tolist()
-        return None if magnitude < 0 else _MethodChoice(SUBDIAGONAL_METHODS[method], magnitude, products)
-
-
 def _has_values(tensor: Tensor) -> bool:
-    """Whether numbers can be read: not under compilers and the transforms of torch.func."""
-    if torch.compiler.is_compiling():
+    """Whether numbers can be read: not under the transforms of torch.func, nor on the meta device."""
+    if tensor.is_meta:
         return False
     try:
         tensor.data_ptr()

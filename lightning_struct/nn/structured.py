@@ -47,8 +47,8 @@ class StructuredLinear(nn.Module, ABC):
     kept between calls. It is made anew when a parameter has changed, and dropped by ``train()``, ``eval()`` and
     ``to()``. A change through ``parameter.data``, which leaves no trace, is seen after the next ``eval()``.
 
-    A class derived from this one names its parameters in ``weight_names`` and defines ``reset_parameters``,
-    ``_multiply``, and ``_prepare`` where it has something better to keep than the dense matrix.
+    A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``, and
+    ``_prepare`` where it has something better to keep than the dense matrix.
 
     Args:
         in_features: n, at least 1.
@@ -76,6 +76,9 @@ class StructuredLinear(nn.Module, ABC):
     """The parameters of M, a factor of it first; those that an instance does without are None."""
     _is_of_matmuls: ClassVar[bool] = False
     """Whether the product consists of ``F.linear``, which autocast knows how to run."""
+
+    gain: float = 1.0
+    """The number by which :meth:`reset_parameters` multiplies M."""
 
     bias: nn.Parameter | None
 
@@ -177,7 +180,9 @@ class StructuredLinear(nn.Module, ABC):
                 f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape {tuple(x.shape)}"
             )
         device = x.device.type
-        autocast = torch.is_autocast_enabled(device) and x.is_floating_point() and dtype == torch.float32
+        autocast = (
+            not x.is_meta and torch.is_autocast_enabled(device) and x.is_floating_point() and dtype == torch.float32
+        )
         if not autocast and x.dtype != dtype:
             raise TypeError(
                 f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {dtype}: convert one of them"
@@ -203,6 +208,15 @@ class StructuredLinear(nn.Module, ABC):
         return FrozenLinear(self.in_features, self.out_features, self._prepared(batch), bias, type(self).__name__)
 
     @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new weights, with M multiplied by ``gain``, and set the bias to zero."""
+        self._draw_weights()
+        if self.gain != 1:
+            self.scale_(self.gain)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
     def scale_(self, factor: float) -> Self:
         """Multiply M by a number, in place."""
         self._reference.mul_(factor)
@@ -215,9 +229,9 @@ class StructuredLinear(nn.Module, ABC):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-    @abstractmethod
-    def reset_parameters(self) -> None:
-        """Draw new weights, and set the bias to zero."""
+    def _draw_weights(self) -> None:
+        """Draw new weights of M, such that the variance of the input is kept."""
+        raise NotImplementedError
 
     @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
@@ -272,7 +286,7 @@ class StructuredLinear(nn.Module, ABC):
             ValueError: a parameter has; it is named.
         """
         for name, tensor in self._weights().items():
-            if not bool(tensor.isfinite().all()):
+            if not bool(tensor.detach().isfinite().all()):  # detached: nothing is saved for a backward pass
                 raise ValueError(
                     f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the learning "
                     "rate, or clip gradients), or a checkpoint is damaged"

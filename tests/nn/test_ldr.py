@@ -102,26 +102,40 @@ def test_automatic_choice_follows_the_operators():
     torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
 
 
-def test_automatic_choice_is_made_again_after_a_hundred_products_and_for_other_batches():
-    layer = LDRSubdiagonal(256, 256)
-    x = torch.randn(2, 256)
-    layer(x)
+def products_without_computing(layer, batch, count=1):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "lightning_struct.nn.ldr.subdiagonal_matmul", lambda *arguments: arguments[6].new_zeros(batch, 256)
+        )
+        for _ in range(count):
+            layer(torch.zeros(batch, 256))
+    return layer.method_in_use
+
+
+def make_steep(layer):
     with torch.no_grad():
         layer.subdiagonal_b[3] = 1e-9
-    seen = []
-    for _ in range(100):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LDRSubdiagonal, "_multiply", lambda self, x: x.new_zeros(len(x), 256))
-            layer(x)
-        layer._chosen(2)
-        seen.append(layer.method_in_use)
-    assert seen == ["scaled"] * 99 + ["tree"]
+
+
+def test_automatic_choice_is_made_again_when_parameters_change_after_a_hundred_products():
     layer = LDRSubdiagonal(256, 256)
-    layer(x)
-    with torch.no_grad():
-        layer.subdiagonal_b[3] = 1e-9
-    layer(torch.randn(64, 256))
-    assert layer.method_in_use == "dense"
+    assert products_without_computing(layer, 2) == "scaled"
+    make_steep(layer)
+    assert products_without_computing(layer, 2, 99) == "scaled"
+    resumed = LDRSubdiagonal(256, 256)
+    for at_step_end in (False, True):
+        if at_step_end:
+            make_steep(layer)
+        resumed.load_state_dict(layer.state_dict())
+        assert products_without_computing(resumed, 2) == ("tree" if at_step_end else "scaled")
+    assert products_without_computing(layer, 2) == "tree"
+
+
+def test_automatic_choice_is_made_for_each_magnitude_of_the_batch_and_stays():
+    layer = LDRSubdiagonal(256, 256)
+    assert products_without_computing(layer, 2) == "scaled"
+    make_steep(layer)
+    assert [products_without_computing(layer, batch) for batch in (64, 2, 33, 3)] == ["dense", "scaled"] * 2
 
 
 def test_automatic_choice_is_made_again_when_a_zero_appears():
@@ -145,10 +159,24 @@ def test_choice_is_saved_so_that_a_resumed_run_takes_the_same_method():
     resumed.load_state_dict(copy.deepcopy(layer.state_dict()))
     assert torch.equal(resumed(x), layer(x)) and resumed.method_in_use == layer.method_in_use == "scaled"
     assert list(resumed.state_dict()) == list(LDRSubdiagonal(256, 256).state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), layer.state_dict().values(), strict=True)
+    )
     fresh = LDRSubdiagonal(256, 256)
     fresh.load_state_dict({name: value for name, value in layer.state_dict().items() if name != "choice"})
     fresh(x)
     assert fresh.method_in_use != "scaled"
+
+
+def test_checkpoints_of_version_0_2_are_loaded():
+    torch.manual_seed(0)
+    layer, resumed = (LDRSubdiagonal(256, 256) for _ in range(2))
+    state = layer.state_dict()
+    state |= {"corner_a": torch.tensor(0.5), "corner_b": torch.tensor(0.25), "choice": torch.tensor([3, 2, 7])}
+    resumed.load_state_dict(state)
+    assert resumed.corner_a.tolist() == [0.5] and resumed.corner_b.tolist() == [0.25]
+    resumed(torch.randn(2, 256))
+    assert resumed.method_in_use == "tree"
 
 
 def test_under_function_transforms_the_choice_stays():

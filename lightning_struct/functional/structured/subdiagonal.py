@@ -18,6 +18,7 @@ the transpose. Three methods compute the same:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ from lightning_struct.functional.structured.cost_model import (
     method_for_any_operators,
 )
 from lightning_struct.functional.structured.krylov_tree import KrylovTree
+from lightning_struct.functional.structured.opaque import opaque_operator
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
@@ -125,9 +127,20 @@ def subdiagonal_matmul(
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters, x=x)
+    if torch.compiler.is_compiling():
+        return _opaque_product(*parameters, x, method=method)
+    return _product(*parameters, x, method=method)
+
+
+def _product(*tensors: Tensor, method: str) -> Tensor:
+    """:func:`subdiagonal_matmul` for arguments that fit."""
+    *parameters, x = tensors
+    a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, _ = parameters
     if method == "auto":
         batch = x.shape[:-1].numel()
-        method = choose_subdiagonal_method(*parameters[:4], rank=G.shape[1], batch=batch)
+        method = choose_subdiagonal_method(
+            a_subdiagonal, a_corner, b_subdiagonal, b_corner, rank=G.shape[1], batch=batch
+        )
     dtype = _inside(method, *parameters, x)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
@@ -165,8 +178,30 @@ def subdiagonal_to_dense(
     """
     parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
     _check(*parameters)
+    if torch.compiler.is_compiling():
+        return _opaque_matrix(*parameters, method="dense")
+    return _matrix(*parameters, method="dense")
+
+
+def _matrix(*parameters: Tensor, method: str) -> Tensor:
+    """:func:`subdiagonal_to_dense` for arguments that fit."""
     dtype = computing_dtype(*parameters)
-    return stein_matrix(*_as_circles(*(tensor.to(dtype) for tensor in parameters))).to(G.dtype)
+    return stein_matrix(*_as_circles(*(tensor.to(dtype) for tensor in parameters))).to(parameters[4].dtype)
+
+
+def _empty_product(tensors: Sequence[Tensor]) -> Tensor:
+    *_, G, _, x = tensors
+    return x.new_empty(*x.shape[:-1], G.shape[0], dtype=torch.promote_types(G.dtype, x.dtype))
+
+
+def _empty_matrix(tensors: Sequence[Tensor]) -> Tensor:
+    *_, G, H = tensors
+    return G.new_empty(G.shape[0], H.shape[0])
+
+
+# The choice of a method reads values, and rows one after the other would be as many nodes of a graph.
+_opaque_product = opaque_operator("subdiagonal_matmul", _product, _empty_product)
+_opaque_matrix = opaque_operator("subdiagonal_to_dense", _matrix, _empty_matrix)
 
 
 def prepare_subdiagonal(

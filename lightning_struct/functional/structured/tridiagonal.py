@@ -14,6 +14,7 @@ Powers of an operator whose norm is above 1 may overflow: the result is then not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -29,6 +30,7 @@ from lightning_struct.functional.structured.cyclic_recurrence import (
     recurrences,
 )
 from lightning_struct.functional.structured.krylov import krylov_product
+from lightning_struct.functional.structured.opaque import opaque_operator
 
 METHODS = ("recurrence", "giant_steps")
 """The values of ``method`` besides ``"auto"``."""
@@ -65,6 +67,15 @@ def tridiagonal_matmul(
         tensor([2., 0., 1.])
     """
     require_vectors(x, b.size)
+    if torch.compiler.is_compiling():
+        return _opaque_product(*_tensors(a, b), G, H, x, method=method)
+    return _product(*_tensors(a, b), G, H, x, method=method)
+
+
+def _product(*tensors: Tensor, method: str) -> Tensor:
+    """x Mᵀ for the entries of A and of B, G, H and x."""
+    *parameters, x = tensors
+    a, b, G, H = *_operators(parameters), *parameters[8:]
     left, right, dtype = _krylov_rows(a, b, G, H, method, x)
     return krylov_product(left, right, x.to(left.dtype)).to(dtype)  # equation (2), Krylov matrices formed (section 3)
 
@@ -97,8 +108,43 @@ def tridiagonal_to_dense(
                 [0., 1., 0.],
                 [0., 0., 1.]])
     """
+    if torch.compiler.is_compiling():
+        return _opaque_matrix(*_tensors(a, b), G, H, method=method)
+    return _matrix(*_tensors(a, b), G, H, method=method)
+
+
+def _matrix(*parameters: Tensor, method: str) -> Tensor:
+    """M for the entries of A and of B, G and H."""
+    a, b, G, H = *_operators(parameters), *parameters[8:]
     left, right, dtype = _krylov_rows(a, b, G, H, method)
     return (left.mT @ right).to(dtype)  # equation (2)
+
+
+def _tensors(a: TridiagonalOperator, b: TridiagonalOperator) -> list[Tensor]:
+    return [tensor for op in (a, b) for tensor in (op.subdiagonal, op.diagonal, op.superdiagonal, op.corners)]
+
+
+def _operators(tensors: Sequence[Tensor]) -> tuple[TridiagonalOperator, TridiagonalOperator]:
+    return TridiagonalOperator(*tensors[:4]), TridiagonalOperator(*tensors[4:8])
+
+
+def _empty_product(tensors: Sequence[Tensor]) -> Tensor:
+    G, x = tensors[8], tensors[10]
+    return x.new_empty(*x.shape[:-1], G.shape[0], dtype=_promoted(tensors))
+
+
+def _empty_matrix(tensors: Sequence[Tensor]) -> Tensor:
+    G, H = tensors[8:]
+    return G.new_empty(G.shape[0], H.shape[0], dtype=_promoted(tensors))
+
+
+def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+# As many steps one after the other as there are rows would be as many nodes of a graph.
+_opaque_product = opaque_operator("tridiagonal_matmul", _product, _empty_product)
+_opaque_matrix = opaque_operator("tridiagonal_to_dense", _matrix, _empty_matrix)
 
 
 def _krylov_rows(
@@ -111,7 +157,7 @@ def _krylov_rows(
     elif method not in METHODS:
         raise ValueError(f"method must be one of {('auto', *METHODS)}, got {method!r}")
     bands = [_bands(a), _bands(b)]
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in (*bands, G, H, *others)))
+    dtype = _promoted([*bands, G, H, *others])
     if dtype.is_complex:
         raise TypeError(f"tridiagonal operators are multiplied in real dtypes, got {dtype}")
     computed = torch.promote_types(dtype, torch.float32)

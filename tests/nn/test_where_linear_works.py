@@ -1,0 +1,216 @@
+"""Structured layers where nn.Linear works: checkpointed activations, the meta device, sharded parameters, compilers."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_struct.nn import BlockStructured, LDRSubdiagonal, LDRTridiagonal, StructuredLSTM
+from tests.nn.layers import FACTORIES, NAMES
+from tests.processes import in_two_processes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activations_are_checkpointed(name, use_reentrant):
+    torch.manual_seed(0)
+    layer = FACTORIES[name](12, 7)
+    plain = copy.deepcopy(layer)
+    for _ in range(2):
+        x = torch.randn(3, 12, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=use_reentrant).square().sum().backward()
+        plain(x).square().sum().backward()
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_activations_are_checkpointed_at_every_choice_of_a_method():
+    # The layer is called twice in a step, with batches of two magnitudes; a steep operator makes the next choice another one.
+    torch.manual_seed(0)
+    layer = LDRSubdiagonal(48, 48)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-7)
+    methods = set()
+    for step in range(70):
+        x = torch.randn(40, 48, requires_grad=True)
+        (
+            checkpoint(layer, x, use_reentrant=False).sum() + checkpoint(layer, x[:2], use_reentrant=False).sum()
+        ).backward()
+        methods.add(layer.method_in_use)
+        optimizer.step()
+        if step == 5:
+            with torch.no_grad():
+                layer.subdiagonal_a[20] = 1e-4
+    assert methods == {"scaled", "scaled_float64"}
+
+
+class PreTrainedModel(nn.Module):
+    """A model with the gradient checkpointing of the transformers package: a function that each block is called by."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(FACTORIES[name](12, 12) for name in NAMES if name != "pruned")
+        self.gradient_checkpointing = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
+        self.gradient_checkpointing = functools.partial(checkpoint, **gradient_checkpointing_kwargs)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + (
+                block(x) if self.gradient_checkpointing is None else self.gradient_checkpointing(block.__call__, x)
+            )
+        return x
+
+
+def test_gradient_checkpointing_enable_gives_the_same_gradients():
+    torch.manual_seed(0)
+    model, x = PreTrainedModel(), torch.randn(3, 12)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(torch.autograd.grad(model(x).square().mean(), list(model.parameters())), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_drawn_after_the_meta_device(name):
+    make = functools.partial(FACTORIES[name], 12, 7)
+    torch.manual_seed(0)
+    expected = make().state_dict()
+    with torch.device("meta"):
+        in_context = make()
+    for layer in (in_context, make(device="meta")):
+        assert all(parameter.is_meta for parameter in layer.parameters())
+        assert layer(torch.empty(3, 12, device="meta")).shape == (3, 7)
+        torch.manual_seed(0)
+        layer.to_empty(device="cpu").reset_parameters()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in layer.state_dict().items())
+
+
+def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
+    with torch.device("meta"):
+        model = nn.Sequential(BlockStructured(16, 4, 64, functools.partial(LDRSubdiagonal, rank=8)))
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert 0.7 < model(torch.randn(100, 16, 64)).var() < 1.4
+    with torch.device("meta"):
+        lstm = StructuredLSTM(6, 8, LDRSubdiagonal)
+    assert lstm(torch.empty(5, 3, 6, device="meta"))[0].shape == (5, 3, 8)
+
+
+def wrapped(way, model):
+    if way == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if way == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(*(FACTORIES[name](12, 12) for name in NAMES if name != "pruned"))
+
+
+def train(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return model.eval()(x)
+
+
+INPUTS = torch.linspace(-1, 1, 96).view(8, 12).sin()
+
+
+def train_in_ways(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {way: train(wrapped(way, network()), INPUTS.chunk(2)[rank]) for way in ("ddp", "fsdp1", "fsdp2")}
+
+
+@pytest.mark.slow
+def test_parameters_are_sharded_over_processes(tmp_path):
+    expected = train(network(), INPUTS).chunk(2)
+    for outputs, half in zip(in_two_processes(train_in_ways, tmp_path), expected, strict=True):
+        for output in outputs.values():
+            torch.testing.assert_close(output, half, rtol=1e-3, atol=1e-5)
+
+
+def compiled_gradients(layer, x):
+    """The gradients of a compiled layer, of the layer itself, and whether the outputs in eval mode are the same."""
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    tensors = [x, *layer.parameters()]
+    ours, theirs = (torch.autograd.grad(run(x).square().sum(), tensors) for run in (compiled, layer))
+    layer.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-8, atol=1e-8)
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("ldr_sd", "ldr_td") else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if not name.endswith(("_padded", "_without_corners"))
+    ],
+)
+def test_one_graph_is_compiled_in_training_and_in_eval_mode(name):
+    torch.manual_seed(0)
+    layer = FACTORIES[name](12, 7, dtype=torch.float64)
+    x = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
+    ours, theirs = compiled_gradients(layer, x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cls", "method"), [(LDRSubdiagonal, "tree"), (LDRTridiagonal, "giant_steps")])
+def test_methods_are_compiled_with_autocast_and_dense_matrices(cls, method):
+    torch.manual_seed(0)
+    layer, x = cls(40, 40, method=method), torch.randn(3, 40)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x), layer.to_dense()
+
+    product, dense = compiled(x)
+    assert product.dtype == torch.bfloat16
+    torch.testing.assert_close(dense, layer.to_dense())
+    torch.testing.assert_close(product.float(), x @ dense.T, rtol=0.02, atol=0.02)
+
+
+def test_compiled_layer_follows_its_operators():
+    layer = LDRSubdiagonal(64, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 64)
+    for entry in (1.0, 0.0, 1e-9):  # by which "scaled" would divide
+        with torch.no_grad():
+            layer.subdiagonal_a[5] = entry
+        torch.testing.assert_close(compiled(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ldr_sd", "ldr_td", "toeplitz_like"])
+def test_model_is_exported_with_any_number_of_rows(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(FACTORIES[name](12, 7)).eval()
+    torch.compiler.reset()
+    batch = torch.export.Dim("batch", min=2)
+    exported = torch.export.export(model, (torch.randn(3, 12),), dynamic_shapes=({0: batch},))
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.nn import LDRSubdiagonal as LDRSubdiagonal
     from lightning_struct.nn import LDRTridiagonal as LDRTridiagonal
     from lightning_struct.nn import LowRank as LowRank
+    from lightning_struct.nn import Monarch as Monarch
     from lightning_struct.nn import PrunedLinear as PrunedLinear
     from lightning_struct.nn import StructuredLinear as StructuredLinear
     from lightning_struct.nn import StructuredLSTM as StructuredLSTM
@@ -59,6 +60,7 @@ _HOME_OF = {
     "LDRTridiagonal": "lightning_struct.nn",
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
     "LowRank": "lightning_struct.nn",
+    "Monarch": "lightning_struct.nn",
     "OperatorMonitor": "lightning_struct.callbacks",
     "PredictionWriter": "lightning_struct.callbacks",
     "PrunedLinear": "lightning_struct.nn",

@@ -7,6 +7,7 @@ from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.jacobian import jacobian_norms
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
+from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.replace import replace_linear, replacement_report
 from lightning_struct.nn.structured import StructuredLinear
@@ -21,6 +22,7 @@ __all__ = [
     "LDRSubdiagonal",
     "LDRTridiagonal",
     "LowRank",
+    "Monarch",
     "PrunedLinear",
     "StructuredLSTM",
     "StructuredLinear",

@@ -2,6 +2,9 @@
 
 from functools import partial
 
+import torch
+from torch import nn
+
 from lightning_struct.nn import (
     CauchyLike,
     Circulant,
@@ -10,6 +13,7 @@ from lightning_struct.nn import (
     LDRSubdiagonal,
     LDRTridiagonal,
     LowRank,
+    Monarch,
     PrunedLinear,
     ToeplitzLike,
     VandermondeLike,
@@ -32,6 +36,15 @@ FACTORIES = {
     "fastfood": partial(Fastfood),
     "low_rank": partial(LowRank, rank=2),
     "low_rank_padded": partial(LowRank, rank=2, pad="square"),
+    "monarch": partial(Monarch, blocks=3),
+    "monarch_of_rank_2": partial(Monarch, blocks=2, rank=2),
     "pruned": partial(PrunedLinear, parameters=30),
 }
 NAMES = list(FACTORIES)
+
+
+def linear_of(weight):
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    return linear

@@ -16,16 +16,10 @@ from lightning_struct.nn import (
     ToeplitzLike,
     VandermondeLike,
 )
+from tests.nn.layers import linear_of
 
 SIZES = [(12, 12), (12, 7), (7, 12), (1, 1), (1, 3)]
 GENERATED = [ToeplitzLike, HankelLike, VandermondeLike, CauchyLike, LowRank]
-
-
-def linear_of(weight):
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-    return linear
 
 
 def shift(n, corner):

@@ -1,0 +1,129 @@
+import pytest
+import torch
+
+from lightning_struct.functional import hadamard_transform
+from lightning_struct.nn import LowRank, Monarch
+from tests.nn.layers import linear_of
+
+SIZES = [(12, 12, 3), (16, 12, 4), (13, 11, 5), (11, 13, 2), (7, 1, 1), (1, 1, 1)]
+
+
+def permuted_blocks(layer):
+    """M = P L Pᵀ R by dense matrices: L and R as block-diagonal ones, P as indices."""
+    b, r = layer.blocks, layer.rank
+    s = layer.L.shape[1]
+    L, R = (torch.block_diag(*factor) for factor in (layer.L.detach(), layer.R.detach()))
+    between = torch.arange(b * b * r).view(b, b, r).transpose(0, 1).flatten()  # from (k, l, t) to (l, k, t)
+    outputs = torch.arange(b * s).view(b, s).T.flatten()  # from (l, s) to (s, l)
+    M = (L @ R[between])[outputs]
+    return M[: layer.out_features, : layer.in_features]
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize(("m", "n", "b"), SIZES)
+def test_product_is_that_of_two_block_diagonal_matrices_and_permutations(m, n, b, rows):
+    layer = Monarch(n, m, blocks=b, bias=False, dtype=torch.float64)
+    M = permuted_blocks(layer)
+    x = torch.randn(rows, n, dtype=torch.float64)
+    torch.testing.assert_close(layer.to_dense(), M)
+    torch.testing.assert_close(layer(x), x @ M.T)
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_gradients(rows):
+    layer = Monarch(6, 7, blocks=2, rank=2, dtype=torch.float64)
+    x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
+
+    def product(x, L, R, bias):
+        return torch.func.functional_call(layer, {"L": L, "R": R, "bias": bias}, (x,))
+
+    assert torch.autograd.gradcheck(product, (x, layer.L, layer.R, layer.bias))
+
+
+@pytest.mark.parametrize("size", [512, 1024])
+def test_kept_matrix_and_kept_factors_multiply_alike(size):
+    layer = Monarch(size, size, blocks=16, bias=False).eval()
+    with torch.no_grad():
+        for rows in (1, 16):
+            x = torch.randn(rows, size)
+            torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "options", "blocks", "rank", "count"),
+    [
+        (1024, 1024, {}, 32, 1, 2 * 1024 * 32),  # the paper's: 2 n √n
+        (784, 784, {}, 28, 1, 2 * 784 * 28),
+        (512, 512, {}, 16, 2, 2 * 512 * 32),
+        (1024, 1024, {"blocks": 4}, 4, 64, 2 * 1024 * 256),  # of 4 blocks each: n² / 2
+        (1024, 4096, {}, 32, 1, 5 * 1024 * 32),
+        (10, 784, {}, 2, 2, 4 * 794),
+        (97, 101, {"blocks": 8}, 8, 1, 8 * (104 + 104)),  # filled up
+        (64, 64, {"blocks": 1, "rank": 3}, 1, 3, 3 * 128),
+    ],
+)
+def test_counts(m, n, options, blocks, rank, count):
+    layer = Monarch(n, m, **options)
+    assert (layer.blocks, layer.rank, layer.weight_parameters) == (blocks, rank, count)
+
+
+def test_a_single_block_is_a_matrix_of_low_rank():
+    linear = linear_of(torch.randn(9, 14, dtype=torch.float64))
+    monarch = Monarch.from_linear(linear, blocks=1, rank=3, refine=0)
+    torch.testing.assert_close(monarch.to_dense(), LowRank.from_linear(linear, rank=3, refine=0).to_dense())
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "options"), [(16, 16, {}), (13, 11, {"blocks": 3}), (12, 18, {"blocks": 3, "rank": 2})]
+)
+def test_from_linear_gives_the_nearest_member(m, n, options):
+    weight = torch.randn(m, n, dtype=torch.float64)
+    layer = Monarch.from_linear(linear_of(weight), refine=0, **options)
+    b = layer.blocks
+    # Rows l, l + b, ... and the columns of block k make a block: of each one the first r singular values remain.
+    columns = torch.arange(n).split(layer.R.shape[2])
+    blocks = [weight[row::b][:, places] for row in range(b) for places in columns]
+    lost = sum(torch.linalg.svdvals(block)[layer.rank :].square().sum() for block in blocks)
+    assert layer.approximation_error == pytest.approx((lost.sqrt() / weight.norm()).item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("size", [64, 128, 512])
+def test_hadamard_matrices_are_members(size):
+    hadamard = hadamard_transform(torch.eye(size, dtype=torch.float64), normalize=True)
+    assert Monarch.from_linear(linear_of(hadamard), refine=0).approximation_error < 1e-12
+
+
+def test_kronecker_products_are_members():
+    product = torch.kron(torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64))
+    assert Monarch.from_linear(linear_of(product), blocks=4, rank=1, refine=0).approximation_error < 1e-12
+
+
+def test_it_is_compiled_as_one_graph():
+    layer = Monarch(12, 7, blocks=3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for mode in (True, False):
+        layer.train(mode)
+        x = torch.randn(9, 12, requires_grad=True)
+        torch.testing.assert_close(compiled(x), layer(x))
+        torch.testing.assert_close(
+            torch.autograd.grad(compiled(x).sum(), layer.L), torch.autograd.grad(layer(x).sum(), layer.L)
+        )
+
+
+def test_parameters_on_the_meta_device_are_made_later():
+    layer = Monarch(12, 7, blocks=3, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": 8}, "blocks must be at most min.* = 7, but is 8"),
+        ({"blocks": 0}, "blocks must be a positive integer, but is 0"),
+        ({"blocks": 3, "rank": 4}, "rank must be at most 3, the smaller side of a block 3 x 4, but is 4"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Monarch(12, 7, **options)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.callbacks import TrainingCurves as TrainingCurves
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
     from lightning_struct.nn import BlockStructured as BlockStructured
+    from lightning_struct.nn import Butterfly as Butterfly
     from lightning_struct.nn import CauchyLike as CauchyLike
     from lightning_struct.nn import Circulant as Circulant
     from lightning_struct.nn import Fastfood as Fastfood
@@ -51,6 +52,7 @@ else:  # hidden from type checkers: to them an unknown name would be an object i
 # The same names once more, for the interpreter; a test compares the two lists.
 _HOME_OF = {
     "BlockStructured": "lightning_struct.nn",
+    "Butterfly": "lightning_struct.nn",
     "CauchyLike": "lightning_struct.nn",
     "Circulant": "lightning_struct.nn",
     "Fastfood": "lightning_struct.nn",

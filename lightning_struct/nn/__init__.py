@@ -2,6 +2,7 @@
 
 from lightning_struct.nn.baselines import Circulant, Fastfood, PrunedLinear, reduced_hidden_units
 from lightning_struct.nn.blocks import BlockStructured
+from lightning_struct.nn.butterfly import Butterfly
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
@@ -14,6 +15,7 @@ from lightning_struct.nn.structured import StructuredLinear
 
 __all__ = [
     "BlockStructured",
+    "Butterfly",
     "CauchyLike",
     "Circulant",
     "Fastfood",

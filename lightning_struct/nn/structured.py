@@ -75,7 +75,7 @@ class StructuredLinear(nn.Module, ABC):
     weight_names: ClassVar[tuple[str, ...]] = ()
     """The parameters of M, a factor of it first; those that an instance does without are None."""
     _is_of_matmuls: ClassVar[bool] = False
-    """Whether the product consists of ``F.linear``, which autocast knows how to run."""
+    """Whether the product consists of matrix products, which autocast knows how to run."""
 
     gain: float = 1.0
     """The number by which :meth:`reset_parameters` multiplies M."""
@@ -104,7 +104,7 @@ class StructuredLinear(nn.Module, ABC):
     def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int = 200, **options: Any) -> Self:
         """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
 
-        The start is the projection on the class where there is one in closed form (low rank, circulant, pruned), and
+        The start is the projection on the class where there is one in closed form (low rank, Monarch, circulant, pruned), and
         the truncated singular value decomposition of the displacement for the classes of low displacement rank. From
         there L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
 
@@ -130,18 +130,15 @@ class StructuredLinear(nn.Module, ABC):
         if not bool(weight.isfinite().all()):
             raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")
         options |= {"bias": linear.bias is not None, "dtype": torch.float64}
+        target = weight.double()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            layer = cls(linear.in_features, linear.out_features, *arguments, **options)
-        target = weight.double()
-        layer.to(weight.device)
-        with torch.no_grad():
-            layer._start_near(target)
+            layer = cls._made_near(target, *arguments, **options)
         refine_(
             [weight for weight in layer._weights().values() if weight.requires_grad], layer.to_dense, target, refine
         )
-        layer.approximation_error = relative_error(layer.to_dense(), target)
         layer.to(weight.dtype)
+        layer.approximation_error = relative_error(layer.to_dense().double(), target)
         if layer.bias is not None:
             with torch.no_grad():
                 layer.bias.copy_(linear.bias)
@@ -240,6 +237,15 @@ class StructuredLinear(nn.Module, ABC):
     def _prepare(self, batch: int) -> PreparedMatrix:
         """M as it is kept in eval mode, for ``batch`` rows. Called without gradients, with finite parameters."""
         return DenseMatrix(self.to_dense())
+
+    @classmethod
+    def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
+        """A layer where the search for the member nearest to ``weight`` starts."""
+        out_features, in_features = weight.shape
+        layer = cls(in_features, out_features, *arguments, **options).to(weight.device)
+        with torch.no_grad():
+            layer._start_near(weight)
+        return layer
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_struct.nn import (
+    Butterfly,
     CauchyLike,
     Circulant,
     Fastfood,
@@ -38,6 +39,8 @@ FACTORIES = {
     "low_rank_padded": partial(LowRank, rank=2, pad="square"),
     "monarch": partial(Monarch, blocks=3),
     "monarch_of_rank_2": partial(Monarch, blocks=2, rank=2),
+    "butterfly": partial(Butterfly),
+    "butterfly_of_rank_2": partial(Butterfly, rank=2, order="cosine"),
     "pruned": partial(PrunedLinear, parameters=30),
 }
 NAMES = list(FACTORIES)

@@ -1,0 +1,179 @@
+import math
+
+import pytest
+import torch
+
+from lightning_struct.functional import hadamard_transform
+from lightning_struct.nn import Butterfly, Monarch
+from tests.nn.layers import linear_of
+
+SIZES = [(16, 16, 1), (16, 16, 3), (11, 7, 2), (7, 16, 1), (2, 2, 1), (1, 1, 2), (1, 5, 1)]
+
+
+def by_pairs(layer, order):
+    """M by the definition: factor after factor, block after block, each on the numbers at a pair of coordinates."""
+    N = layer.length
+    state = torch.zeros(N, 1, N, dtype=torch.float64)  # coordinate, the numbers at it, column of M
+    for place, source in enumerate(order):
+        state[place, 0, source] = 1
+    for level, factor in enumerate(layer.factors):
+        after = torch.zeros(N, factor.shape[2] // 2, N, dtype=torch.float64)
+        for high in range(factor.shape[0]):
+            for low in range(factor.shape[1]):
+                pair = [high * 2 ** (level + 1) + low, high * 2 ** (level + 1) + 2**level + low]
+                after[pair] = (factor[high, low] @ state[pair].flatten(0, 1)).view(2, -1, N)
+        state = after
+    return state[: layer.out_features, 0, : layer.in_features].detach()
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize(("m", "n", "rank"), SIZES)
+def test_product_is_that_of_blocks_on_pairs_of_coordinates(m, n, rank, rows):
+    layer = Butterfly(n, m, rank=rank, bias=False, dtype=torch.float64)
+    M = by_pairs(layer, range(layer.length))
+    x = torch.randn(rows, n, dtype=torch.float64)
+    torch.testing.assert_close(layer.to_dense(), M)
+    torch.testing.assert_close(layer(x), x @ M.T)
+
+
+@pytest.mark.parametrize(
+    ("order", "places"),
+    [("fourier", [0, 4, 2, 6, 1, 5, 3, 7]), ("cosine", [0, 7, 4, 3, 2, 5, 6, 1])],
+)
+def test_order_is_that_of_the_inputs(order, places):
+    layer = Butterfly(8, 8, order=order, bias=False, dtype=torch.float64)
+    M = by_pairs(layer, places)
+    x = torch.randn(9, 8, dtype=torch.float64)
+    torch.testing.assert_close(layer.to_dense(), M)
+    torch.testing.assert_close(layer(x), x @ M.T)
+
+
+@pytest.mark.parametrize("order", ["natural", "cosine"])
+def test_gradients(order):
+    layer = Butterfly(7, 6, rank=2, order=order, dtype=torch.float64)
+    x = torch.randn(9, 7, dtype=torch.float64, requires_grad=True)
+
+    def product(x, entries, bias):
+        return torch.func.functional_call(layer, {"entries": entries, "bias": bias}, (x,))
+
+    assert torch.autograd.gradcheck(product, (x, layer.entries, layer.bias))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "rank", "count"),
+    [
+        (1024, 1024, 1, 2 * 1024 * 10),
+        (784, 784, 1, 2 * 1024 * 10),  # filled up to 1,024
+        (10, 784, 1, 2 * 1024 * 10),
+        (1024, 1024, 2, 8 * 1024 + 8 * 8 * 1024),  # 4 N in the first factor and in the last, 8 N in each other
+        (2, 2, 3, 4),
+        (1, 1, 1, 4),
+    ],
+)
+def test_counts(m, n, rank, count):
+    assert Butterfly(n, m, rank=rank, bias=False).weight_parameters == count
+
+
+def test_scaling_multiplies_the_matrix():
+    layer = Butterfly(16, 16, dtype=torch.float64)
+    before = layer.to_dense().detach()
+    torch.testing.assert_close(layer.scale_(3.0).to_dense(), 3 * before)
+
+
+@pytest.mark.parametrize("order", ["natural", "fourier"])
+def test_kept_factors_multiply_as_the_dense_matrix(order):
+    layer = Butterfly(513, 600, order=order, bias=False).eval()
+    with torch.no_grad():
+        for rows in (1, 16):
+            x = torch.randn(rows, 513)
+            torch.testing.assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-5)
+        x = torch.randn(3, 513)
+        torch.testing.assert_close(layer.freeze()(x), layer(x))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_from_linear_finds_a_member(rank):
+    member = Butterfly(32, 32, rank=rank, order="fourier", bias=False, dtype=torch.float64)
+    found = Butterfly.from_linear(linear_of(member.to_dense()), rank=rank, refine=0)
+    assert (found.order, found.approximation_error < 1e-13) == ("fourier", True)
+
+
+def test_from_linear_takes_the_order_that_is_given():
+    member = Butterfly(32, 32, order="fourier", bias=False, dtype=torch.float64)
+    found = Butterfly.from_linear(linear_of(member.to_dense()), order="natural", refine=0)
+    assert (found.order, found.approximation_error > 0.1) == ("natural", True)
+
+
+def transform(name, n):
+    i, j = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    return {
+        "Hadamard": hadamard_transform(torch.eye(n, dtype=torch.float64)),
+        "Fourier, real": torch.cos(2 * math.pi * i * j / n),
+        "Fourier, imaginary": -torch.sin(2 * math.pi * i * j / n),
+        "Hartley": torch.cos(2 * math.pi * i * j / n) + torch.sin(2 * math.pi * i * j / n),
+        "DCT-II": torch.cos(math.pi * i * (2 * j + 1) / (2 * n)),
+        "DCT-IV": torch.cos(math.pi * (2 * i + 1) * (2 * j + 1) / (4 * n)),
+        "DST-II": torch.sin(math.pi * (i + 1) * (2 * j + 1) / (2 * n)),
+        "DST-IV": torch.sin(math.pi * (2 * i + 1) * (2 * j + 1) / (4 * n)),
+    }[name]
+
+
+@pytest.mark.parametrize("n", [32, 256])
+@pytest.mark.parametrize(
+    ("name", "rank", "order"),
+    [
+        ("Hadamard", 1, "natural"),
+        ("Fourier, real", 2, "fourier"),
+        ("Fourier, imaginary", 2, "fourier"),
+        ("Hartley", 2, "fourier"),
+        ("DCT-II", 2, "cosine"),
+        ("DCT-IV", 2, "cosine"),
+        ("DST-II", 2, "cosine"),
+        ("DST-IV", 2, "cosine"),
+    ],
+)
+def test_trigonometric_transforms_are_members(name, rank, order, n):
+    found = Butterfly.from_linear(linear_of(transform(name, n)), rank=rank, refine=0)
+    assert found.approximation_error < 1e-10
+    assert found.order == order or name == "Hadamard"  # any order of its inputs has bits alone
+
+
+def test_a_member_is_a_monarch_matrix_too():
+    member = Butterfly(64, 64, rank=2, bias=False, dtype=torch.float64)
+    assert Monarch.from_linear(linear_of(member.to_dense()), blocks=8, rank=2, refine=0).approximation_error < 1e-12
+
+
+def test_refinement_lowers_the_error_of_what_is_no_member():
+    linear = linear_of(torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    start, refined = (Butterfly.from_linear(linear, order="natural", refine=refine) for refine in (0, 50))
+    assert refined.approximation_error < start.approximation_error < 1
+
+
+def test_it_is_compiled_as_one_graph():
+    layer = Butterfly(12, 7, order="fourier")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(9, 12)
+    torch.testing.assert_close(compiled(x), layer(x))
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x).sum(), layer.entries), torch.autograd.grad(layer(x).sum(), layer.entries)
+    )
+
+
+def test_parameters_on_the_meta_device_are_made_later():
+    layer = Butterfly(12, 7, order="fourier", device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(layer(x), x @ layer.to_dense().T)
+    assert layer.places.tolist() == Butterfly(12, 7, order="fourier").places.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be a positive integer, but is 0"),
+        ({"order": "bits"}, "order must be one of 'natural', 'fourier', 'cosine', but is 'bits'"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Butterfly(12, 7, **options)

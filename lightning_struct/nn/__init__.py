@@ -1,5 +1,12 @@
 """Structured layers, what puts them into models, and initial values: on torch alone."""
 
+from lightning_struct.nn.adapters import (
+    adapter_parameter_groups,
+    adapter_state_dict,
+    add_adapters,
+    load_adapter_state_dict,
+    merge_adapters,
+)
 from lightning_struct.nn.baselines import Circulant, Fastfood, PrunedLinear, reduced_hidden_units
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.butterfly import Butterfly
@@ -12,8 +19,10 @@ from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.replace import replace_linear, replacement_report
 from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.updates import AdaptedLinear
 
 __all__ = [
+    "AdaptedLinear",
     "BlockStructured",
     "Butterfly",
     "CauchyLike",
@@ -30,7 +39,12 @@ __all__ = [
     "StructuredLinear",
     "ToeplitzLike",
     "VandermondeLike",
+    "adapter_parameter_groups",
+    "adapter_state_dict",
+    "add_adapters",
     "jacobian_norms",
+    "load_adapter_state_dict",
+    "merge_adapters",
     "reduced_hidden_units",
     "replace_linear",
     "replacement_report",

@@ -1,0 +1,377 @@
+"""Adapters: structured matrices that are trained beside the frozen weights of a model, and merged into them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine, kind_of, plain_name
+from lightning_struct.nn.ldr import LearnedOperatorLinear
+from lightning_struct.nn.replace import LayerFactory, Selection, _is_from_linear, _Selector, _with_parents
+from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate, UpdatedWeight, updated
+
+_log = logging.getLogger(__name__)
+
+
+def add_adapters(
+    model: nn.Module,
+    factory: LayerFactory,
+    *,
+    include: Selection | Iterable[Selection] | None = None,
+    exclude: Selection | Iterable[Selection] | None = None,
+    train: str | nn.Module | Iterable[str | nn.Module] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Freeze a model, and put a structured update beside the weight of each linear layer, in place. ::
+
+        model = add_adapters(model, functools.partial(LDRSubdiagonal, rank=1), exclude="head", train="head")
+        optimizer = torch.optim.AdamW(adapter_parameter_groups(model, lr=1e-2))
+        ...
+        torch.save(adapter_state_dict(model), "adapters.pt")
+        model = merge_adapters(model)
+
+    The model computes what it computed before, until it is trained. Linear layers are ``nn.Linear``, layers that were
+    declared or are recognised as such (transformers' ``Conv1D``), and the projections of ``nn.MultiheadAttention``, the
+    query's, the key's, the value's and the output's. Linear layers become an :class:`AdaptedLinear` whose ``base`` is the
+    layer, with its hooks and its parameters; attention stays, and its weights are parametrized. A layer that stands at
+    several places gets one adapter.
+
+    Further calls add adapters to other layers and leave alone what requires gradients. Batch norms still follow the data
+    in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns.
+
+    Args:
+        model: searched with everything below it. If it is a linear layer itself, the new layer is returned.
+        factory: called as ``factory(in_features, out_features, bias=False)``; makes a :class:`StructuredLinear`. Not a
+            ``from_linear``: an adapter starts at zero.
+        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a module
+            stands for all that is below it, too. None: all.
+        exclude: likewise, what gets no adapter.
+        train: what is trained besides: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
+        scale, dropout: of each :class:`AdaptedLinear`. Attention weights have no dropout.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the factory makes something else.
+        ValueError: nothing gets an adapter; a layer cannot have one, and is named; a name, a pattern or a module of an
+            argument is not in the model.
+
+    Example:
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> model = add_adapters(model, LDRSubdiagonal, include="0")
+        >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        256
+    """
+    if _is_from_linear(factory):
+        raise ValueError(
+            "an adapter starts at zero, and is near to no weight: give the class instead of its from_linear"
+        )
+    included = None if include is None else _Selector("include", include, model)
+    excluded = _Selector("exclude", () if exclude is None else exclude, model)
+    trained = _parameters_named(model, train)
+    had_adapters = has_adapters(model)
+    kept_away = {id(below) for layer in model.modules() if _is_adapter(layer) for below in layer.modules()}
+    kept_away |= set(map(id, hidden_layers(model, of_other_forwards=True)))
+
+    made: dict[int, AdaptedLinear | dict[str, UpdatedWeight]] = {}
+    places: list[tuple[str, nn.Module]] = []
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if id(layer) in kept_away or not (is_affine(layer) or isinstance(layer, nn.MultiheadAttention)):
+            continue
+        if (included is not None and not included.has(name, layer)) or excluded.has(name, layer):
+            continue
+        if id(layer) not in made:
+            try:
+                made[id(layer)] = _adapted(layer, factory, scale, dropout)
+            except (TypeError, ValueError) as error:
+                message = f"no adapter for {name or 'the model'}: {error}. exclude={name!r} leaves it as it is"
+                raise type(error)(message) from error
+            _log.info("%s gets %s", name or "the model", made[id(layer)])
+        places.append((name, layer))
+    if not places:
+        raise ValueError(
+            "add_adapters adds nothing: no nn.Linear or nn.MultiheadAttention that is included, not excluded and without "
+            f"an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of other "
+            "types to be linear"
+        )
+
+    if not had_adapters:  # only now: an error leaves the model as it was
+        model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_()
+    adapted_model = model
+    for name, layer in places:
+        adapted = made[id(layer)]
+        if isinstance(adapted, AdaptedLinear):
+            adapted_model = _put(adapted_model, name, adapted)
+        else:
+            for weight, update in adapted.items():
+                module, attribute = _owner(layer, weight)
+                parametrize.register_parametrization(module, attribute, update)
+            adapted.clear()
+    return adapted_model
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """Add the adapters to the weights that they stand beside, and take them out, in place.
+
+    The model computes what it computed before, to rounding, and has the modules and the names of before
+    :func:`add_adapters`; what was frozen stays frozen. The merged weights are new parameters: another module that had its
+    weight together with a merged layer, as an embedding, keeps the old one. For a merged model beside the adapted one,
+    merge a ``copy.deepcopy``.
+
+    Returns:
+        ``model``; the base if it is an adapted layer itself.
+
+    Raises:
+        ValueError: the model has no adapters; a weight cannot be added to, since it is parametrized or quantised, which
+            leaves the model as it was.
+    """
+    _require_adapters(model)
+    named = list(model.named_modules(remove_duplicate=False))
+    linear = [(name, layer) for name, layer in named if isinstance(layer, AdaptedLinear)]
+    for name, layer in linear:
+        _check_can_merge(name, layer)
+    merged: set[int] = set()
+    for name, layer in linear:
+        if id(layer) not in merged:
+            _merge(layer)
+            merged.add(id(layer))
+        model = _put(model, name, layer.base)
+    for _, layer in named:
+        if _has_updated_weights(layer):
+            _remove_parametrizations(layer)
+    return model
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The part of ``model.state_dict()`` that differs from the base: all but the frozen parameters of the base.
+
+    That are the adapters, what is trained besides them, and the buffers.
+
+    Raises:
+        ValueError: the model has no adapters.
+    """
+    _require_adapters(model)
+    frozen = frozen_parameter_names(model)
+    return {plain_name(name): value for name, value in model.state_dict().items() if plain_name(name) not in frozen}
+
+
+def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
+    """Load what :func:`adapter_state_dict` returned into a model with the same base and the same adapters.
+
+    Args:
+        model: after :func:`add_adapters` with the same arguments.
+        state_dict: the names and the values.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: the model has no adapters; or it has others, and the first names that differ are given.
+        RuntimeError: a shape differs.
+    """
+    _require_adapters(model)
+    expected = adapter_state_dict(model).keys()
+    differing = {
+        "are missing in the state_dict": sorted(expected - state_dict.keys()),
+        "are not in the model": sorted(state_dict.keys() - expected),
+    }
+    for what, names in differing.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{', '.join(names[:3])}{more} {what}: call add_adapters with the arguments with which these adapters were "
+                "made, and freeze what was frozen then"
+            )
+    own_names = {plain_name(name): name for name in model.state_dict()}
+    model.load_state_dict({own_names[name]: value for name, value in state_dict.items()}, strict=False)
+    return model
+
+
+def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float = 0.1) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer such as Adam: the learned operators of the adapters at a lower rate.
+
+    An entry of an operator is a factor in up to half of all paths through its matrix: entries that move together move M
+    far more than those of G and H do.
+
+    Args:
+        model: its parameters that require gradients are taken.
+        lr: learning rate of all but the operators.
+        operator_factor: of the operators, as a part of ``lr``.
+
+    Returns:
+        One group, and another one for the operators if there are any.
+
+    Raises:
+        ValueError: the model has no adapters.
+    """
+    _require_adapters(model)
+    operators = {
+        id(parameter)
+        for update in model.modules()
+        if isinstance(update, StructuredUpdate) and isinstance(update.adapter, LearnedOperatorLinear)
+        for name, parameter in update.adapter.named_parameters(recurse=False)
+        if name not in ("G", "H")
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if id(parameter) not in operators], "lr": lr},
+        {"params": [parameter for parameter in trained if id(parameter) in operators], "lr": lr * operator_factor},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether :func:`add_adapters` has added something that is not merged yet."""
+    return any(isinstance(module, StructuredUpdate) for module in model.modules())
+
+
+def frozen_parameter_names(model: nn.Module) -> set[str]:
+    """The names of the frozen parameters of the base, without what torch.compile puts into them; tied ones by all names."""
+    of_adapters = {
+        id(parameter)
+        for update in model.modules()
+        if isinstance(update, StructuredUpdate)
+        for parameter in update.parameters()
+    }
+    return {
+        plain_name(name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and id(parameter) not in of_adapters
+    }
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return isinstance(module, AdaptedLinear | StructuredUpdate) or _has_updated_weights(module)
+
+
+def _has_updated_weights(module: nn.Module) -> bool:
+    """Whether weights of the module are parametrized by an :class:`UpdatedWeight`, and then all that are parametrized."""
+    if not parametrize.is_parametrized(module):
+        return False
+    return any(isinstance(part, UpdatedWeight) for part in module.parametrizations.modules())  # type: ignore[union-attr]
+
+
+def _require_adapters(model: nn.Module) -> None:
+    if not has_adapters(model):
+        raise ValueError(f"{type(model).__name__} has no adapters: call add_adapters first")
+
+
+def _parameters_named(model: nn.Module, selections: Any) -> list[nn.Parameter]:
+    """The parameters that names, patterns and modules stand for."""
+    selected: list[nn.Parameter] = []
+    for selection in [selections] if isinstance(selections, str | nn.Module) else selections:
+        if isinstance(selection, nn.Module):
+            below = {id(parameter) for parameter in selection.parameters()}
+            found = [parameter for parameter in model.parameters() if id(parameter) in below]
+        else:
+            found = [
+                parameter
+                for name, parameter in model.named_parameters()
+                if any(fnmatchcase(above, selection) for above in _with_parents(name))
+            ]
+        if not found:
+            raise ValueError(f"train names {selection!r}, which has no parameters in {type(model).__name__}")
+        selected += found
+    return selected
+
+
+def _adapted(
+    layer: nn.Module, factory: LayerFactory, scale: float | None, dropout: float
+) -> AdaptedLinear | dict[str, UpdatedWeight]:
+    """The layer that takes the place of ``layer``, or the parametrizations of its weights."""
+
+    def adapter(weight: Tensor, in_features: int, out_features: int) -> StructuredLinear:
+        made = factory(in_features, out_features, bias=False)
+        # There is no Fourier transform in half precision.
+        dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
+        return made.to(weight.device, dtype).train(layer.training)  # type: ignore[return-value]
+
+    if not isinstance(layer, nn.MultiheadAttention):
+        linear = as_linear(layer)
+        _check_has_values(linear.weight)
+        return AdaptedLinear(
+            layer, adapter(linear.weight, linear.in_features, linear.out_features), scale=scale, dropout=dropout
+        )
+    updates = {}
+    kind = kind_of(layer)
+    for matrix in () if kind is None else kind.matrices(layer):
+        module, attribute = _owner(layer, matrix.weight)
+        if parametrize.is_parametrized(module):
+            raise ValueError(f"{matrix.weight} or a weight beside it is parametrized")
+        weight = getattr(module, attribute)
+        _check_has_values(weight)
+        rows, columns = weight.shape[0] // matrix.groups, weight.shape[1]
+        updates[matrix.weight] = UpdatedWeight(
+            [StructuredUpdate(adapter(weight, columns, rows), scale) for _ in range(matrix.groups)]
+        )
+    if not updates:
+        raise ValueError(f"the forward of {type(layer).__name__} is its own")
+    return updates
+
+
+def _check_has_values(weight: Tensor) -> None:
+    if is_lazy(weight) or weight.is_meta:
+        raise ValueError("its weight has no values yet: load the model first, or run it once if it is lazy")
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def _put(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """``model`` with ``layer`` at the place ``name``; ``layer`` where that is the model."""
+    if not name:
+        return layer
+    parent, attribute = _owner(model, name)
+    setattr(parent, attribute, layer)
+    return model
+
+
+def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
+    kind = kind_of(layer.base)
+    weight = None if kind is None else layer.base._parameters.get(kind.matrices(layer.base)[0].weight)
+    if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
+        raise ValueError(
+            f"the weight of {name or 'the model'} cannot be added to: it is parametrized, pruned or quantised. Undo that "
+            "first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
+        )
+
+
+@torch.no_grad()
+def _merge(layer: AdaptedLinear) -> None:
+    kind = kind_of(layer.base)
+    assert kind is not None
+    (matrix,) = kind.matrices(layer.base)
+    weight = getattr(layer.base, matrix.weight)
+    update = layer.update.to_dense()
+    merged = updated(weight, update.T if matrix.transposed else update)
+    setattr(layer.base, matrix.weight, nn.Parameter(merged, requires_grad=weight.requires_grad))
+
+
+@torch.no_grad()
+def _remove_parametrizations(module: nn.Module) -> None:
+    """Make the updated weights plain parameters. torch's own function would change deep copies of the module, too."""
+    parametrizations = module.parametrizations
+    assert isinstance(parametrizations, nn.ModuleDict)
+    merged = {
+        name: nn.Parameter(getattr(module, name), requires_grad=bool(weights.original.requires_grad))
+        for name, weights in parametrizations.items()
+    }
+    del module.parametrizations
+    module.__class__ = type(module).__bases__[0]
+    for name, parameter in merged.items():
+        module.register_parameter(name, parameter)

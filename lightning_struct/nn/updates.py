@@ -1,0 +1,173 @@
+"""Layers and weights with a structured update beside them: what :func:`~lightning_struct.nn.add_adapters` puts in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_struct.functional.layers import as_linear
+from lightning_struct.nn.structured import StructuredLinear
+
+_PROBES = 16
+
+
+class StructuredUpdate(nn.Module):
+    """The map x → s D M D' x, zero at the start: a structured matrix M, signs D and D' that are fixed, and a scale s.
+
+    Of the factors of M the first one starts at zero and the others as they were drawn, so that gradients flow.
+
+    The signs are two Rudin-Shapiro sequences. A structured matrix weighs the frequencies of its inputs, or its outputs
+    are sums of neighbouring inputs, and those of images and of hidden layers have most of their power in the mean, which
+    leaves all other directions to be learned slowly. Signs spread it evenly. The LDR matrices with and without them are
+    the same class: D A D is subdiagonal or tridiagonal if A is.
+
+    Args:
+        adapter: M, without a bias.
+        scale: s. None: such that s M moves with the first factor of M as a dense weight moves with its entries, on
+            average over directions.
+
+    Attributes:
+        scale: s, (), a buffer.
+
+    Raises:
+        TypeError: the adapter is no :class:`~lightning_struct.nn.StructuredLinear`.
+        ValueError: the adapter has a bias.
+    """
+
+    scale: Tensor
+    input_signs: Tensor
+    output_signs: Tensor
+
+    def __init__(self, adapter: StructuredLinear, scale: float | None = None) -> None:
+        super().__init__()
+        if not isinstance(adapter, StructuredLinear):
+            raise TypeError(
+                f"an adapter must be a structured layer, such as LDRSubdiagonal, but is a {type(adapter).__name__}"
+            )
+        if adapter.bias is not None:
+            raise ValueError(
+                "an adapter has no bias: make it with bias=False; train= has the model's own biases trained"
+            )
+        self.adapter = adapter
+        reference = adapter._reference
+        self.register_buffer("scale", _unit_scale(adapter) if scale is None else torch.as_tensor(scale).to(reference))
+        # Not in the state_dict, as they are always the same.
+        for name, size in (("input_signs", adapter.in_features), ("output_signs", adapter.out_features)):
+            self.register_buffer(name, rudin_shapiro_signs(size).to(reference.device), persistent=False)
+        with torch.no_grad():
+            adapter.scale_(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., out_features), in the dtype of x (under autocast in its dtype), for x (..., in_features)."""
+        y = self.adapter((x * self.input_signs).to(self.scale.dtype))
+        return (self.scale * self.output_signs * y).to(x.dtype)
+
+    def to_dense(self) -> Tensor:
+        """The matrix (out_features, in_features), with gradients to the parameters of M."""
+        return self.scale * (self.output_signs[:, None] * self.input_signs) * self.adapter.to_dense()
+
+
+class AdaptedLinear(nn.Module):
+    """y = W x + b + Δ x: an affine layer as it is, and a structured update Δ that is trained beside it.
+
+    :func:`add_adapters` puts such layers into a model, and :func:`merge_adapters` takes them out again.
+
+    Args:
+        base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers' ``Conv1D``.
+        adapter: of the sizes of ``base``, without a bias; its first factor is set to zero.
+        scale: see :class:`StructuredUpdate`.
+        dropout: probability with which an input of Δ is set to zero in training.
+
+    Raises:
+        TypeError, ValueError: as there; or the sizes differ, or ``dropout`` is no probability less than 1.
+
+    Example:
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> base = nn.Linear(64, 32)
+        >>> layer = AdaptedLinear(base, LDRSubdiagonal(64, 32, bias=False))
+        >>> x = torch.randn(5, 64)
+        >>> torch.equal(layer(x), base(x))
+        True
+    """
+
+    def __init__(
+        self, base: nn.Module, adapter: StructuredLinear, *, scale: float | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout}")
+        update = StructuredUpdate(adapter, scale)
+        linear = as_linear(base)
+        if (linear.in_features, linear.out_features) != (adapter.in_features, adapter.out_features):
+            raise ValueError(f"{adapter} has not the sizes of {base}")
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.base = base
+        self.update = update
+        self.dropout = dropout
+
+    @property
+    def weight(self) -> Tensor:
+        """W + Δ, (out_features, in_features), computed at each access: for code that reads the weight of a layer."""
+        return updated(as_linear(self.base).weight, self.update.to_dense())
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the base, if there is one."""
+        return as_linear(self.base).bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., out_features) for x (..., in_features)."""
+        y = self.base(x)
+        return y + self.update(F.dropout(x, self.dropout, self.training)).to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}" if self.dropout else ""
+
+
+class UpdatedWeight(nn.Module):
+    """The parametrization W → W + Δ of a weight that no module is called with, as those of ``nn.MultiheadAttention``.
+
+    Args:
+        updates: of blocks of rows of W, from the first row to the last.
+    """
+
+    def __init__(self, updates: Sequence[StructuredUpdate]) -> None:
+        super().__init__()
+        self.updates = nn.ModuleList(updates)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """W + Δ, (rows, columns), for W."""
+        return updated(weight, torch.cat([update.to_dense() for update in self._structured()]))
+
+    def _structured(self) -> Iterator[StructuredUpdate]:
+        for update in self.updates:
+            assert isinstance(update, StructuredUpdate)
+            yield update
+
+
+def rudin_shapiro_signs(size: int) -> Tensor:
+    """The first entries of the Rudin-Shapiro sequence, (size,), int8: -1 to the number of pairs of ones in the index.
+
+    Its power is spread evenly over the frequencies.
+
+    Example:
+        >>> rudin_shapiro_signs(8).tolist()
+        [1, 1, 1, -1, 1, 1, -1, 1]
+    """
+    return torch.tensor([(-1) ** (index & index >> 1).bit_count() for index in range(size)], dtype=torch.int8)
+
+
+def _unit_scale(adapter: StructuredLinear) -> Tensor:
+    """‖θ‖ / ‖M‖, by E‖M x‖² = ‖M‖²: M is linear in its first factor θ, so a step of s M is as long as that of θ."""
+    with torch.no_grad():
+        factor = adapter._reference
+        x = torch.randn(_PROBES, adapter.in_features, device=factor.device, dtype=factor.dtype)
+        return factor.norm() / adapter._multiply(x).square().sum(-1).mean().sqrt()
+
+
+def updated(weight: Tensor, update: Tensor) -> Tensor:
+    """W + Δ in the dtype of W, added in that of Δ."""
+    return (weight.to(update.dtype) + update).to(weight.dtype)

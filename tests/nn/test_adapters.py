@@ -1,0 +1,317 @@
+import copy
+import io
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_struct.nn import (
+    AdaptedLinear,
+    Circulant,
+    LDRSubdiagonal,
+    LowRank,
+    ToeplitzLike,
+    adapter_parameter_groups,
+    adapter_state_dict,
+    add_adapters,
+    load_adapter_state_dict,
+    merge_adapters,
+)
+from tests.nn.layers import FACTORIES, NAMES
+
+FACTORY = partial(LDRSubdiagonal, rank=2)
+
+
+class Conv1D(nn.Module):
+    """As in transformers.pytorch_utils."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        size_out = x.size()[:-1] + (self.nf,)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+class Attention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8, bias=False)),
+    "conv1d": lambda: nn.Sequential(Conv1D(6, 8), nn.Tanh(), Conv1D(8, 6)),
+    "attention": Attention,
+    "attention of other sizes": lambda: Attention(kdim=8, vdim=8, bias=False),
+    "transformer layer": lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
+}
+
+
+def made(kind="linear", dtype=torch.float64):
+    torch.manual_seed(0)
+    return MODELS[kind]().to(dtype)
+
+
+def inputs(dtype=torch.float64):
+    return torch.randn(4, 3, 8, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train(model, steps=3, lr=0.05):
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(inputs()) - 1).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.fixture(params=MODELS)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.filterwarnings("ignore:.*nested_tensor")
+def test_model_computes_at_first_what_it_did_before(kind):
+    model = made(kind)
+    before = model(inputs())
+    assert torch.equal(add_adapters(model, FACTORY)(inputs()), before)
+
+
+def test_gradients_go_to_all_adapters_and_to_nothing_else(kind):
+    model = made(kind)
+    base = {id(parameter) for parameter in model.parameters()}
+    train(add_adapters(model, FACTORY), steps=1)  # from now on the update is not zero
+    model(inputs()).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in base:
+            assert parameter.grad is None and not parameter.requires_grad, name
+        elif "corner" not in name:
+            assert parameter.grad.count_nonzero() > 0, name
+
+
+def test_merged_model_is_the_base_with_the_updates_added_to_its_weights(kind):
+    model = made(kind)
+    names = model.state_dict().keys()
+    before = copy.deepcopy(model.state_dict())
+    train(add_adapters(model, FACTORY))
+    adapted = model(inputs())
+    merged = merge_adapters(copy.deepcopy(model))
+    torch.testing.assert_close(merged(inputs()), adapted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(inputs()), adapted, rtol=0, atol=0)  # the copy alone is merged
+    assert merged.state_dict().keys() == names and not trainable(merged)
+    changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in names if "weight" in name and "norm" not in name}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_class_starts_at_zero_and_learns(name):
+    torch.manual_seed(0)
+    layer = AdaptedLinear(nn.Linear(8, 12), FACTORIES[name](8, 12, bias=False)).double()
+    assert layer.update.to_dense().count_nonzero() == 0
+    layer(inputs()).square().sum().backward()
+    assert layer.update.adapter._reference.grad.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("name", ["ldr_sd", "toeplitz_like", "circulant", "low_rank"])
+def test_update_moves_with_its_first_factor_as_a_dense_weight_does(name):
+    torch.manual_seed(0)
+    layer = AdaptedLinear(nn.Linear(48, 64), FACTORIES[name](48, 64, bias=False))
+    step = torch.randn_like(layer.update.adapter._reference)
+    with torch.no_grad():
+        layer.update.adapter._reference.add_(step)
+    assert 0.6 < layer.update.to_dense().norm() / step.norm() < 1.6
+
+
+def test_forward_and_weight_are_the_dense_definition():
+    torch.manual_seed(0)
+    base = nn.Linear(8, 12).double()
+    layer = AdaptedLinear(base, ToeplitzLike(8, 12, rank=2, bias=False, dtype=torch.float64), scale=0.5)
+    nn.init.normal_(layer.update.adapter.G)
+    update = layer.update
+    delta = 0.5 * update.output_signs.diag().double() @ update.adapter.to_dense() @ update.input_signs.diag().double()
+    torch.testing.assert_close(layer.weight, base.weight + delta)
+    torch.testing.assert_close(layer(inputs()), inputs() @ (base.weight + delta).T + base.bias)
+
+
+def test_state_of_the_adapters_is_all_that_differs_from_the_base(kind):
+    model = train(add_adapters(made(kind), FACTORY))
+    state = adapter_state_dict(model)
+    assert sum(value.numel() for value in state.values() if value.is_floating_point()) < sum(
+        value.numel() for value in model.state_dict().values()
+    )
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    torch.manual_seed(5)
+    other = add_adapters(MODELS[kind]().double(), FACTORY)
+    base = {name: value for name, value in model.state_dict().items() if name not in state}
+    other.load_state_dict(base, strict=False)
+    load_adapter_state_dict(other, torch.load(file, weights_only=True))
+    assert torch.equal(other(inputs()), model(inputs()))
+
+
+def test_buffers_of_batch_norms_belong_to_the_state():
+    model = add_adapters(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), FACTORY)
+    assert {"1.running_mean", "1.running_var", "1.num_batches_tracked"} < adapter_state_dict(model).keys()
+
+
+@pytest.mark.parametrize("other", [partial(LDRSubdiagonal, corner="zero"), Circulant])
+def test_state_of_other_adapters_is_refused(other):
+    state = adapter_state_dict(add_adapters(made(), FACTORY))
+    with pytest.raises(ValueError, match="0.update.adapter.* are (missing|not in the model).*add_adapters"):
+        load_adapter_state_dict(add_adapters(made(), other), state)
+
+
+def test_biases_and_heads_stay_trainable_where_they_are_named():
+    model = add_adapters(made(), Circulant, include="0", train=["*.bias", "2"])
+    assert trainable(model) == {"0.base.bias", "0.update.adapter.column", "2.weight"}
+    assert {"0.base.bias", "2.weight"} < adapter_state_dict(model).keys()
+
+
+def test_further_call_leaves_the_first_adapters_and_what_is_trained():
+    model = add_adapters(made(), FACTORY, include="0", train="2")
+    first = model[0]
+    add_adapters(model, Circulant)
+    assert model[0] is first and isinstance(model[2], AdaptedLinear) and "2.base.weight" in trainable(model)
+    with pytest.raises(ValueError, match="add_adapters adds nothing"):
+        add_adapters(model, Circulant)
+
+
+def test_layer_at_two_places_has_one_adapter_and_is_merged_once():
+    linear = nn.Linear(8, 8).double()
+    model = add_adapters(nn.Sequential(linear, nn.ReLU(), linear), FACTORY)
+    assert model[0] is model[2]
+    before = train(model)(inputs())
+    assert merge_adapters(model)[0] is model[2] is linear
+    torch.testing.assert_close(model(inputs()), before)
+
+
+def test_merging_leaves_a_tied_weight_to_the_other_module():
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    model[1].weight = model[0].weight
+    before = model[0].weight.clone()
+    add_adapters(model, Circulant)
+    nn.init.ones_(model[1].update.adapter.column)
+    merge_adapters(model)
+    assert torch.equal(model[0].weight, before) and not torch.equal(model[1].weight, before)
+
+
+def test_model_that_is_a_linear_gives_the_new_layer_and_gets_it_back():
+    linear = nn.Linear(8, 8)
+    adapted = add_adapters(linear, FACTORY)
+    assert isinstance(adapted, AdaptedLinear) and merge_adapters(adapted) is linear
+
+
+def test_half_precision_base_gets_single_precision_adapters():
+    model = add_adapters(made(dtype=torch.bfloat16), FACTORY)
+    x = inputs(torch.bfloat16)
+    assert model(x).dtype == torch.bfloat16 and model[0].update.adapter.G.dtype == torch.float32
+    assert merge_adapters(model)[0].weight.dtype == torch.bfloat16
+
+
+def test_under_autocast_outputs_have_its_dtype():
+    model = add_adapters(made(dtype=torch.float32), FACTORY)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(inputs(torch.float32)).dtype == torch.bfloat16
+
+
+def test_dropout_is_of_the_update_alone_and_of_training_alone():
+    model = train(add_adapters(made(), FACTORY, dropout=0.5))
+    assert not torch.equal(model(inputs()), model(inputs()))
+    model.eval()
+    assert torch.equal(model(inputs()), model(inputs()))
+
+
+def test_checkpointed_activations_give_the_same_gradients():
+    model = train(add_adapters(made(), FACTORY))
+    gradients = []
+    for run in (model, partial(checkpoint, model, use_reentrant=False)):
+        model.zero_grad()
+        run(inputs()).square().sum().backward()
+        gradients.append(model[0].update.adapter.G.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_and_its_state_has_plain_names():
+    model = train(add_adapters(made(), partial(ToeplitzLike, rank=2)))
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(inputs()), model(inputs()))
+    compiled(inputs()).sum().backward()
+    assert model[0].update.adapter.G.grad is not None
+    state = adapter_state_dict(compiled)
+    assert state.keys() == adapter_state_dict(model).keys()
+    load_adapter_state_dict(compiled, state)
+
+
+def test_operators_have_a_rate_of_their_own():
+    model = add_adapters(made(), LDRSubdiagonal, train="0.bias")
+    others, operators = adapter_parameter_groups(model, lr=0.01)
+    assert (others["lr"], operators["lr"]) == (0.01, 0.001)
+    assert len(others["params"]) == 5 and len(operators["params"]) == 8
+    assert len(adapter_parameter_groups(add_adapters(made(), Circulant), lr=0.01)) == 1
+
+
+def test_each_layer_that_gets_an_adapter_is_logged(caplog):
+    with caplog.at_level(logging.INFO, "lightning_struct"):
+        add_adapters(made(), FACTORY)
+    assert [record.getMessage()[:6] for record in caplog.records] == ["0 gets", "2 gets"]
+
+
+class OwnForward(nn.MultiheadAttention):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "message"),
+    [
+        (made, partial(add_adapters, factory=partial(LowRank, rank=9)), "no adapter for 0: rank must.*exclude='0'"),
+        (made, partial(add_adapters, factory=LowRank.from_linear), "starts at zero"),
+        (made, partial(add_adapters, factory=LowRank, include="head"), "include names 'head', which is not in"),
+        (made, partial(add_adapters, factory=LowRank, train="head"), "train names 'head', which has no parameters"),
+        (made, partial(add_adapters, factory=LowRank, dropout=1), "dropout must be"),
+        (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
+        (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),
+        (lambda: nn.Linear(8, 8, device="meta"), partial(add_adapters, factory=LowRank), "no values yet"),
+        (
+            lambda: nn.Sequential(OwnForward(8, 2)),
+            partial(add_adapters, factory=LowRank),
+            "no adapter for 0: .*forward",
+        ),
+    ],
+)
+def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(model, call, message):
+    model = model()
+    names = model.state_dict().keys()
+    with pytest.raises(ValueError, match=message):
+        call(model)
+    assert model.state_dict().keys() == names and all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_factory_of_something_else_is_an_error():
+    with pytest.raises(TypeError, match="no adapter for 0: an adapter must be a structured layer.*Linear"):
+        add_adapters(made(), nn.Linear)
+
+
+def test_parametrized_weight_is_adapted_and_not_merged():
+    model = made()
+    nn.utils.parametrizations.weight_norm(model[0])
+    before = model(inputs())
+    assert torch.equal(add_adapters(model, FACTORY)(inputs()), before)
+    with pytest.raises(ValueError, match="the weight of 0 cannot be added to: it is parametrized"):
+        merge_adapters(model)

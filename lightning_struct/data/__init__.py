@@ -1,28 +1,40 @@
-"""Data sets as LightningDataModules, and samplers whose batches change size."""
+"""Data sets as LightningDataModules, samplers whose batches change size, and differential equations with their points."""
 
 from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.data.curves_datamodule import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
+from lightning_struct.data.equations import Burgers, DifferentialEquation, Heat, Poisson
 from lightning_struct.data.imdb import IMDBDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule
 from lightning_struct.data.mnist_variants import MNISTVariantDataModule
 from lightning_struct.data.norb import NORBDataModule
+from lightning_struct.data.points import PointDraws, PointsDataModule
 from lightning_struct.data.rectangles import RectanglesDataModule
+from lightning_struct.data.regions import Box, Faces, Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
 from lightning_struct.data.text_corpus import TextCorpusDataModule
 
 __all__ = [
     "BatchedTensorDataset",
+    "Box",
+    "Burgers",
     "CIFAR10DataModule",
     "CurvesDataModule",
+    "DifferentialEquation",
     "DrawLoader",
+    "Faces",
+    "Heat",
     "IMDBDataModule",
     "InMemoryDataModule",
     "IndependentDraws",
     "MNISTDataModule",
     "MNISTVariantDataModule",
     "NORBDataModule",
+    "PointDraws",
+    "PointsDataModule",
+    "Poisson",
     "RectanglesDataModule",
+    "Region",
     "TextCorpusDataModule",
     "USPSDataModule",
 ]

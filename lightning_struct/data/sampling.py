@@ -70,6 +70,11 @@ class IndependentDraws(DistributedSampler):
         self.batch_size = batch_size
 
     @property
+    def samples(self) -> int | None:
+        """Samples that there are to draw from; None if there is no end to them."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
     def batch_size(self) -> int:
         """Samples of the next draw, over all processes together."""
         return self._batch_size
@@ -77,8 +82,8 @@ class IndependentDraws(DistributedSampler):
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         batch_size = operator.index(batch_size)
-        samples = len(self.dataset)  # type: ignore[arg-type]
-        if not 1 <= batch_size <= samples:
+        samples = self.samples
+        if samples is not None and not 1 <= batch_size <= samples:
             raise MisconfigurationException(
                 f"batch_size must be from 1 to the {samples} samples of the data set, of which a draw takes none twice, "
                 f"but is {batch_size}"
@@ -108,20 +113,23 @@ class IndependentDraws(DistributedSampler):
     def rank(self, rank: int) -> None:
         self._rank = rank
 
-    def draw(self, number: int) -> torch.Tensor:
+    def draw(self, number: int) -> Any:
         """The draw of this number over all processes: (batch_size,), int64, in random order."""
-        seed = int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(len(self.dataset), generator=generator)[: self.batch_size]  # type: ignore[arg-type]
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        return torch.randperm(samples, generator=seeded_generator(self.seed, number))[: self.batch_size]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def share(self, draw: Any) -> Any:
+        """This process's block of a draw, as it is yielded."""
+        return draw.tensor_split(self.num_replicas)[self.rank].tolist()
+
+    def __iter__(self) -> Iterator[Any]:
         if self._draws_done >= self.draws_per_epoch:
             self._begin_next_epoch()
         while self._draws_done < self.draws_per_epoch:
             self.batch_size = self.batch_size  # processes may have joined since it was set
             number = self._first_draw + self._draws_done
             self._draws_done, self._begun = self._draws_done + 1, True
-            yield self.draw(number).tensor_split(self.num_replicas)[self.rank].tolist()
+            yield self.share(self.draw(number))
 
     def __len__(self) -> int:
         return self.draws_per_epoch
@@ -140,7 +148,7 @@ class IndependentDraws(DistributedSampler):
         elif self._draws_done:
             self._begin_next_epoch()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """State from which the very next draw follows."""
         return {
             "epoch": self.epoch,
@@ -149,13 +157,18 @@ class IndependentDraws(DistributedSampler):
             "batch_size": self.batch_size,
         }
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.epoch, self._begun = state_dict["epoch"], True
         self._first_draw, self._draws_done = state_dict["first_draw"], state_dict["draws_done"]
         self.batch_size = state_dict["batch_size"]
 
     def _begin_next_epoch(self) -> None:
         self._first_draw, self._draws_done = self._first_draw + self.draws_per_epoch, 0
+
+
+def seeded_generator(*seeds: int) -> torch.Generator:
+    """A generator of its own for each sequence of seeds, none of them negative."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
 
 
 class DrawLoader(DataLoader):
@@ -216,11 +229,11 @@ class DrawLoader(DataLoader):
         finally:
             self.generator = given
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """State of the draws."""
         return self.sampler.state_dict()  # type: ignore[attr-defined]
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
 

@@ -2,6 +2,7 @@
 
 from lightning_struct.functional.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
 from lightning_struct.functional.damping import levenberg_marquardt
+from lightning_struct.functional.derivatives import Derivatives, laplacian, partial_derivatives
 from lightning_struct.functional.displacement import (
     displacement_rank,
     krylov_matrix,
@@ -64,6 +65,7 @@ __all__ = [
     "ConjugateGradientResult",
     "CrossEntropy",
     "DenseOperator",
+    "Derivatives",
     "DiagonalOperator",
     "DisplacementOperator",
     "FactoredLeastSquares",
@@ -97,6 +99,7 @@ __all__ = [
     "hankel_like_matmul",
     "jacobi_scaling",
     "krylov_matrix",
+    "laplacian",
     "ldr_matmul",
     "ldr_to_dense",
     "levenberg_marquardt",
@@ -104,6 +107,7 @@ __all__ = [
     "lsmr",
     "lsqr",
     "norm_test_batch_size",
+    "partial_derivatives",
     "per_sample_gradient_norms",
     "prepare_subdiagonal",
     "randomized_gauss_newton_diagonal",

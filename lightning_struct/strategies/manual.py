@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from lightning_struct.strategies.requirements import Requirements
 from lightning_struct.utilities import namespaces as L
 
@@ -26,7 +24,7 @@ class ManualOptimization(L.LightningModule):
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
 
-    def inputs_and_targets(self, batch: Any) -> tuple[Any, Tensor]:
+    def inputs_and_targets(self, batch: Any) -> tuple[Any, Any]:
         """The inputs that the network reads and the targets that the loss compares its outputs with, from a batch.
 
         Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.

@@ -118,12 +118,13 @@ class GrowingDraws:
         return self._sampler.batch_size
 
     @property
-    def dataset_size(self) -> int:
-        return len(self._sampler.dataset)  # type: ignore[arg-type]
+    def dataset_size(self) -> int | None:
+        return self._sampler.samples
 
     def set_batch_size(self, batch_size: float, most: float = math.inf, accumulated: int = 1) -> None:
-        size = min(rounded_size(batch_size), most)
-        self._sampler.batch_size = min(max(int(size), self._sampler.num_replicas), self.dataset_size)
+        samples = math.inf if self.dataset_size is None else self.dataset_size
+        size = max(int(min(rounded_size(batch_size), most)), self._sampler.num_replicas)
+        self._sampler.batch_size = int(min(size, samples))
 
     def sizes_read(self, ahead: int) -> list[int]:
         return []

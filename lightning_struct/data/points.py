@@ -1,0 +1,322 @@
+"""Points of a differential equation's regions, drawn anew while a network is trained on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_struct.data.equations import DifferentialEquation
+from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
+from lightning_struct.data.regions import Region
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws, seeded_generator
+from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
+
+Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)
+
+# Points that a residual is evaluated at, for each that is taken in proportion to it.
+_CANDIDATES = 10
+# Parts of the seed: the points of training, of validation, of the test.
+_TRAIN, _VAL, _TEST = range(3)
+
+
+class PointDraws(IndependentDraws):
+    """Points of several regions, which stay for some steps and are drawn anew then.
+
+    Of each region there is a fixed share of the batch. Where the batch grows (``GrowingBatchSize``), points are added to
+    those that are there. What a draw is depends on the seed and its number, and with ``residual_share`` on the weights at
+    the step that drew it: :meth:`state_dict` has the points.
+
+    Args:
+        regions: by the name of the block.
+        counts: points of each block in a batch, over all processes together.
+        draws_per_epoch: batches that are called an epoch.
+        redraw_every_n_steps: batches that have the same points; None for all.
+        residual_share: share of the points of each block, in [0, 1), that are taken from ten times as many candidates in
+            proportion to the absolute value of their residuals. All others are uniformly distributed.
+        residuals: the residuals of the network that is trained, by block; they are asked for where ``residual_share`` > 0.
+        seed: of the draws, not negative.
+        num_replicas: processes that share a draw; None takes those of torch.distributed when the draw is made.
+        rank: of this process; None likewise.
+
+    Raises:
+        MisconfigurationException: counts that are not one for each region, or below 1; an argument out of range; fewer
+            points of a block than processes.
+        ValueError: when points are drawn, for residuals that are NaN or infinite.
+
+    Example:
+        >>> from lightning_struct.data.regions import Box
+        >>> draws = PointDraws({"interior": Box([0.0], [1.0])}, {"interior": 3}, draws_per_epoch=10, redraw_every_n_steps=2)
+        >>> first, second, third = (draws.draw(number)["interior"] for number in range(3))
+        >>> torch.equal(first, second), torch.equal(second, third)
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        regions: Mapping[str, Region],
+        counts: Mapping[str, int],
+        *,
+        draws_per_epoch: int,
+        redraw_every_n_steps: int | None = 5,
+        residual_share: float = 0.0,
+        residuals: Callable[[Points], Mapping[str, Tensor]] | None = None,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        check_counts(regions, counts)
+        if redraw_every_n_steps is not None and redraw_every_n_steps < 1:
+            raise MisconfigurationException(
+                f"redraw_every_n_steps must be at least 1, or None for points that stay, but is {redraw_every_n_steps}"
+            )
+        if not 0 <= residual_share < 1:
+            raise MisconfigurationException(f"residual_share must be in [0, 1), but is {residual_share}")
+        if residual_share > 0 and residuals is None:
+            raise MisconfigurationException(
+                f"residual_share={residual_share} needs the residuals of a network: train with a Trainer, or set it to 0"
+            )
+        self.regions, self.counts = dict(regions), {block: counts[block] for block in regions}
+        self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
+        self._residuals = residuals
+        self._period: int | None = None
+        self._points: Points = {}
+        super().__init__(
+            _NoDataset(), sum(counts.values()), draws_per_epoch, seed=seed, num_replicas=num_replicas, rank=rank
+        )
+
+    @property
+    def samples(self) -> None:
+        """There is no end to the points of a region."""
+        return None
+
+    @property
+    def points(self) -> Points:
+        """The points of the last draw over all processes; those of the first before it."""
+        return self._points or self.draw(0)
+
+    def draw(self, number: int) -> Points:
+        """The draw of this number over all processes, by block: (n, d), float64."""
+        period = 0 if self.redraw_every_n_steps is None else number // self.redraw_every_n_steps
+        if period != self._period:
+            self._period, self._points = period, {}
+        sizes = self._sizes()
+        held = {block: len(points) for block, points in self._points.items()}
+        missing = {block: max(size - held.get(block, 0), 0) for block, size in sizes.items()}
+        if any(missing.values()):
+            more = self._sample(missing, seeded_generator(self.seed, _TRAIN, period, sum(held.values())))
+            self._points = {
+                block: torch.cat([self._points[block], points]) if block in held else points
+                for block, points in more.items()
+            }
+        return {block: self._points[block][:size] for block, size in sizes.items()}
+
+    def share(self, draw: Points) -> Points:
+        return {block: points.tensor_split(self.num_replicas)[self.rank] for block, points in draw.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "period": self._period, "points": dict(self._points)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._period, self._points = state_dict["period"], dict(state_dict["points"])
+
+    def _sizes(self) -> dict[str, int]:
+        """Points of each block in a batch of this size."""
+        total, first = self.batch_size, sum(self.counts.values())
+        sizes = {block: round(total * count / first) for block, count in self.counts.items()}
+        few = {block: size for block, size in sizes.items() if size < self.num_replicas}
+        if few:
+            raise MisconfigurationException(
+                f"{total} points leave some of the {self.num_replicas} processes without any of "
+                f"{', '.join(few)}: draw more points, or use fewer processes"
+            )
+        return sizes
+
+    def _sample(self, counts: Mapping[str, int], generator: torch.Generator) -> Points:
+        """So many new points of each block."""
+        chosen = {block: round(self.residual_share * count) for block, count in counts.items()}
+        points = {
+            block: self.regions[block].sample(count - chosen[block], generator) for block, count in counts.items()
+        }
+        if any(chosen.values()):
+            assert self._residuals is not None
+            candidates = {
+                block: self.regions[block].sample(max(_CANDIDATES * count, 1), generator)
+                for block, count in chosen.items()
+            }
+            residuals = self._residuals(candidates)
+            for block, count in chosen.items():
+                sizes = _sizes_of(residuals[block], block, candidates[block])
+                if count:
+                    taken = torch.multinomial(sizes, count, generator=generator)
+                    points[block] = torch.cat([points[block], candidates[block][taken]])
+        # in random order, so that the shares of processes are alike
+        return {block: drawn[torch.randperm(len(drawn), generator=generator)] for block, drawn in points.items()}
+
+
+def _sizes_of(residuals: Tensor, block: str, points: Tensor) -> Tensor:
+    """Absolute values of residuals, or norms where a point has several: (n,), float64, positive."""
+    sizes = residuals.detach().to("cpu", torch.float64).reshape(len(points), -1).norm(dim=1)
+    if not sizes.isfinite().all():
+        where = points[~sizes.isfinite()][0].tolist()
+        raise ValueError(f"The residual of {block} is NaN or infinite at the point {where}")
+    return sizes.clamp_min(max(1e-12 * sizes.max().item(), torch.finfo(torch.float64).tiny))
+
+
+class PointsDataModule(LightningDataModule):
+    """Points of a differential equation's regions, drawn anew every few steps.
+
+    A training batch has points of every region, by block: a dict of tensors (n, d), in the dtype of the module's weights.
+    Points that stay can be fitted by a wrong solution, whose residual is small at the points and large between them; so
+    they are drawn anew, by default every five steps.
+
+    Held-out points, uniformly distributed and the same in every validation, show the loss that is meant. ``predict`` has a
+    regular grid of the domain: batches of one tensor (n, d).
+
+    Args:
+        equation: its regions are drawn from.
+        counts: points of each region in a batch, over all processes together.
+        redraw_every_n_steps: steps after which the points are drawn anew; None keeps those of the first step.
+        residual_share: share of the points of each region, in [0, 1), that are drawn in proportion to the absolute
+            value of the residual of the module that is trained, which is called with points as for a step (Wu et al., A comprehensive
+            study of non-adaptive and residual-based adaptive sampling for physics-informed neural networks, 2023, k = 1).
+        steps_per_epoch: steps between two validations.
+        eval_count: points of each region in the validation set, and as many in the test set.
+        predict_count: points of the grid.
+        seed: of all points, not negative.
+
+    Raises:
+        MisconfigurationException: counts that are not one for each region, or an argument out of range.
+
+    Example:
+        >>> from lightning_struct.data.equations import Poisson
+        >>> data = PointsDataModule(Poisson(), {"interior": 900, "boundary": 120})
+        >>> batch = next(iter(data.train_dataloader()))
+        >>> {block: tuple(points.shape) for block, points in batch.items()}
+        {'interior': (900, 2), 'boundary': (120, 2)}
+    """
+
+    def __init__(
+        self,
+        equation: DifferentialEquation,
+        counts: Mapping[str, int],
+        *,
+        redraw_every_n_steps: int | None = 5,
+        residual_share: float = 0.0,
+        steps_per_epoch: int = 50,
+        eval_count: int = 5_000,
+        predict_count: int = 10_000,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_counts(equation.regions, counts)
+        if eval_count < 1:
+            raise MisconfigurationException(f"eval_count must be at least 1, but is {eval_count}")
+        self.equation = equation
+        self.counts = dict(counts)
+        self.redraw_every_n_steps = redraw_every_n_steps
+        self.residual_share = residual_share
+        self.steps_per_epoch = steps_per_epoch
+        self.eval_count = eval_count
+        self.predict_count = predict_count
+        self.seed = seed
+        self._draws: PointDraws | None = None
+
+    def train_dataloader(self) -> DataLoader:
+        self._draws = PointDraws(
+            self.equation.regions,
+            self.counts,
+            draws_per_epoch=self.steps_per_epoch,
+            redraw_every_n_steps=self.redraw_every_n_steps,
+            residual_share=self.residual_share,
+            residuals=self._residuals if self.trainer else None,
+            seed=self.seed,
+        )
+        return DrawLoader(self._draws.dataset, self._draws, collate_fn=self._in_dtype_of_module)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.evaluation_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader:
+        return self.evaluation_dataloader("test")
+
+    def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> DataLoader:
+        """The points of a set as one batch; of the training set those of the last step."""
+        if part == "train":
+            if self._draws is None:
+                self.train_dataloader()
+            assert self._draws is not None
+            points = self._draws.points
+        else:
+            points = {
+                block: region.sample(
+                    self.eval_count, seeded_generator(self.seed, _VAL if part == "val" else _TEST, index)
+                )
+                for index, (block, region) in enumerate(self.equation.regions.items())
+            }
+        return DataLoader(_OneBatch(self._in_dtype_of_module(points)), batch_size=None, collate_fn=keep_batch)
+
+    def predict_dataloader(self) -> DataLoader:
+        grid = self.equation.domain.grid(self.predict_count).to(self._dtype)
+        return DataLoader(BatchedTensorDataset(grid), batch_size=1000, collate_fn=keep_batch)
+
+    def _residuals(self, points: Points) -> Mapping[str, Tensor]:
+        trainer: Any = self.trainer
+        module = trainer.lightning_module
+        moved = {block: at.to(module.device, module.dtype) for block, at in points.items()}
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            residuals = module(moved)
+        return dict.fromkeys(points, residuals) if isinstance(residuals, Tensor) else residuals
+
+    def _in_dtype_of_module(self, points: Points) -> Points:
+        return {block: at.to(self._dtype) for block, at in points.items()}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        trainer: Any = self.trainer
+        return trainer.lightning_module.dtype if trainer else torch.get_default_dtype()
+
+
+def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> None:
+    """Check that there is a number of points for each region.
+
+    Raises:
+        MisconfigurationException: a region without a count, a count without a region, or a count below 1.
+    """
+    if set(counts) != set(regions):
+        raise MisconfigurationException(
+            f"counts must have a number of points for each of the regions {', '.join(regions)}, but has "
+            f"{', '.join(counts) or 'none'}"
+        )
+    few = {block: count for block, count in counts.items() if count < 1}
+    if few:
+        raise MisconfigurationException(f"counts must be at least 1, but are {few}")
+
+
+class _NoDataset(Dataset):
+    """Stands where a loader's data set is: what is drawn are the points themselves."""
+
+    def __getitems__(self, points: Any) -> Any:
+        return points
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _OneBatch(Dataset):
+    """A data set whose only item is a whole batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 0:
+            raise IndexError(index)
+        return self._batch
+
+    def __len__(self) -> int:
+        return 1

@@ -1,0 +1,72 @@
+import math
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.data import Burgers, Heat, Poisson
+
+EQUATIONS = {
+    "Poisson, product": Poisson(2),
+    "Poisson, product, 3d": Poisson(3),
+    "Poisson, sum, 5d": Poisson(5, form="sum"),
+    "heat": Heat(),
+    "Burgers": Burgers(),
+    "Burgers, viscous": Burgers(viscosity=0.1),
+}
+
+
+def points_of(equation, count=200):
+    generator = torch.Generator().manual_seed(0)
+    return {block: region.sample(count, generator) for block, region in equation.regions.items()}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_solution_has_no_residual(name):
+    equation = EQUATIONS[name]
+    residuals = equation.residuals(equation.solution, points_of(equation))
+    assert set(residuals) == set(equation.regions)
+    assert max(residual.abs().max() for residual in residuals.values()) < 1e-11
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_something_else_has_a_residual_in_every_block(name):
+    equation = EQUATIONS[name]
+    residuals = equation.residuals(lambda x: equation.solution(x) + (x**2).sum(1), points_of(equation))
+    assert min(residual.abs().mean() for residual in residuals.values()) > 0.1
+
+
+def test_published_values():
+    """Of -Δu = 2π² sin πx sin πy, of u_t = u_xx/4, and of the front of Burgers' equation: its slope at x = 0 is largest,
+    152.00516, at t = 1.6037/π (Basdevant et al. 1986, table 3)."""
+    poisson, heat = Poisson(2).solution(torch.tensor([[0.5, 0.5]])), Heat().solution(torch.tensor([[0.5, 1.0]]))
+    assert poisson.item() == pytest.approx(1) and heat.item() == pytest.approx(math.exp(-(math.pi**2) / 4))
+    step = 1e-7
+    front = torch.tensor([[-step, 1.6037 / math.pi], [step, 1.6037 / math.pi]], dtype=torch.float64)
+    left, right = Burgers().solution(front)
+    assert (right - left).item() / (2 * step) == pytest.approx(-152.00516, rel=1e-6)
+
+
+def test_residuals_of_some_blocks():
+    equation = Heat()
+    points = {"initial": points_of(equation)["initial"]}
+    assert set(equation.residuals(equation.solution, points)) == {"initial"}
+
+
+def test_unknown_block_is_refused():
+    with pytest.raises(ValueError, match="Poisson has no block start: its blocks are interior, boundary"):
+        Poisson().residuals(torch.sum, {"start": torch.zeros(1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Poisson(0), "dimension must be at least 1, but is 0"),
+        (lambda: Poisson(2, form="sine"), "'product' or 'sum', but is 'sine'"),
+        (lambda: Heat(0.0), "conductivity must be positive"),
+        (lambda: Burgers(-1.0), "viscosity must be positive"),
+    ],
+)
+def test_arguments_that_make_no_equation(make, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        make()

@@ -1,0 +1,217 @@
+from itertools import pairwise
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.callbacks import GrowingBatchSize
+from lightning_struct.data import Box, Heat, PointDraws, PointsDataModule, Poisson
+from tests.strategies.helpers import make_trainer
+
+SQUARE = Box([0.0, 0.0], [1.0, 1.0])
+REGIONS = {"interior": SQUARE, "initial": Box([0.0, 0.0], [1.0, 0.0])}
+COUNTS = {"interior": 12, "initial": 4}
+
+
+def make_draws(**options):
+    return PointDraws(REGIONS, COUNTS, **{"draws_per_epoch": 100, **options})
+
+
+def same(first, second):
+    return set(first) == set(second) and all(torch.equal(first[block], second[block]) for block in first)
+
+
+def test_points_stay_for_some_steps_and_are_then_drawn_anew():
+    draws = make_draws(redraw_every_n_steps=3)
+    drawn = [draws.draw(number) for number in range(7)]
+    assert [same(*pair) for pair in pairwise(drawn)] == [True, True, False, True, True, False]
+    assert {block: tuple(points.shape) for block, points in drawn[0].items()} == {
+        "interior": (12, 2),
+        "initial": (4, 2),
+    }
+
+
+def test_points_may_stay_for_good():
+    draws = make_draws(redraw_every_n_steps=None)
+    assert same(draws.draw(0), draws.draw(1000))
+
+
+def test_seed_decides_the_points():
+    assert same(make_draws(seed=1).draw(8), make_draws(seed=1).draw(8))
+    assert not same(make_draws(seed=1).draw(8), make_draws(seed=2).draw(8))
+
+
+def test_larger_batch_has_more_points_of_each_region_beside_those_that_were_there():
+    draws = make_draws()
+    before = draws.draw(0)
+    draws.batch_size = 24
+    after = draws.draw(1)
+    assert {block: len(points) for block, points in after.items()} == {"interior": 18, "initial": 6}
+    assert same(before, {block: after[block][: len(points)] for block, points in before.items()})
+
+
+def test_shares_of_processes_are_the_draw_of_one():
+    shares = [next(iter(make_draws(num_replicas=2, rank=rank))) for rank in (0, 1)]
+    joined = {block: torch.cat([share[block] for share in shares]) for block in REGIONS}
+    assert same(joined, make_draws().draw(0)) and len(shares[0]["initial"]) == 2
+
+
+def test_share_of_the_points_is_where_the_residual_is_large():
+    asked = []
+
+    def residuals(points):
+        asked.append({block: len(at) for block, at in points.items()})
+        return {block: torch.stack([at[:, 0] > 0.9, at[:, 0] > 0.9], 1).double() for block, at in points.items()}
+
+    def share_at_the_edge(residual_share):
+        draws = PointDraws(REGIONS, {"interior": 400, "initial": 40}, draws_per_epoch=1, residual_share=residual_share,
+                           residuals=residuals)  # fmt: skip
+        return (draws.draw(0)["interior"][:, 0] > 0.9).double().mean().item()
+
+    assert share_at_the_edge(0.0) == pytest.approx(0.1, abs=0.05) and asked == []
+    assert share_at_the_edge(0.25) == pytest.approx(0.25 + 0.75 * 0.1, abs=0.05)
+    assert asked == [{"interior": 1000, "initial": 100}]
+
+
+def test_points_in_proportion_to_the_residual():
+    def residuals(points):
+        return {block: at[:, 0] for block, at in points.items()}
+
+    draws = PointDraws(
+        {"interior": SQUARE}, {"interior": 4000}, draws_per_epoch=1, residual_share=0.9, residuals=residuals
+    )
+    # the density of x is 2x on nine tenths, of which the candidates, taken without replacement, give a little less
+    assert draws.draw(0)["interior"][:, 0].mean().item() == pytest.approx(0.9 * 2 / 3 + 0.1 / 2, abs=0.015)
+
+
+def test_residual_that_is_zero_everywhere_draws_evenly():
+    def residuals(points):
+        return {block: torch.zeros(len(at)) for block, at in points.items()}
+
+    draws = make_draws(residual_share=0.5, residuals=residuals)
+    assert {block: len(points) for block, points in draws.draw(0).items()} == COUNTS
+
+
+def test_residual_that_is_nan_is_an_error_that_names_the_block():
+    def residuals(points):
+        return {block: at[:, 0] * (float("nan") if block == "initial" else 1) for block, at in points.items()}
+
+    with pytest.raises(ValueError, match="residual of initial is NaN or infinite at the point"):
+        make_draws(residual_share=0.5, residuals=residuals).draw(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"redraw_every_n_steps": 0}, "redraw_every_n_steps must be at least 1"),
+        ({"residual_share": 1.0}, r"residual_share must be in \[0, 1\)"),
+        ({"residual_share": 0.5}, "needs the residuals of a network"),
+    ],
+)
+def test_arguments_out_of_range(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        make_draws(**options)
+
+
+@pytest.mark.parametrize("counts", [{"interior": 3}, {"interior": 3, "initial": 3, "wall": 3}, {}])
+def test_counts_are_for_each_region(counts):
+    with pytest.raises(MisconfigurationException, match="each of the regions interior, initial"):
+        PointDraws(REGIONS, counts, draws_per_epoch=1)
+
+
+def test_every_process_has_points_of_every_region():
+    draws = make_draws(num_replicas=5, rank=0)
+    with pytest.raises(MisconfigurationException, match="5 processes without any of initial"):
+        next(iter(draws))
+
+
+class Fitted(L.LightningModule):
+    """Returns the residuals of u(x, y) = w x; remembers the points."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.batches = []
+
+    def forward(self, points):
+        return {block: self.weight * at[:, 0] for block, at in points.items()}
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append({block: points.clone() for block, points in batch.items()})
+        return sum(residual.square().mean() for residual in self(batch).values())
+
+    def validation_step(self, batch, batch_idx):
+        self.held_out = batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def points_of_heat(**options):
+    counts = {"interior": 20, "boundary": 8, "initial": 4}
+    return PointsDataModule(Heat(), counts, **{"steps_per_epoch": 4, "eval_count": 10, **options})
+
+
+def fit(directory, data, module=None, ckpt_path=None, **options):
+    module = module or Fitted()
+    make_trainer(directory, **{"max_epochs": 3, **options}).fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module.batches
+
+
+def test_batches_are_in_the_dtype_of_the_weights(tmp_path):
+    for module in (Fitted(), Fitted().double()):
+        batches = fit(tmp_path, points_of_heat(residual_share=0.5), module, max_epochs=1)
+        assert {points.dtype for batch in batches for points in batch.values()} == {module.weight.dtype}
+        assert module.held_out["interior"].dtype == module.weight.dtype
+
+
+def test_held_out_points_are_none_of_training_and_stay(tmp_path):
+    module, data = Fitted(), points_of_heat()
+    batches = fit(tmp_path, data, module)
+    held_out = set(module.held_out["interior"][:, 0].tolist())
+    trained_on = {x for batch in batches for x in batch["interior"][:, 0].tolist()}
+    assert len(held_out) == 10 and not held_out & trained_on
+    (again,) = data.evaluation_dataloader("val")
+    assert same(again, module.held_out)
+    (tested,) = data.evaluation_dataloader("test")
+    assert not held_out & set(tested["interior"][:, 0].tolist())
+
+
+@pytest.mark.parametrize("residual_share", [0.0, 0.5])
+def test_resumed_run_sees_the_points_of_the_uninterrupted_one(tmp_path, residual_share):
+    data = {"residual_share": residual_share, "redraw_every_n_steps": 5}
+    keep = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    whole = fit(tmp_path, points_of_heat(**data), callbacks=[keep], enable_checkpointing=True)
+    resumed = fit(tmp_path, points_of_heat(**data), ckpt_path=tmp_path / "step=7.ckpt")  # within points that stay
+    assert len(whole) == 12 and len(resumed) == 5
+    assert all(same(*pair) for pair in zip(whole[7:], resumed, strict=True))
+
+
+def test_batches_grow(tmp_path):
+    growing = GrowingBatchSize(max_batch_size=48, schedule="0:32 100:48")
+    sizes = [
+        {block: len(points) for block, points in batch.items()}
+        for batch in fit(tmp_path, points_of_heat(), callbacks=[growing])
+    ]
+    assert sizes[0] == {"interior": 20, "boundary": 8, "initial": 4}
+    assert sizes[-1] == {"interior": 30, "boundary": 12, "initial": 6}
+
+
+def test_train_set_of_an_evaluation_has_the_points_of_the_last_step(tmp_path):
+    data = points_of_heat()
+    last = fit(tmp_path, data)[-1]
+    (evaluated,) = data.evaluation_dataloader("train")
+    assert same({block: points.float() for block, points in evaluated.items()}, last)
+
+
+def test_predictions_are_of_a_grid():
+    data = PointsDataModule(Poisson(2), {"interior": 1, "boundary": 1}, predict_count=100)
+    (grid,) = next(iter(data.predict_dataloader()))
+    assert torch.equal(grid, Poisson(2).domain.grid(100).float())
+
+
+def test_residual_share_needs_a_trainer():
+    with pytest.raises(MisconfigurationException, match="train with a Trainer"):
+        points_of_heat(residual_share=0.5).train_dataloader()

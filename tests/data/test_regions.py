@@ -1,0 +1,79 @@
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_struct.data import Box, Faces
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def test_box_is_filled_evenly(generator):
+    points = Box([-1.0, 0.0], [1.0, 4.0]).sample(20_000, generator)
+    assert points.dtype == torch.float64
+    quarters = torch.histogramdd(points, bins=[2, 2], range=[-1.0, 1.0, 0.0, 4.0]).hist / len(points)
+    torch.testing.assert_close(quarters, torch.full((2, 2), 0.25, dtype=torch.float64), atol=0.02, rtol=0)
+
+
+def test_coordinate_that_the_corners_share_is_that_of_all_points(generator):
+    assert (Box([-1.0, 0.5], [1.0, 0.5]).sample(10, generator)[:, 1] == 0.5).all()
+
+
+def test_faces_are_drawn_from_by_their_areas(generator):
+    points = Faces(Box([0.0, 0.0], [1.0, 3.0])).sample(8_000, generator)  # two faces of length 3, two of length 1
+    at_ends = [
+        (points[:, 0] == 0).sum(),
+        (points[:, 0] == 1).sum(),
+        (points[:, 1] == 0).sum(),
+        (points[:, 1] == 3).sum(),
+    ]
+    shares = torch.stack(at_ends) / len(points)
+    torch.testing.assert_close(shares, torch.tensor([3.0, 3.0, 1.0, 1.0]) / 8, atol=0.02, rtol=0)
+
+
+def test_only_the_faces_that_are_asked_for(generator):
+    points = Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates=[0]).sample(50, generator)
+    assert set(points[:, 0].tolist()) == {0.0, 1.0} and points[:, 1].unique().numel() == 50
+
+
+def test_same_generator_gives_the_same_points():
+    for region in (Box([0.0, 0.0], [1.0, 2.0]), Faces(Box([0.0, 0.0], [1.0, 2.0]))):
+        first, second = (region.sample(9, torch.Generator().manual_seed(3)) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "count", "points"), [(1, 7, 7), (2, 10_000, 10_000), (2, 11, 9), (5, 10_000, 6**5)]
+)
+def test_grid_has_equal_numbers_along_all_coordinates(dimension, count, points):
+    grid = Box([0.0] * dimension, [1.0] * dimension).grid(count)
+    assert grid.shape == (points, dimension) and grid.unique(dim=0).shape == grid.shape
+    assert grid.amin() == 0 and grid.amax() == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        ([0.0], [1.0, 1.0], "for each coordinate"),
+        ([], [], "for each coordinate"),
+        ([2.0], [1.0], "for each coordinate"),
+        ([float("nan")], [1.0], "for each coordinate"),
+        ([0.0], [float("inf")], "finite"),
+    ],
+)
+def test_corners_that_make_no_box(low, high, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        Box(low, high)
+
+
+def test_grid_needs_a_point_for_each_corner():
+    with pytest.raises(MisconfigurationException, match="8 corners"):
+        Box([0.0] * 3, [1.0] * 3).grid(7)
+
+
+@pytest.mark.parametrize("coordinates", [[], [2], [-1]])
+def test_coordinates_that_have_no_faces(coordinates):
+    with pytest.raises(MisconfigurationException, match="0 to 1"):
+        Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates)

@@ -1,0 +1,64 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_struct.functional import laplacian, partial_derivatives
+from lightning_struct.functional.derivatives import tanh_network_derivatives
+
+
+@pytest.fixture
+def points():
+    return torch.rand(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def polynomial(x):
+    return x[:, 0] ** 3 * x[:, 1] + x[:, 2].sin()
+
+
+def test_derivatives_are_those_of_calculus(points):
+    x, y, z = points.unbind(1)
+    values, first, second = partial_derivatives(polynomial, points, once=[1], twice=[0, 2])
+    torch.testing.assert_close(values, x**3 * y + z.sin())
+    torch.testing.assert_close(dict(first), {0: 3 * x**2 * y, 1: x**3, 2: z.cos()})
+    torch.testing.assert_close(dict(second), {0: 6 * x * y, 2: -z.sin()})
+
+
+def test_laplacian_is_over_the_coordinates_of_space(points):
+    x, y, z = points.unbind(1)
+    torch.testing.assert_close(laplacian(polynomial, points), 6 * x * y - z.sin())
+    torch.testing.assert_close(laplacian(polynomial, points, coordinates=[0, 1]), 6 * x * y)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("once", "twice"), [([], []), ([1], []), ([], [2, 0]), ([2, 1], [0, 2])])
+def test_network_carries_the_derivatives_of_torch(points, once, twice, bias):
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(3, 6, bias), nn.Tanh(), nn.Linear(6, 4, bias), nn.Tanh(), nn.Linear(4, 1, bias)
+    ).double()
+    found = tanh_network_derivatives(list(layers), points, once, twice)
+    expected = partial_derivatives(lambda x: layers(x).squeeze(-1), points, once=once, twice=twice)
+    for ours, reference in zip((found.first, found.second), (expected.first, expected.second), strict=True):
+        torch.testing.assert_close(dict(ours), dict(reference), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.values, expected.values)
+
+
+def test_derivatives_can_be_differentiated_in_the_weights(points):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def loss(*weights):
+        named = dict(zip(dict(layers.named_parameters()), weights, strict=True))
+        return laplacian(lambda x: torch.func.functional_call(layers, named, (x,)).squeeze(-1), points).square().sum()
+
+    assert torch.autograd.gradcheck(loss, tuple(layers.parameters()))
+
+
+def test_values_that_are_no_number_per_point_are_refused(points):
+    with pytest.raises(ValueError, match=r"values \(5, 1\) at 5 points.*squeeze"):
+        partial_derivatives(nn.Linear(3, 1).double(), points, once=[0])
+
+
+def test_other_layers_are_refused(points):
+    with pytest.raises(TypeError, match="not Sigmoid"):
+        tanh_network_derivatives([nn.Sigmoid()], points, [], [0])

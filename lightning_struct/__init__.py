@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.callbacks import OperatorMonitor as OperatorMonitor
     from lightning_struct.callbacks import PredictionWriter as PredictionWriter
     from lightning_struct.callbacks import ReconstructionPlot as ReconstructionPlot
+    from lightning_struct.callbacks import SolutionPlot as SolutionPlot
     from lightning_struct.callbacks import TrainingCurves as TrainingCurves
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
     from lightning_struct.nn import BlockStructured as BlockStructured
@@ -71,6 +72,7 @@ _HOME_OF = {
     "ReconstructionPlot": "lightning_struct.callbacks",
     "SHF": "lightning_struct.optim",
     "SHFOptimization": "lightning_struct.strategies",
+    "SolutionPlot": "lightning_struct.callbacks",
     "StructuredLSTM": "lightning_struct.nn",
     "StructuredLinear": "lightning_struct.nn",
     "ToeplitzLike": "lightning_struct.nn",

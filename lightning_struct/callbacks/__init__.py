@@ -5,6 +5,7 @@ from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
 from lightning_struct.callbacks.operator_monitor import OperatorMonitor
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.callbacks.reconstructions import ReconstructionPlot
+from lightning_struct.callbacks.solution_plot import SolutionPlot
 from lightning_struct.callbacks.training_curves import TrainingCurves
 from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 
@@ -14,6 +15,7 @@ __all__ = [
     "OperatorMonitor",
     "PredictionWriter",
     "ReconstructionPlot",
+    "SolutionPlot",
     "TrainingCurves",
     "ValidationMeritStopping",
 ]

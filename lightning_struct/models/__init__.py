@@ -3,6 +3,7 @@
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
 from lightning_struct.models.language import LanguageModel
+from lightning_struct.models.pinn import PhysicsInformedNetwork, TanhNetwork
 from lightning_struct.models.structured import (
     convolution_and_layer,
     lenet,
@@ -17,10 +18,12 @@ __all__ = [
     "Autoencoder",
     "Classifier",
     "LanguageModel",
+    "PhysicsInformedNetwork",
     "RLSClassifier",
     "RecurrentNetwork",
     "SHFAutoencoder",
     "SHFClassifier",
+    "TanhNetwork",
     "convolution_and_layer",
     "fully_connected",
     "lenet",

@@ -1,0 +1,173 @@
+"""The solution of a differential equation as a network has it, its error, and how that fell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.optional import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from lightning_struct.data.equations import DifferentialEquation
+
+# Points of the pictures along a coordinate.
+_RESOLUTION = 201
+_MEASURES = {"relative_l2_error": "relative L² error", "val_loss": "validation loss"}
+
+
+def plot_solution(
+    equation: DifferentialEquation, network: Callable[[Tensor], Tensor], records: Sequence[dict[str, float]] = ()
+) -> tuple[Figure, list[Axes]]:
+    """Draw a network over the domain of an equation, its error, and the errors measured in training.
+
+    In more than two dimensions it is the plane through the middle of the domain along the first two coordinates.
+
+    Args:
+        equation: gives the domain, and the solution if that is known.
+        network: maps points (n, d), float64, to values (n,).
+        records: with ``step``, and ``relative_l2_error`` or ``val_loss``.
+
+    Returns:
+        The figure, and its axes: the solution; the error, if the solution is known; the errors over steps, if there are
+        records.
+
+    Raises:
+        MisconfigurationException: matplotlib is missing.
+
+    Example:
+        >>> from lightning_struct.data import Poisson
+        >>> equation = Poisson(dimension=2)
+        >>> figure, axes = plot_solution(equation, lambda points: 0.9 * equation.solution(points))
+        >>> [panel.get_title() for panel in axes]
+        ['u', 'u - solution']
+    """
+    require("matplotlib", "A plot of a solution")
+    from matplotlib.figure import Figure
+
+    points = _slice(equation)
+    values = network(points).detach().cpu()
+    pictures = {"u": values}
+    if equation.is_solved:
+        pictures["u - solution"] = values - equation.solution(points)
+    panels = len(pictures) + bool(records)
+    figure = Figure(figsize=(4.4 * panels, 3.6), layout="constrained")
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for panel, (title, numbers) in zip(axes, pictures.items(), strict=False):
+        panel.set_title(title)
+        _draw_field(panel, equation, points.numpy(), numbers.double().numpy())
+    if records:
+        _draw_convergence(axes[-1], records)
+    return figure, axes
+
+
+class SolutionPlot(Callback):
+    """Draws the solution that a physics-informed network found, its error, and how the error fell, at the end of ``fit``.
+
+    ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third panel
+    has ``relative_l2_error``, or ``val_loss`` where the solution is not known, of all validations; a resumed run goes on
+    with those of its checkpoint. Put it after a callback that changes the weights at the end of ``fit``.
+
+    The module has its ``equation`` and its ``network``, as
+    :class:`~lightning_struct.models.PhysicsInformedNetwork`. matplotlib is needed, from the start:
+    ``pip install 'lightning-struct[recipes]'``.
+
+    Attributes:
+        records: one dict for each validation, with ``step`` and what was logged.
+        paths: files written, empty before.
+
+    Raises:
+        MisconfigurationException: at the start of fit, if the module has no ``equation`` or no ``network``, or matplotlib
+            is missing.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(callbacks=[SolutionPlot()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+        self.paths: list[Path] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        require("matplotlib", "SolutionPlot")
+        missing = [name for name in ("equation", "network") if not hasattr(pl_module, name)]
+        if missing:
+            raise MisconfigurationException(
+                f"SolutionPlot draws module.network over the domain of module.equation, but {type(pl_module).__name__} has "
+                f"no {' and no '.join(missing)}: set them, or leave out this callback."
+            )
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            metrics = trainer.callback_metrics
+            values = {name: metrics[name].item() for name in _MEASURES if name in metrics}
+            if values:
+                self.records.append({"step": trainer.global_step, **values})
+
+    def plot(self, pl_module: L.LightningModule) -> tuple[Figure, list[Axes]]:
+        """Figure and axes of the module as it is."""
+        module: Any = pl_module
+
+        def network(points: Tensor) -> Tensor:
+            with torch.no_grad():
+                return module.network(points.to(module.device, module.dtype))
+
+        return plot_solution(module.equation, network, self.records)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        directory = Path(trainer.log_dir or trainer.default_root_dir)
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            directory.mkdir(parents=True, exist_ok=True)
+            self.paths = [directory / "solution.png"]
+            self.plot(pl_module)[0].savefig(self.paths[0], dpi=150)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": [dict(record) for record in self.records]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.records = [dict(record) for record in state_dict["records"]]
+
+
+def _slice(equation: DifferentialEquation) -> Tensor:
+    """Points along the first two coordinates, or the only one, the others in the middle: (n, d), float64."""
+    low, high = equation.domain.low, equation.domain.high
+    axes = [
+        torch.linspace(low[i], high[i], _RESOLUTION, dtype=torch.float64)
+        if i < 2
+        else (low[i : i + 1] + high[i : i + 1]) / 2
+        for i in range(len(low))
+    ]
+    return torch.cartesian_prod(*axes).reshape(-1, len(low))
+
+
+def _draw_field(panel: Axes, equation: DifferentialEquation, points: np.ndarray, values: np.ndarray) -> None:
+    panel.set_xlabel(equation.coordinates[0])
+    if points.shape[1] == 1:
+        panel.plot(points[:, 0], values)
+        panel.grid(alpha=0.25)
+        return
+    panel.set_ylabel(equation.coordinates[1])
+    x, y, z = (numbers.reshape(_RESOLUTION, _RESOLUTION) for numbers in (points[:, 0], points[:, 1], values))
+    largest = float(np.abs(values).max()) or 1.0
+    mesh = panel.pcolormesh(x, y, z, cmap="RdBu_r", vmin=-largest, vmax=largest, rasterized=True)
+    panel.figure.colorbar(mesh, ax=panel)
+
+
+def _draw_convergence(panel: Axes, records: Sequence[dict[str, float]]) -> None:
+    measure = next((name for name in _MEASURES if name in records[-1]), "val_loss")
+    measured = [(record["step"], record[measure]) for record in records if measure in record]
+    panel.plot(*zip(*measured, strict=True), marker="." if len(measured) <= 20 else "")
+    panel.set(yscale="log", xlabel="step", title=_MEASURES[measure])
+    panel.grid(alpha=0.25, which="both")

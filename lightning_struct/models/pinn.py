@@ -1,0 +1,164 @@
+"""Physics-informed networks: the solution of a differential equation as a network, trained on the equation's residuals."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lightning_struct.collective import all_reduce
+from lightning_struct.data.equations import DifferentialEquation
+from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+
+class TanhNetwork(nn.Module):
+    """A function of points: fully connected layers with tanh between them, and one output.
+
+    Args:
+        dimension: coordinates of a point.
+        hidden_sizes: units of the hidden layers.
+
+    Example:
+        >>> network = TanhNetwork(2, [20, 20, 20])
+        >>> network(torch.zeros(5, 2)).shape, sum(weights.numel() for weights in network.parameters())
+        (torch.Size([5]), 921)
+    """
+
+    def __init__(self, dimension: int, hidden_sizes: Sequence[int]) -> None:
+        super().__init__()
+        layers = [
+            layer for sizes in pairwise([dimension, *hidden_sizes, 1]) for layer in (nn.Linear(*sizes), nn.Tanh())
+        ]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Values (n,) at points (n, d)."""
+        return self.layers(points).squeeze(-1)
+
+    def partial_derivatives(self, points: Tensor, once: Sequence[int], twice: Sequence[int]) -> Derivatives:
+        """Derivatives in the coordinates, see :func:`~lightning_struct.functional.partial_derivatives`."""
+        return tanh_network_derivatives(list(self.layers), points, once, twice)
+
+
+class PhysicsInformedNetwork(L.LightningModule):
+    """A network that is trained to solve a differential equation (Raissi, Perdikaris & Karniadakis, 2019).
+
+    It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the mean
+    squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not trained on,
+    and their part of each block, as ``val_loss_interior``; and where the solution is known ``relative_l2_error``,
+    ‖u - solution‖/‖solution‖ over the interior points of a validation or test. ::
+
+        equation = Poisson(dimension=2)
+        data = PointsDataModule(equation, {"interior": 900, "boundary": 120})
+        Trainer(precision="64-true").fit(PhysicsInformedNetwork(equation, [64]), datamodule=data)
+
+    Args:
+        equation: the differential equation.
+        hidden_sizes: units of the hidden layers, with tanh.
+        network: another network: it maps points (n, d) to values (n,), each row by itself; ``hidden_sizes`` must not be
+            given then.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
+            needs a metric gets ``val_loss``.
+
+    Attributes:
+        network: maps points (n, d) to values of the solution (n,).
+
+    Raises:
+        MisconfigurationException: neither ``hidden_sizes`` nor ``network``, or both; a size that is not positive.
+
+    Example:
+        >>> from lightning_struct.data import Poisson
+        >>> residuals = PhysicsInformedNetwork(Poisson(2), [8])({"interior": torch.rand(5, 2), "boundary": torch.rand(3, 2)})
+        >>> {block: tuple(residual.shape) for block, residual in residuals.items()}
+        {'interior': (5,), 'boundary': (3,)}
+    """
+
+    def __init__(
+        self,
+        equation: DifferentialEquation,
+        hidden_sizes: Sequence[int] | None = None,
+        network: nn.Module | None = None,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        if (hidden_sizes is None) == (network is None) or min(hidden_sizes or [1]) < 1:
+            raise MisconfigurationException(
+                f"A PhysicsInformedNetwork needs hidden_sizes, all positive, or a network, but got {hidden_sizes} and {network}"
+            )
+        self.equation = equation
+        self.network = network or TanhNetwork(equation.domain.dimension, hidden_sizes or [])
+        self.make_optimizer = optimizer
+        self.make_lr_scheduler = lr_scheduler
+        self._squared_error: Tensor | None = None
+
+    def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Residuals at points of some or all blocks: by block (n, d) to (n,), or (n, k) where a point has k conditions."""
+        return self.equation.residuals(self.network, points)
+
+    def inputs_and_targets(self, batch: Any) -> tuple[Any, None]:
+        """The points; residuals have no targets."""
+        return batch, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = sum(self.block_losses(batch).values(), start=torch.zeros((), device=self.device))
+        if not torch.isfinite(loss):
+            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        self.log("train_loss", loss, prog_bar=True, batch_size=_points(batch), sync_dist=True)
+        return loss
+
+    def block_losses(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """½ mean r² of each block: summed over the conditions of a point, averaged over points."""
+        return {block: 0.5 * residuals.square().sum() / len(residuals) for block, residuals in self(points).items()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_error()
+
+    def on_test_epoch_end(self) -> None:
+        self._log_error()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The field: (n, d + 1), the coordinates of points (n, d) and the value there."""
+        points = batch if isinstance(batch, Tensor) else batch[0]
+        return torch.cat([points, self.network(points)[:, None]], dim=1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_lr_scheduler is None:
+            return optimizer
+        scheduler = self.make_lr_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def _evaluate(self, batch: Mapping[str, Tensor], stage: str) -> None:
+        losses, points = self.block_losses(batch), _points(batch)
+        total = sum(losses.values(), start=torch.zeros((), device=self.device))
+        self.log(f"{stage}_loss", total, prog_bar=True, batch_size=points, sync_dist=True)
+        by_block = {f"{stage}_loss_{block}": loss for block, loss in losses.items()}
+        self.log_dict(by_block, batch_size=points, sync_dist=True)
+        if self.equation.is_solved and "interior" in batch:
+            interior = batch["interior"]
+            solution = self.equation.solution(interior)
+            squares = torch.stack([(self.network(interior) - solution).square().sum(), solution.square().sum()])
+            self._squared_error = squares if self._squared_error is None else self._squared_error + squares
+
+    def _log_error(self) -> None:
+        if self._squared_error is not None:
+            error, size = all_reduce(self._squared_error)
+            self._squared_error = None
+            self.log("relative_l2_error", (error / size).sqrt(), prog_bar=True)
+
+
+def _points(batch: Mapping[str, Tensor]) -> int:
+    return sum(map(len, batch.values()))

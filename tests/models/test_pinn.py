@@ -1,0 +1,134 @@
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_struct.data import Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
+from lightning_struct.functional import partial_derivatives
+from lightning_struct.models import PhysicsInformedNetwork, TanhNetwork
+from tests.strategies.helpers import make_trainer
+
+COUNTS = {"interior": 40, "boundary": 20}
+
+
+def points_of(equation, count=6):
+    generator = torch.Generator().manual_seed(0)
+    return {block: region.sample(count, generator).float() for block, region in equation.regions.items()}
+
+
+@pytest.fixture
+def data():
+    return PointsDataModule(Poisson(2), COUNTS, steps_per_epoch=10, eval_count=30, predict_count=9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "sizes", "count"),
+    [(2, [64], 257), (5, [64], 449), (2, [20, 20, 20], 921), (2, [64, 64, 48, 48], 9873), (3, [], 4)],
+)
+def test_networks_of_the_published_experiments(dimension, sizes, count):
+    assert sum(weights.numel() for weights in TanhNetwork(dimension, sizes).parameters()) == count
+
+
+@pytest.mark.parametrize("equation", [Poisson(2), Heat(), Burgers()], ids=lambda equation: type(equation).__name__)
+def test_residuals_are_those_of_the_function(equation):
+    torch.manual_seed(0)
+    model, points = PhysicsInformedNetwork(equation, [8, 8]), points_of(equation)
+    expected = equation.residuals(lambda x: model.network.layers(x).squeeze(-1), points)  # its derivatives by torch
+    torch.testing.assert_close(model(points), expected)
+
+
+def test_loss_is_half_the_mean_square_of_each_block(data):
+    model = PhysicsInformedNetwork(Poisson(2), [8])
+    points = points_of(Poisson(2))
+    model.log = lambda *_, **__: None
+    expected = sum(0.5 * residual.square().mean() for residual in model(points).values())
+    torch.testing.assert_close(model.training_step(points, 0), expected)
+
+
+class TwoConditions(DifferentialEquation):
+    domain = Poisson(1).domain
+    regions: ClassVar = {"interior": domain}
+    coordinates = ("t",)
+
+    def residual(self, block, u, points):
+        values, first, _ = partial_derivatives(u, points, once=[0])
+        return torch.stack([values, 2 * first[0]], dim=1)
+
+
+def test_conditions_of_a_point_are_summed():
+    model = PhysicsInformedNetwork(TwoConditions(), [4])
+    points = points_of(model.equation)
+    residuals = model(points)["interior"]
+    torch.testing.assert_close(model.block_losses(points)["interior"], 0.5 * residuals.square().sum(1).mean())
+
+
+def test_validation_logs_the_loss_by_block_and_the_error(data, tmp_path):
+    torch.manual_seed(0)
+    model, trainer = PhysicsInformedNetwork(Poisson(2), [8]), make_trainer(tmp_path)
+    (logged,) = trainer.validate(model, datamodule=data, verbose=False)
+    (held_out,) = data.evaluation_dataloader("val")
+    losses = {block: loss.item() for block, loss in model.block_losses(held_out).items()}
+    assert logged["val_loss_interior"] == pytest.approx(losses["interior"])
+    assert logged["val_loss"] == pytest.approx(sum(losses.values()))
+    solution = model.equation.solution(held_out["interior"])
+    error = (model.network(held_out["interior"]) - solution).norm() / solution.norm()
+    assert logged["relative_l2_error"] == pytest.approx(error.item(), rel=1e-5)
+
+
+def test_equation_without_a_known_solution_logs_no_error(tmp_path):
+    data = PointsDataModule(TwoConditions(), {"interior": 4}, eval_count=5)
+    (logged,) = make_trainer(tmp_path).validate(
+        PhysicsInformedNetwork(TwoConditions(), [4]), datamodule=data, verbose=False
+    )
+    assert set(logged) == {"val_loss", "val_loss_interior"}
+
+
+def test_training_by_adam_lowers_the_error(data, tmp_path):
+    torch.manual_seed(0)
+    model = PhysicsInformedNetwork(Poisson(2), [16], optimizer=adam)
+    trainer = make_trainer(tmp_path, max_epochs=15, precision="64-true", check_val_every_n_epoch=15)
+    (before,) = trainer.validate(model, datamodule=data, verbose=False)
+    trainer.fit(model, datamodule=data)
+    assert trainer.callback_metrics["val_loss"] < 0.05 * before["val_loss"]
+
+
+def test_predictions_are_coordinates_and_values(data, tmp_path):
+    model = PhysicsInformedNetwork(Poisson(2), [8])
+    (field,) = make_trainer(tmp_path).predict(model, datamodule=data)
+    grid = data.equation.domain.grid(9).float()
+    torch.testing.assert_close(field, torch.cat([grid, model.network(grid)[:, None]], dim=1))
+
+
+def test_network_of_another_kind():
+    class Wave(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.amplitude = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, points):
+            return self.amplitude * (math.pi * points).sin().prod(1)
+
+    model = PhysicsInformedNetwork(Poisson(2), network=Wave())
+    residuals = model(points_of(Poisson(2)))
+    assert max(residual.abs().max().item() for residual in residuals.values()) < 1e-4
+
+
+@pytest.mark.parametrize("arguments", [{}, {"hidden_sizes": [4], "network": nn.Linear(2, 1)}, {"hidden_sizes": [4, 0]}])
+def test_network_is_given_once(arguments):
+    with pytest.raises(MisconfigurationException, match="hidden_sizes, all positive, or a network"):
+        PhysicsInformedNetwork(Poisson(2), **arguments)
+
+
+def test_loss_that_is_no_number_is_an_error(data, tmp_path):
+    model = PhysicsInformedNetwork(Poisson(2), [4])
+    with torch.no_grad():
+        model.network.layers[0].weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="train_loss is nan in batch 0"):
+        make_trainer(tmp_path, num_sanity_val_steps=0).fit(model, datamodule=data)

@@ -131,16 +131,14 @@ class Butterfly(StructuredLinear):
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw orthogonal blocks, such that the variance of the input is kept; set the bias to zero."""
+    def _draw_weights(self) -> None:
+        """Draw orthogonal blocks, such that the variance of the input is kept."""
         places = butterfly_order(self.order, self.length)
         if self.places is not None:
             self.places.copy_(places)
         for factor in self.factors:
             _random_orthogonal_(factor)
         self.factors[0].mul_((self.length / self.in_features) ** 0.5)  # what is filled up has no variance
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def to_dense(self) -> Tensor:
         M = monarch_to_dense(*butterfly_as_monarch(self.factors))

@@ -80,12 +80,10 @@ class Monarch(StructuredLinear):
         self.R = nn.Parameter(torch.empty(b, b * self.rank, p, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw L and R from normal distributions that keep the variance of the input; set the bias to zero."""
+    def _draw_weights(self) -> None:
+        """Draw L and R from normal distributions that keep the variance of the input."""
         nn.init.normal_(self.L, std=(self.blocks * self.rank) ** -0.5)
         nn.init.normal_(self.R, std=(self.blocks / self.in_features) ** 0.5)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def to_dense(self) -> Tensor:
         return monarch_to_dense(self.L, self.R)[: self.out_features, : self.in_features]

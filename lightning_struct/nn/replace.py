@@ -10,6 +10,14 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine
+from lightning_struct.nn.attention import PROJECTIONS, StructuredAttention, why_not_called, with_projections
+from lightning_struct.nn.channels import (
+    CONVOLUTIONS,
+    ChannelLinear,
+    as_pointwise_linear,
+    is_pointwise,
+    why_not_pointwise,
+)
 from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
@@ -18,6 +26,17 @@ LayerFactory = Callable[..., nn.Module]
 """Called as ``factory(in_features, out_features, bias=bias)``; or a ``from_linear``, called on the layer itself."""
 Selection = str | nn.Module | Callable[[str, nn.Module], bool]
 """A name with or without wildcards, a module, or a function of the name and the module."""
+
+_NOT_SELECTED = "include and exclude have left it, or nothing was replaced here yet"
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def replace_linear(
@@ -28,15 +47,21 @@ def replace_linear(
     exclude: Selection | Iterable[Selection] | None = None,
 ) -> nn.Module:
     """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by its
-    matrix (see :func:`~lightning_struct.functional.layers.register_layer`). ::
+    matrix (see :func:`~lightning_struct.functional.layers.register_layer`) or computes what ``nn.Linear`` does, as
+    ``Conv1D`` of transformers. ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
         print(replacement_report(model))
 
-    New layers have the device, the dtype and the mode of the old ones. A layer that stands at several places is replaced
-    by one layer at all of them. What is replaced is logged at level INFO. The output projection of an
-    ``nn.MultiheadAttention`` is left as it is, and logged too: attention reads its weight, and does not call it.
+    An ``nn.MultiheadAttention``, which reads the weights of its projections, becomes a
+    :class:`~lightning_struct.nn.StructuredAttention`, which calls them: ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``out_proj``. These are the names by which they are selected, below the name of the attention. A 1 x 1 convolution
+    becomes a :class:`~lightning_struct.nn.ChannelLinear`.
+
+    New layers have the device, the dtype, the mode and the hooks of the old ones, and ``requires_grad`` as these. A layer
+    that stands at several places is replaced by one layer at all of them. What is replaced is logged at level INFO, and
+    :func:`replacement_report` lists it, and what was left.
 
     Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
     module, such as an embedding, is theirs alone from then on; that is logged as a warning.
@@ -53,7 +78,8 @@ def replace_linear(
         ``model``.
 
     Raises:
-        ValueError: nothing is replaced, or a name, a pattern or a module of ``include`` or ``exclude`` is not in the model.
+        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the model; or
+            the factory refuses a layer, which is named.
 
     Example:
         >>> from lightning_struct.nn import LowRank
@@ -64,47 +90,68 @@ def replace_linear(
     """
     included = None if include is None else _Selector("include", include, model)
     excluded = _Selector("exclude", () if exclude is None else exclude, model)
-    in_attention = set(map(id, hidden_layers(model, of_other_forwards=True)))
-    replacements: dict[int, nn.Module] = {}
+
+    def is_selected(name: str, layer: nn.Module, owner: nn.Module | None = None) -> bool:
+        return (included is None or included.has(name, layer, owner)) and not excluded.has(name, layer, owner)
+
+    in_attention = hidden_layers(model, of_other_forwards=True)
+    replacements: dict[int, nn.Module | None] = {}
     places: list[tuple[str, nn.Module]] = []
     for name, layer in model.named_modules(remove_duplicate=False):
-        if not is_affine(layer):
+        if isinstance(layer, StructuredLinear) or layer in in_attention:
             continue
-        if (included is not None and not included.has(name, layer)) or excluded.has(name, layer):
-            continue
-        if id(layer) in in_attention:
-            _log.info("%s is left as it is: nn.MultiheadAttention reads its weight", name)
-            continue
-        if id(layer) not in replacements:
-            replacements[id(layer)] = _replacement(as_linear(layer), factory)
-            _log.info("%s: %s -> %s", name or "the model", layer, _described(replacements[id(layer)]))
-        places.append((name, replacements[id(layer)]))
-    if not replacements:
+        if id(layer) not in replacements or replacements[id(layer)] is None:
+            replacements[id(layer)] = _replacement_of(name, layer, factory, is_selected)
+        replacement = replacements[id(layer)]
+        if replacement is not None and (isinstance(layer, nn.MultiheadAttention) or is_selected(name, layer)):
+            places.append((name, replacement))
+    if not places:
         raise ValueError(
-            "replace_linear replaces nothing: no nn.Linear that is included and not excluded (and not inside of an "
-            f"nn.MultiheadAttention) is in {type(model).__name__}; lightning_struct.functional.register_layer declares "
-            "layers of other types to be linear"
+            "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
+            f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of other "
+            "types to be linear"
         )
+    put_in_place(model, places)
+    return places[0][1] if not places[0][0] else model
+
+
+def put_in_place(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
+    """Put modules at places of the model, by their names; nothing for the model itself."""
     _warn_of_ties(model, [name for name, _ in places])
-    for name, replacement in places:  # only now: an error leaves the model as it was
-        if not name:
-            return replacement
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, replacement)
-    return model
+    for name, replacement in places:  # only when all are made: an error leaves the model as it was
+        if name:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, replacement)
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            isinstance(module, StructuredAttention) for module in encoder.modules()
+        ):
+            encoder.use_nested_tensor = False  # nested tensors are for the path that reads the weights
 
 
-def replacement_report(model: nn.Module) -> str:
-    """A table of the structured layers below ``model``.
+class ReplacementReport(str):
+    """A table of structured layers, and what was left, as text.
+
+    Attributes:
+        skipped: the reason for which a layer with a matrix was left as it is, by its name.
+    """
+
+    skipped: dict[str, str]
+
+
+def replacement_report(model: nn.Module) -> ReplacementReport:
+    """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
 
     Its columns are the name, the class, the parameters, those of a dense layer, the compression ratio, and the relative
     error of those that were made from a trained layer.
 
     Example:
         >>> from lightning_struct.nn import Circulant
-        >>> header, row = replacement_report(nn.Sequential(Circulant(64, 64))).splitlines()
-        >>> row.split()
+        >>> report = replacement_report(nn.Sequential(Circulant(64, 64), nn.Conv2d(3, 5, 3)))
+        >>> report.splitlines()[1].split()
         ['0', 'Circulant', '64', '4,096', '64.0']
+        >>> report.skipped
+        {'1': 'its kernel is larger than one pixel: replace_conv'}
     """
     rows = [("layer", "class", "parameters", "dense", "compression", "error")]
     for name, layer in model.named_modules():
@@ -116,13 +163,70 @@ def replacement_report(model: nn.Module) -> str:
                 (name or "(model)", type(layer).__name__, f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error)
             )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    lines = [
         "  ".join(
             cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
-    )
+    ]
+    skipped = _skipped(model)
+    lines += [f"{name} is left as it is: {reason}" for name, reason in skipped.items()]
+    report = ReplacementReport("\n".join(lines))
+    report.skipped = skipped
+    return report
+
+
+def _skipped(model: nn.Module) -> dict[str, str]:
+    """The layers with matrices that are not structured, by name, and why they are not."""
+    in_attention = hidden_layers(model, of_other_forwards=True)
+    skipped = {}
+    for name, layer in model.named_modules():
+        reason: str | None = None
+        if isinstance(layer, StructuredLinear) or layer in in_attention:
+            continue
+        if isinstance(layer, nn.MultiheadAttention):
+            reason = why_not_called(layer) or _NOT_SELECTED
+        elif isinstance(layer, CONVOLUTIONS):
+            reason = why_not_pointwise(layer) or _NOT_SELECTED
+        elif isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+            reason = "it is a transposed convolution"
+        elif isinstance(layer, nn.RNNBase):
+            reason = "it is recurrent: a StructuredLSTM is made in place of an LSTM"
+        elif is_affine(layer):
+            reason = _NOT_SELECTED
+        if reason is not None:
+            skipped[name or "(model)"] = reason
+    return skipped
+
+
+def _replacement_of(
+    name: str, layer: nn.Module, factory: LayerFactory, is_selected: Callable[..., bool]
+) -> nn.Module | None:
+    """What stands in place of a layer; None if it stays."""
+    if isinstance(layer, nn.MultiheadAttention):
+        if (reason := why_not_called(layer)) is not None:
+            _log.info("%s is left as it is: %s", name, reason)
+            return None
+
+        def projection(part: str, linear: nn.Linear) -> nn.Module | None:
+            of_part = f"{name}.{part}" if name else part
+            return replacement(of_part, linear, factory) if is_selected(of_part, linear, layer) else None
+
+        attention = with_projections(layer, projection)
+        if attention is not None:
+            take_hooks(attention, layer)
+        return attention
+    if is_pointwise(layer) and is_selected(name, layer):
+        linear = replacement(name, as_pointwise_linear(layer), factory)
+        pointwise = ChannelLinear(linear, layer.stride).train(layer.training)  # type: ignore[arg-type]
+        take_hooks(pointwise, layer)
+        return pointwise
+    if is_affine(layer) and is_selected(name, layer):
+        structured = replacement(name, as_linear(layer), factory)
+        take_hooks(structured, layer)
+        return structured
+    return None
 
 
 def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
@@ -147,6 +251,9 @@ class _Selector:
         self.modules: set[int] = set()
         self.predicates: list[Callable[[str, nn.Module], bool]] = []
         named = dict(model.named_modules(remove_duplicate=False))
+        for name, module in list(named.items()):
+            if isinstance(module, nn.MultiheadAttention):
+                named |= {f"{name}.{part}" if name else part: module for part in PROJECTIONS}
         for selection in selections:
             if isinstance(selection, str):
                 if not any(fnmatchcase(name, selection) for name in named):
@@ -159,9 +266,10 @@ class _Selector:
             else:
                 self.predicates.append(selection)
 
-    def has(self, name: str, module: nn.Module) -> bool:
+    def has(self, name: str, module: nn.Module, owner: nn.Module | None = None) -> bool:
         return (
             id(module) in self.modules
+            or id(owner) in self.modules
             or any(fnmatchcase(above, selection) for above in _with_parents(name) for selection in self.names)
             or any(predicate(name, module) for predicate in self.predicates)
         )
@@ -173,11 +281,38 @@ def _with_parents(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def _replacement(linear: nn.Linear, factory: LayerFactory) -> nn.Module:
-    if _is_from_linear(factory):
-        return factory(linear)
-    layer = factory(linear.in_features, linear.out_features, bias=linear.bias is not None)
-    return layer.to(linear.weight.device, linear.weight.dtype).train(linear.training)
+def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:
+    """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
+
+    Raises:
+        TypeError, ValueError: the factory refuses the layer, which is named.
+    """
+    try:
+        if _is_from_linear(factory):
+            layer = factory(linear)
+        else:
+            layer = factory(linear.in_features, linear.out_features, bias=linear.bias is not None)
+            layer = layer.to(linear.weight.device, linear.weight.dtype).train(linear.training)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name or 'the model'}: {error}; exclude={name!r} leaves this layer as it is") from error
+    for of_layer, parameter in layer.named_parameters():
+        of_linear = linear.bias if of_layer == "bias" and linear.bias is not None else linear.weight
+        parameter.requires_grad_(parameter.requires_grad and of_linear.requires_grad)
+    _log.info("%s: %s -> %s", name or "the model", linear, _described(layer))
+    return layer
+
+
+def take_hooks(new: nn.Module, old: nn.Module) -> None:
+    """Give a module the hooks of another, but those by which torch.nn.utils makes the weight. Their handles work on."""
+    for name in _HOOKS:
+        hooks = getattr(old, name)
+        making_weights = [key for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")]
+        if making_weights:
+            hooks = type(hooks)((key, hook) for key, hook in hooks.items() if key not in making_weights)
+        hooks.update(getattr(new, name))
+        setattr(new, name, hooks)
+    new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def _is_from_linear(factory: LayerFactory) -> bool:

@@ -219,6 +219,14 @@ class StructuredLinear(nn.Module, ABC):
         self._reference.mul_(factor)
         return self
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight_orig":  # what torch.nn.utils.prune makes of a parameter "weight"
+            raise ValueError(
+                f"{type(self).__name__} has no parameter 'weight' that could be pruned: its matrix is made of "
+                f"{', '.join(self._weights())}. Prune one of these, or take PrunedLinear"
+            )
+        super().register_parameter(name, param)
+
     def train(self, mode: bool = True) -> Self:
         self._cached = None
         return super().train(mode)

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 from lightning_struct.nn import LowRank, PrunedLinear, StructuredLinear, replace_linear, replacement_report
@@ -93,26 +94,175 @@ def test_dtype_and_mode_are_kept(factory):
     assert not any(module.training for module in model.modules())
 
 
+PARTS = ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_transformer_layer_works_on(training):
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
     replace_linear(model, FACTORY)
-    assert structured(model) == ["linear1", "linear2"] and type(model.self_attn.out_proj) is not LowRank
+    assert structured(model) == [*(f"self_attn.{part}" for part in PARTS), "linear1", "linear2"]
     x = torch.randn(2, 3, 8)
     outputs = model(x)
-    with torch.no_grad():  # in eval mode torch reads the weights here instead of calling the layers
+    with torch.no_grad():  # in eval mode torch would read the weights of the attention that it knows
         torch.testing.assert_close(model(x), outputs, rtol=1e-4, atol=1e-5)
 
 
+def exactly(linear):
+    """A structured layer with the weight of the layer."""
+    return LowRank.from_linear(linear, min(linear.weight.shape), refine=0)
+
+
+exactly.__name__ = "from_linear"
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+IGNORED = torch.tensor([[False, False, True], [False, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({}, {}),
+        ({"bias": False, "batch_first": True}, {"need_weights": False}),
+        ({"kdim": 5, "vdim": 7}, {"average_attn_weights": False}),
+        ({"batch_first": True}, {"key_padding_mask": IGNORED}),
+        ({"batch_first": True}, {"key_padding_mask": IGNORED, "attn_mask": CAUSAL > -1, "need_weights": False}),
+        ({"batch_first": True}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+        ({"batch_first": True}, {"attn_mask": torch.randn(4, 3, 3, dtype=torch.float64)}),
+    ],
+)
+def test_attention_computes_the_same_from_the_same_projections(options, call):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, **options, dtype=torch.float64).eval()
+    if attention.in_proj_bias is not None:
+        nn.init.normal_(attention.in_proj_bias)
+    steps_first = (3, 2) if not attention.batch_first else (2, 3)
+    inputs = [torch.randn(*steps_first, size, dtype=torch.float64) for size in (8, attention.kdim, attention.vdim)]
+    ours = replace_linear(nn.Sequential(attention), exactly)[0]
+    for shape in ("batched", "alone") if not call.keys() - {"need_weights", "average_attn_weights"} else ("batched",):
+        given = inputs if shape == "batched" else [x[:, 0] if not attention.batch_first else x[0] for x in inputs]
+        torch.testing.assert_close(ours(*given, **call), attention(*given, **call))
+
+
+def test_transformer_encoder_computes_the_same_with_padding():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    padding = torch.tensor([[False, False, False], [False, False, True]])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        ours = replace_linear(model, exactly)(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(ours[~padding], expected[~padding])
+
+
+@pytest.mark.parametrize(
+    ("selection", "selected"),
+    [("*.out_proj", ["out_proj"]), (["0.k_proj", "0.q_proj"], ["q_proj", "k_proj"]), ("0", PARTS)],
+)
+def test_projections_of_attention_are_selected_by_name(selection, selected):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.MultiheadAttention(8, 2, dropout=0.0), nn.Linear(8, 8))
+    x = torch.randn(3, 2, 8)
+    expected = model[0](x, x, x)
+    replace_linear(model, exactly, include=selection)
+    assert structured(model) == [f"0.{part}" for part in selected]
+    torch.testing.assert_close(model[0](x, x, x), expected, rtol=1e-4, atol=1e-5)
+    assert len(list(model[0].parameters())) == 8 + len(selected)
+
+
+class Conv1D(nn.Module):
+    """As that of transformers."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x):
+        size_out = x.size()[:-1] + (self.nf,)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (Conv1D(5, 6), (2, 3, 6)),
+        (nn.Conv2d(6, 5, 1, stride=(2, 1)), (2, 6, 4, 5)),
+        (nn.Conv2d(6, 5, 1, bias=False), (6, 4, 5)),
+        (nn.Conv1d(6, 5, 1, stride=3), (2, 6, 7)),
+    ],
+)
+def test_layers_that_are_linear_by_another_name_are_replaced(layer, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = replace_linear(nn.Sequential(layer), exactly)
+    assert len(structured(model)) == 1
+    torch.testing.assert_close(model(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_done_is_logged(caplog):
-    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 3))
+    attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), attention, nn.Linear(8, 3))
     with caplog.at_level(logging.INFO, "lightning_struct"):
-        replace_linear(model, partial(LowRank.from_linear, rank=2), exclude="0.linear2")
+        replace_linear(model, partial(LowRank.from_linear, rank=2), exclude=["0.linear2", "0.self_attn"])
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 3
-    assert "0.self_attn.out_proj is left as it is: nn.MultiheadAttention reads its weight" in messages
+    assert "1 is left as it is: add_bias_kv=True" in messages
     assert any(message.startswith("0.linear1: Linear(") and "relative error 0." in message for message in messages)
+
+
+def test_report_names_what_was_left_and_why():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1, groups=2), nn.LSTM(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Net()
+    )
+    report = replacement_report(replace_linear(model, FACTORY, include=["3", "5"], exclude="5.head"))
+    assert list(report.skipped) == ["0", "1", "2", "4", "5.head"]
+    for name, reason in {"0": "replace_conv", "1": "2 groups", "2": "StructuredLSTM", "4": "exclude"}.items():
+        assert reason in report.skipped[name] and f"{name} is left as it is: {report.skipped[name]}" in report
+
+
+def test_hooks_and_requires_grad_are_carried_over():
+    model, seen = nn.Sequential(nn.Linear(6, 5), nn.Conv2d(5, 4, 1), nn.MultiheadAttention(4, 2)), []
+    handles = [layer.register_forward_hook(lambda *_: seen.append("forward")) for layer in model]
+    model[0].register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
+    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    for layer in model:
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("bias" in name)
+    replace_linear(model, FACTORY)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == {
+        name: name.endswith("bias") for name, _ in model.named_parameters()
+    }
+    x = model[0](torch.randn(3, 6))
+    x.sum().backward()
+    model[1](torch.randn(2, 5, 3, 3))
+    model[2](*[torch.randn(3, 2, 4)] * 3)
+    assert seen == ["before", "forward", "backward", "forward", "forward"]
+    for handle in handles:
+        handle.remove()
+    model[1](torch.randn(2, 5, 3, 3))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    "make_weight",
+    [
+        lambda linear: nn.utils.prune.l1_unstructured(linear, "weight", 3),
+        lambda linear: nn.utils.parametrizations.weight_norm(linear),
+        lambda linear: nn.utils.parametrizations.spectral_norm(linear),
+    ],
+)
+def test_linear_whose_weight_is_made_of_others_is_replaced_near_to_it(make_weight):
+    torch.manual_seed(0)
+    linear = make_weight(nn.Linear(6, 5)).eval()
+    weight = linear.weight.detach().clone()
+    (layer,) = replace_linear(nn.Sequential(linear), exactly)
+    torch.testing.assert_close(layer.to_dense(), weight)
+    assert layer(torch.randn(2, 6)).shape == (2, 5)
 
 
 def test_tied_weights_are_named(caplog):
@@ -129,6 +279,7 @@ def test_report_lists_structured_layers():
     replace_linear(model, FACTORY)
     lines = replacement_report(model).splitlines()
     assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert replacement_report(model).skipped == {}
     assert lines[1].split() == ["encoder.0", "LowRank", "22", "30", "1.4"]
     assert lines[3].split()[:5] == ["head", "LowRank", "14", "12", "0.9"] and float(lines[3].split()[5]) < 1
 
@@ -151,6 +302,6 @@ def test_wrong_selections_are_named(options, message):
 
 def test_rank_that_a_layer_cannot_have_is_named_and_leaves_the_model_as_it_was():
     model = Net()
-    with pytest.raises(ValueError, match="rank must be at most .* = 3, but is 4"):
+    with pytest.raises(ValueError, match="^head: rank must be at most .* = 3, but is 4: .*; exclude='head' leaves"):
         replace_linear(model, partial(LowRank, rank=4))
     assert not structured(model)

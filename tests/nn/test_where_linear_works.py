@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,6 +102,38 @@ def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
     with torch.device("meta"):
         lstm = StructuredLSTM(6, 8, LDRSubdiagonal)
     assert lstm(torch.empty(5, 3, 6, device="meta"))[0].shape == (5, 3, 8)
+
+
+@pytest.mark.parametrize("name", ["ldr_sd", "toeplitz_like", "low_rank"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: nn.utils.prune.l1_unstructured(layer, "G", 0.5),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer, "G"),
+        lambda layer: nn.utils.parametrizations.orthogonal(layer, "H"),
+    ],
+)
+def test_generators_are_pruned_and_parametrized(name, make):
+    torch.manual_seed(0)
+    layer = make(FACTORIES[name](12, 7))
+    x = torch.randn(3, 12)
+    for _ in range(2):
+        layer.train()(x).square().sum().backward()
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(parameter.grad, alpha=-1e-3)
+            torch.testing.assert_close(layer.eval()(x), x @ layer.to_dense().T + layer.bias, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(layer.freeze()(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_pruning_and_parametrizing_the_matrix_are_refused_by_name():
+    layer = LDRSubdiagonal(12, 7)
+    with pytest.raises(ValueError, match="no parameter 'weight' that could be pruned: its matrix is made of G, H, sub"):
+        nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+    with pytest.raises(ValueError, match="does not have a parameter.* with name 'weight'"):
+        nn.utils.parametrizations.weight_norm(layer)
+    assert layer(torch.randn(3, 12)).shape == (3, 7)
 
 
 def wrapped(way, model):

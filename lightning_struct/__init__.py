@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not look into __getattr__
+    from lightning_struct.callbacks import AdapterCheckpoint as AdapterCheckpoint
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
     from lightning_struct.callbacks import OperatorMonitor as OperatorMonitor
@@ -35,6 +36,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.nn import StructuredLSTM as StructuredLSTM
     from lightning_struct.nn import ToeplitzLike as ToeplitzLike
     from lightning_struct.nn import VandermondeLike as VandermondeLike
+    from lightning_struct.nn import add_adapters as add_adapters
+    from lightning_struct.nn import merge_adapters as merge_adapters
     from lightning_struct.nn import replace_linear as replace_linear
     from lightning_struct.optim import RLS as RLS
     from lightning_struct.optim import SHF as SHF
@@ -52,6 +55,7 @@ else:  # hidden from type checkers: to them an unknown name would be an object i
 
 # The same names once more, for the interpreter; a test compares the two lists.
 _HOME_OF = {
+    "AdapterCheckpoint": "lightning_struct.callbacks",
     "BlockStructured": "lightning_struct.nn",
     "Butterfly": "lightning_struct.nn",
     "CauchyLike": "lightning_struct.nn",
@@ -79,6 +83,8 @@ _HOME_OF = {
     "TrainingCurves": "lightning_struct.callbacks",
     "ValidationMeritStopping": "lightning_struct.callbacks",
     "VandermondeLike": "lightning_struct.nn",
+    "add_adapters": "lightning_struct.nn",
+    "merge_adapters": "lightning_struct.nn",
     "replace_linear": "lightning_struct.nn",
 }
 

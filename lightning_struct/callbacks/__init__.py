@@ -1,5 +1,6 @@
 """Callbacks for any Trainer."""
 
+from lightning_struct.callbacks.adapters import AdapterCheckpoint
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
 from lightning_struct.callbacks.operator_monitor import OperatorMonitor
@@ -10,6 +11,7 @@ from lightning_struct.callbacks.training_curves import TrainingCurves
 from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 
 __all__ = [
+    "AdapterCheckpoint",
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",
     "OperatorMonitor",

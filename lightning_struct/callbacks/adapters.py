@@ -1,0 +1,95 @@
+"""Checkpoints of a model with adapters, without the frozen weights."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.layers import plain_name
+from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+
+_BASE_NORMS = "adapter_base_norms"
+_TOLERANCE = 1e-4  # of norms: the same weights in another precision or summed on another device pass
+
+
+class AdapterCheckpoint(Callback):
+    """Keeps the frozen weights out of the checkpoints of a model with adapters.
+
+    What a checkpoint keeps of the weights is what :func:`~lightning_struct.nn.adapter_state_dict` returns: the adapters, what
+    is trained besides, and the buffers. With ``ckpt_path`` the Trainer loads it into a module that has its base and its
+    adapters already, from ``__init__`` or ``configure_model``; a resumed run goes on as if it had not stopped. The norms of
+    the left-out weights are kept, so that another base is an error. ::
+
+        Trainer(callbacks=[AdapterCheckpoint(), ModelCheckpoint(...)])
+
+    Outside of a Trainer, and for other modules with the same base, load the adapters by
+    ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by ``load_from_checkpoint(path, strict=False)``.
+
+    From :meth:`setup` to :meth:`teardown` it stands in for the module's ``on_save_checkpoint`` and ``on_load_checkpoint``, and
+    calls them: callbacks are not asked where weights alone are saved, nor before weights are loaded. So
+    ``trainer.save_checkpoint(path, weights_only=True)`` after the end of a run keeps all weights.
+
+    Raises:
+        MisconfigurationException: the strategy shards the weights; the module has no adapters at the start of a fit; a
+            checkpoint was trained beside another base.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        refuse_sharded_weights(trainer, "AdapterCheckpoint")
+        vars(pl_module)["on_save_checkpoint"] = MethodType(_save_without_base, pl_module)
+        vars(pl_module)["on_load_checkpoint"] = MethodType(_load_beside_base, pl_module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not has_adapters(pl_module):
+            raise MisconfigurationException(
+                f"AdapterCheckpoint: {type(pl_module).__name__} has no adapters. Call add_adapters in __init__ or "
+                "configure_model, or take the callback out"
+            )
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        _leave_out_base(pl_module, checkpoint)  # also after the end of a run
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for name in ("on_save_checkpoint", "on_load_checkpoint"):
+            vars(pl_module).pop(name, None)
+
+
+def _save_without_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """``on_save_checkpoint`` of a module with adapters."""
+    type(pl_module).on_save_checkpoint(pl_module, checkpoint)
+    _leave_out_base(pl_module, checkpoint)
+
+
+def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """Take the frozen weights out of a checkpoint, and keep their norms; once."""
+    if _BASE_NORMS in checkpoint or not has_adapters(pl_module):
+        return
+    frozen = frozen_parameter_names(pl_module)
+    weights = checkpoint["state_dict"]
+    checkpoint[_BASE_NORMS] = {plain_name(n): _norm(weights[n]) for n in weights if plain_name(n) in frozen}
+    checkpoint["state_dict"] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
+
+
+def _load_beside_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """``on_load_checkpoint`` of a module with adapters: the frozen weights are those that the module has."""
+    type(pl_module).on_load_checkpoint(pl_module, checkpoint)
+    norms = checkpoint.get(_BASE_NORMS, {})
+    left_out = {name: value for name, value in pl_module.state_dict().items() if plain_name(name) in norms}
+    for name, value in left_out.items():
+        before = norms[plain_name(name)]
+        if abs(_norm(value) - before) > _TOLERANCE * before:
+            raise MisconfigurationException(
+                f"AdapterCheckpoint: the adapters of this checkpoint were trained beside another base: {name} has norm "
+                f"{_norm(value):.6g} and had {before:.6g}. Load the weights of that base before the adapters are added"
+            )
+    checkpoint["state_dict"] = {**left_out, **checkpoint["state_dict"]}
+
+
+def _norm(weight: Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))

@@ -1,0 +1,136 @@
+"""Checkpoints without the frozen weights: with both namespaces, and a run that is resumed as one that was not stopped."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct import AdapterCheckpoint
+from lightning_struct.nn import LDRSubdiagonal, adapter_state_dict, add_adapters, load_adapter_state_dict
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def pl(request):
+    return import_module(request.param)
+
+
+def module(pl, base=0, adapted=True):
+    """A module whose base is decided by a seed, and whose adapters are drawn."""
+
+    class Adapted(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            with torch.random.fork_rng():
+                torch.manual_seed(base)
+                self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+            if adapted:
+                add_adapters(self.net, partial(LDRSubdiagonal, rank=2), include="0", train="3.bias")
+
+        def training_step(self, batch, _):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["own"] = "kept"
+
+    return Adapted()
+
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 6, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (24,), generator=generator)), 8)
+
+
+def trainer(pl, epochs=0, callbacks=None):
+    callbacks = [AdapterCheckpoint()] if callbacks is None else callbacks
+    silent = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, **silent)
+
+
+def fit(pl, model, epochs, path=None):
+    run = trainer(pl, epochs)
+    run.fit(model, loader(), ckpt_path=path)
+    return run
+
+
+@pytest.fixture
+def stopped(pl, tmp_path):
+    """A module after two epochs, and its checkpoint."""
+    model = module(pl)
+    fit(pl, model, 2).save_checkpoint(tmp_path / "whole.ckpt")
+    return model, tmp_path / "whole.ckpt"
+
+
+def test_checkpoint_has_the_adapters_and_not_the_base(pl, stopped):
+    model, path = stopped
+    checkpoint = torch.load(path, weights_only=False)
+    weights = checkpoint["state_dict"]
+    expected = adapter_state_dict(model)
+    assert weights.keys() == expected.keys()
+    assert {"net.0.update.adapter.G", "net.1.running_mean", "net.3.bias"} < weights.keys()
+    assert not {"net.0.base.weight", "net.3.weight"} & weights.keys()
+    assert checkpoint["own"] == "kept"
+    other = load_adapter_state_dict(module(pl), weights)
+    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_weights_alone_are_the_adapters_too(pl, tmp_path):
+    model = module(pl)
+    run = trainer(pl, 1)
+    run.strategy.connect(model)
+    AdapterCheckpoint().setup(run, model, "fit")
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert torch.load(tmp_path / "weights.ckpt")["state_dict"].keys() == adapter_state_dict(model).keys()
+
+
+def test_resumed_run_goes_on_as_if_it_had_not_stopped(pl, stopped):
+    straight, resumed = module(pl), module(pl)
+    resumed.load_state_dict(straight.state_dict())
+    first = {name: value.clone() for name, value in straight.state_dict().items()}
+    torch.manual_seed(0)
+    fit(pl, straight, 2)
+    run = fit(pl, resumed, 1)
+    file = stopped[1].with_name("half.ckpt")
+    run.save_checkpoint(file)
+    again = module(pl)  # its adapters are drawn anew
+    assert any(not torch.equal(value, first[name]) for name, value in again.state_dict().items())
+    fit(pl, again, 2, file)
+    assert all(torch.equal(v, again.state_dict()[name]) for name, v in straight.state_dict().items())
+
+
+def test_module_has_its_own_hooks_again_after_the_run(stopped):
+    model, _ = stopped
+    assert not {"on_save_checkpoint", "on_load_checkpoint"} & vars(model).keys()
+
+
+def test_checkpoint_beside_another_base_is_refused(pl, stopped):
+    with pytest.raises(MisconfigurationException, match="another base: net.0.base.weight has norm"):
+        trainer(pl, 3).fit(module(pl, base=7), loader(), ckpt_path=stopped[1])
+
+
+def test_checkpoint_of_other_adapters_is_refused(pl, stopped):
+    other = module(pl, adapted=False)
+    add_adapters(other.net, partial(LDRSubdiagonal, rank=1), include="0", train="3.bias")
+    with pytest.raises(RuntimeError, match="size mismatch for net.0.update.adapter.G"):
+        trainer(pl, 3).fit(other, loader(), ckpt_path=stopped[1])
+
+
+def test_fit_without_adapters_is_an_error(pl):
+    with pytest.raises(
+        MisconfigurationException, match="AdapterCheckpoint: Adapted has no adapters. Call add_adapters"
+    ):
+        trainer(pl, 1).fit(module(pl, adapted=False), loader())

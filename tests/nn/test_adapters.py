@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_struct.nn import (
@@ -21,6 +22,7 @@ from lightning_struct.nn import (
     merge_adapters,
 )
 from tests.nn.layers import FACTORIES, NAMES
+from tests.processes import in_two_processes
 
 FACTORY = partial(LDRSubdiagonal, rank=2)
 
@@ -270,6 +272,22 @@ def test_each_layer_that_gets_an_adapter_is_logged(caplog):
     with caplog.at_level(logging.INFO, "lightning_struct"):
         add_adapters(made(), FACTORY)
     assert [record.getMessage()[:6] for record in caplog.records] == ["0 gets", "2 gets"]
+
+
+def gradients_of_a_share(rank):
+    """Gradients of the adapters in one of two processes, by its half of the batch."""
+    model = DistributedDataParallel(add_adapters(made("attention"), FACTORY))
+    (model(inputs()[2 * rank :][:2]) - 1).square().mean().backward()
+    return {name: p.grad for name, p in model.module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(tmp_path):
+    model = add_adapters(made("attention"), FACTORY)
+    (model(inputs()) - 1).square().mean().backward()
+    whole = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for share in in_two_processes(gradients_of_a_share, tmp_path):
+        torch.testing.assert_close(share, whole)
 
 
 class OwnForward(nn.MultiheadAttention):

@@ -1,17 +1,17 @@
 """Structured layers, what puts them into models, and initial values: on torch alone."""
 
-)
+from lightning_struct.nn.adapters import (
     adapter_parameter_groups,
     adapter_state_dict,
     add_adapters,
-from lightning_struct.nn.adapters import (
+    load_adapter_state_dict,
+    merge_adapters,
+)
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.baselines import Circulant, Fastfood, PrunedLinear, reduced_hidden_units
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.butterfly import Butterfly
 from lightning_struct.nn.channels import ChannelLinear
-    load_adapter_state_dict,
-    merge_adapters,
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_

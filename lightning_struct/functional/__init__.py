@@ -10,7 +10,11 @@ from lightning_struct.functional.displacement import (
     ldr_to_dense,
     sylvester_displacement,
 )
-from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, geodesic_acceleration
+from lightning_struct.functional.factored_least_squares import (
+    DampedSolver,
+    FactoredLeastSquares,
+    geodesic_acceleration,
+)
 from lightning_struct.functional.gauss_newton import Linearization, linearize
 from lightning_struct.functional.gradient_norms import (
     GradientNormRecorder,
@@ -40,6 +44,7 @@ from lightning_struct.functional.preconditioner import (
     jacobi_scaling,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.structured.subdiagonal import (
     choose_subdiagonal_method,
@@ -64,6 +69,7 @@ from lightning_struct.functional.transforms import (
 __all__ = [
     "ConjugateGradientResult",
     "CrossEntropy",
+    "DampedSolver",
     "DenseOperator",
     "Derivatives",
     "DiagonalOperator",
@@ -78,6 +84,7 @@ __all__ = [
     "Linearization",
     "Matrix",
     "ParameterNorms",
+    "ProjectedLeastSquares",
     "RightPreconditioner",
     "ShiftOperator",
     "SquaredError",

@@ -7,9 +7,20 @@ Unlike the normal equations this does not square the condition of J.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class DampedSolver(Protocol):
+    """A solver of min ‖J d - b‖² + λ²‖d‖² for one J (N, P): an instance of :class:`FactoredLeastSquares` is one."""
+
+    def product(self, d: Tensor) -> Tensor:
+        """J d, (N,)."""
+
+    def solve(self, b: Tensor, damping: float) -> Tensor:
+        """The solution d, (P,), for a right-hand side b (N,) and λ."""
 
 
 class FactoredLeastSquares:
@@ -50,7 +61,11 @@ class FactoredLeastSquares:
         """
         if center is None:
             return self.solve_coordinates(self.coordinates(b), damping)
-        return center + self.solve_coordinates(self.coordinates(b - self.jacobian @ center), damping)
+        return center + self.solve_coordinates(self.coordinates(b - self.product(center)), damping)
+
+    def product(self, d: Tensor) -> Tensor:
+        """J d, (N,)."""
+        return self.jacobian @ d
 
     def coordinates(self, b: Tensor) -> Tensor:
         """Uᵀ b, (min(N, P),): all of b that the solution depends on."""
@@ -73,7 +88,7 @@ class FactoredLeastSquares:
 
 
 def geodesic_acceleration(
-    factored: FactoredLeastSquares,
+    solver: DampedSolver,
     residual: Tensor,
     residual_at: Callable[[Tensor], Tensor],
     velocity: Tensor,
@@ -87,7 +102,7 @@ def geodesic_acceleration(
     r_vv ≈ (2/h) ((r(w + h v) - r(w))/h - J v) (Transtrum & Sethna 2012, arXiv 1201.5885, section 5).
 
     Args:
-        factored: J at w, factored.
+        solver: of J at w, as a :class:`FactoredLeastSquares`.
         residual: r(w), (N,).
         residual_at: d -> r(w + d), (N,).
         velocity: v, (P,), the step without acceleration.
@@ -98,5 +113,5 @@ def geodesic_acceleration(
         Tensor: a, (P,).
     """
     slope = (residual_at(step * velocity) - residual) / step
-    curvature = (2.0 / step) * (slope - factored.jacobian @ velocity)
-    return factored.solve(curvature, damping).mul_(-0.5)
+    curvature = (2.0 / step) * (slope - solver.product(velocity))
+    return solver.solve(curvature, damping).mul_(-0.5)

@@ -51,7 +51,7 @@ class BatchResiduals:
         args: tuple[Any, ...],
         context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._records, self._args, self._context = records, args, context
+        self._records, self._params, self._args, self._context = records, params, args, context
         self.blocks = {name: block.detach() for name, block in self._call(params).items()}
         self._rows: dict[str, _Rows | None] | None = None
 
@@ -62,7 +62,7 @@ class BatchResiduals:
 
     def values(self, params: Parameters) -> Tensor:
         """r(w), (N,)."""
-        parts = {name: rows.values(params) for name, rows in self._by_rows(params).items() if rows is not None}
+        parts = {name: rows.values(params) for name, rows in self._by_rows().items() if rows is not None}
         if len(parts) < len(self.blocks):
             parts = self._call(params)
         return torch.cat([parts[name].detach().reshape(-1) for name in self.blocks])
@@ -77,7 +77,7 @@ class BatchResiduals:
         """Write J (N, P) to ``out``: the columns are those of all parameters, one after another."""
         point = {name: p.detach().requires_grad_() for name, p in params.items()}
         blocks: dict[str, Tensor] | None = None
-        for (name, rows), part in zip(self._by_rows(params).items(), out.split(self.sizes), strict=True):
+        for (name, rows), part in zip(self._by_rows().items(), out.split(self.sizes), strict=True):
             if rows is not None:
                 rows.jacobian(params, part)
                 if rows.record.derivative_is_checked:
@@ -90,7 +90,7 @@ class BatchResiduals:
                 continue
             if rows is not None:
                 self._records.refuse(name, "they share a derivative")
-                self._rows = {**self._by_rows(params), name: None}
+                self._rows = {**self._by_rows(), name: None}
             _jacobian_by_backward_passes(residuals, point, part)
 
     def _call(self, params: Parameters) -> dict[str, Tensor]:
@@ -100,11 +100,12 @@ class BatchResiduals:
         with self._context(), torch.enable_grad():
             return residual_blocks(call_with(module, {**buffers, **params}, self._args))
 
-    def _by_rows(self, params: Parameters) -> dict[str, _Rows | None]:
-        """Blocks row by row; None for those whose rows cannot be told apart. ``params`` are those of ``blocks``."""
+    def _by_rows(self) -> dict[str, _Rows | None]:
+        """Blocks row by row; None for those whose rows cannot be told apart."""
         if self._rows is None:
             self._rows = {
-                name: self._records.rows_of(name, block, params, self._args) for name, block in self.blocks.items()
+                name: self._records.rows_of(name, block, self._params, self._args)
+                for name, block in self.blocks.items()
             }
         return self._rows
 

@@ -78,31 +78,36 @@ class SHFOptimization(ManualOptimization):
         Returns:
             The loss before the step: (), detached.
         """
+        inputs, targets = self.inputs_and_targets(batch)
         optimizer: Any = self.optimizers()
         try:
-            report: StepReport = optimizer.step(**self._shf_arguments(batch))
+            report: StepReport = optimizer.step(inputs=inputs, targets=targets)
         except ValueError as error:
             raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
         self._shf_log_step(report)
         self.on_shf_step(report)
         return torch.tensor(report.loss_before, device=self.device)
 
-    def residual_inputs(self, batch: Any) -> Any:
-        """The inputs that the module returns residuals for (``loss="least_squares"``), from a batch.
+    def inputs_and_targets(self, batch: Any) -> tuple[Any, Any]:
+        """The module's inputs and what the loss compares its outputs with, from a batch.
 
-        Override it where a batch is something else: by default a list or a tuple holds several arguments of the module, and
-        anything else, a tensor or a dict of them, is its only argument.
+        Override it where a batch is something else than a pair of tensors, or with ``loss="least_squares"``, which needs no
+        targets, something else than the inputs: there by default a list holds several arguments of the module, and anything
+        else, a tensor or a dict of them, is its only argument.
 
         Returns:
-            A tuple of arguments, or the only one.
-        """
-        return tuple(batch) if isinstance(batch, list) else batch
+            The inputs, a tensor (n, ...) or a tuple of the module's arguments, and the targets, row i belonging to row i of
+            the inputs, or None with ``loss="least_squares"``.
 
-    def _shf_arguments(self, batch: Any) -> dict[str, Any]:
-        if isinstance(self.shf.loss, LeastSquares):
-            return {"inputs": self.residual_inputs(batch)}
-        inputs, targets = self.inputs_and_targets(batch)
-        return {"inputs": inputs, "targets": targets}
+        Raises:
+            MisconfigurationException: the batch is not a sequence of two tensors.
+        """
+        own = getattr(
+            super(ManualOptimization, self), "inputs_and_targets", None
+        )  # of the module before which this is put
+        if own is None and isinstance(self.shf.loss, LeastSquares):
+            return tuple(batch) if isinstance(batch, list) else batch, None
+        return super().inputs_and_targets(batch)
 
     def gradient_statistics(self) -> GradientStatistics | None:
         """Statistics of the last step's batch; None before the first step of this fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_struct.collective import all_gather_rows, all_reduce
+from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.randomness import random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.objective import FlatWeights
+
+# Parts of a batch whose gradients tell the variance, where J is not formed.
+_PARTS = 8
 
 
 class ResidualModel:
@@ -65,6 +69,7 @@ class ResidualModel:
         shares = loss.weights_of(blocks)
         counts = _checked_counts(blocks, self._device)
         self.samples = sum(counts.values())
+        self._counts = counts
         self._scale = torch.cat(
             [
                 torch.full((block.numel(),), math.sqrt(shares[name] / counts[name]), dtype=self._dtype)
@@ -75,11 +80,6 @@ class ResidualModel:
         self.block_losses = dict(zip(blocks, all_reduce(torch.stack(squares)).tolist(), strict=True))
         self.value = sum(shares[name] * value for name, value in self.block_losses.items())
         self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
-
-    @property
-    def rows(self) -> int:
-        """Number of residuals on this process."""
-        return len(self.residual)
 
     def residual_at(self, d: Tensor) -> Tensor:
         """r(w + d), this process's rows."""
@@ -99,7 +99,7 @@ class ResidualModel:
         Raises:
             ValueError: NaN or infinity in it.
         """
-        jacobian = torch.empty(self.rows, len(self.weights.vector), dtype=self._dtype, device=self._device)
+        jacobian = torch.empty(len(self.residual), len(self.weights.vector), dtype=self._dtype, device=self._device)
         self._batch.jacobian(self.weights.by_name, jacobian)
         jacobian.mul_(self._scale[:, None])
         if all_reduce((~jacobian.isfinite()).sum()).item():
@@ -109,8 +109,87 @@ class ResidualModel:
             )
         return jacobian
 
+    def products(self) -> Products:
+        """Products with J at w."""
+        return Products(self._batch, self._scale, self.weights)
+
+    def variance_from_rows(self, jacobian: Tensor) -> float | None:
+        """‖Var‖₁ of the gradients of single samples, from the rows of J.
+
+        A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times the
+        variance of ∇f, so that N can stand for the size of the batch in the norm test. None for a batch of one.
+        """
+        if self.samples == 1:
+            return None
+        squares, sums = [], []
+        sizes = self._batch.sizes
+        for rows, residual, block in zip(
+            jacobian.split(sizes), self.residual.split(sizes), self._batch.blocks.values(), strict=True
+        ):
+            squares.append(_squared_norms_of_samples(rows, residual, len(block) if block.ndim else 1))
+            sums.append(rows.mT @ residual)
+        shared_squares = all_reduce(torch.stack(squares)).tolist()
+        shared_sums = all_reduce(torch.stack(sums))
+        total = 0.0
+        for count, square, block_sum in zip(self._counts.values(), shared_squares, shared_sums, strict=True):
+            if count > 1:
+                total += max(square - inner(block_sum, block_sum).item() / count, 0.0) * count / (count - 1)
+        return self.samples * total
+
+    def variance_from_parts(self, backward: Callable[[Tensor], Tensor]) -> float | None:
+        """An estimate of the same from the gradients of a few parts of the batch, a product with Jᵀ each.
+
+        A part has every so many-th row of each block. None where some block has fewer than two rows on some process.
+        """
+        counts = [len(block) if block.ndim else 1 for block in self._batch.blocks.values()]
+        fewest = min(all_gather_rows(torch.tensor([min(counts)], device=self._device)).flatten().tolist())
+        parts = min(_PARTS, fewest)
+        if parts < 2:
+            return None
+        part_of = torch.cat(
+            [
+                torch.arange(count, device=self._device).repeat_interleave(size // count) % parts
+                for count, size in zip(counts, self._batch.sizes, strict=True)
+            ]
+        )
+        gradients = torch.stack([backward(self.residual * (part_of == part)) for part in range(parts)])
+        deviations = gradients - gradients.mean(0)
+        return self.samples * inner(deviations, deviations).item() * parts / (parts - 1)
+
     def _scaled(self, residual: Tensor) -> Tensor:
         return residual.to(self._dtype) * self._scale
+
+
+class Products:
+    """Products with J of a batch, over all processes."""
+
+    def __init__(self, batch: BatchResiduals, scale: Tensor, weights: FlatWeights) -> None:
+        self._weights, self._scale = weights, scale
+        self._linearization = linearize(
+            lambda params: batch.graph(params).to(scale.dtype), weights.by_name, backend="double_backward"
+        )
+
+    def forward(self, d: Tensor) -> Tensor:
+        """J d, this process's rows."""
+        return self._linearization.jvp(self._weights.unflat(d)) * self._scale
+
+    def backward(self, u: Tensor) -> Tensor:
+        """Jᵀu over the rows of all processes."""
+        return all_reduce(self._weights.flat(self._linearization.vjp(u * self._scale)))
+
+
+def _squared_norms_of_samples(rows: Tensor, residual: Tensor, samples: int) -> Tensor:
+    """Σ_i ‖Σ_k r_ik J_ik‖², float64; of sample i the rows k."""
+    if len(residual) == samples:
+        norms = torch.linalg.vector_norm(rows, dim=1) * residual
+        return inner(norms, norms)
+    total = residual.new_zeros((), dtype=torch.float64)
+    for rows_of_sample, residuals_of_sample in zip(
+        rows.split(len(residual) // samples), residual.split(len(residual) // samples), strict=True
+    ):
+        gradient = rows_of_sample.mT @ residuals_of_sample
+        total += inner(gradient, gradient)
+    return total
 
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:

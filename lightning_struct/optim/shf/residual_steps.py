@@ -15,13 +15,16 @@ from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.exact import ExactSolver
+from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
+from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver, ResidualSolver, chosen_solver
 from lightning_struct.optim.shf.settings import Settings
 
 # Where a step fails, the next one goes on with λ times this.
 _RAISED = 10.0
+# λ of the first step, as a share of the largest singular value of J.
+_FIRST_SHARE = 0.1
 _STANDS_FOR_NOTHING = (
     "preconditioner damping_center damping_space scale_maxiter miniter recover ftol progress_tolerance progress_window "
     "return_best armijo l2 backend factor_decay factor_interval max_factor_size exclude_factors held_out curvature_share"
@@ -39,7 +42,7 @@ class ResidualUpdate:
         reduction_ratio: ρ; 0 where the weights stay.
         damping: λ that d was computed with; where the weights stay, λ from which the next step goes on.
         iterations: iterations of the solver; 0 for the exact one.
-        stop_reason: ``"exact"``, or ``"line_search"`` or ``"zero_gradient"`` where the weights stay.
+        stop_reason: why the solver stopped (``"exact"``, ``"normal_residual"``, ``"maxiter"``), or ``"line_search"`` or ``"zero_gradient"`` where the weights stay.
         gradient_squared: ‖∇f‖² at the old weights.
         variance: ‖Var‖₁ of the gradients of single samples.
     """
@@ -93,6 +96,7 @@ class ResidualSteps:
     def __init__(self, module: nn.Module, loss: LeastSquares, settings: Settings) -> None:
         for field in fields(Settings):
             given = getattr(settings, field.name)
+            given = tuple(given) if isinstance(given, list) else given  # a command line makes lists of tuples
             if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
                 raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
         self._loss, self._settings = loss, settings
@@ -124,24 +128,41 @@ class ResidualSteps:
         settings = self._settings
         with timed("linearize"):
             model = ResidualModel(self._records, self._loss, weights, inputs, names=names)
-            solver = ExactSolver(model, (settings.min_damping, settings.max_damping))
+            solver = self._solver_of(model)
         self._warn_of_slow_rows()
-        damping = solver.first_damping if damping is None else damping
         squared = inner(solver.gradient, solver.gradient).item()
+
+        def update(step: DampedStep | None, damping: float, reason: str) -> ResidualUpdate:
+            ratio, direction, loss = 0.0, None, model.value
+            if step is not None:
+                direction, loss = step.direction, step.value
+                change = model.value_of(model.residual + solver.product(step.velocity)) - model.value
+                ratio = (loss - model.value) / change if change < 0.0 else 0.0
+            return ResidualUpdate(
+                model, direction, loss, ratio, damping, solver.iterations, reason, squared, solver.variance
+            )
+
         if squared == 0.0:
             self._warn("zero", "SHF: the gradient of this batch is zero; no step is taken")
-            return ResidualUpdate(model, None, model.value, 0.0, damping or 1.0, 0, "zero_gradient", squared)
-        with timed("solve"):
-            best = solver.best(
-                damping, start, adapts=adapts, accelerated=settings.geodesic_acceleration is not False
-            ) or (None if start is None else solver.best(damping, None, adapts=adapts, accelerated=True))
-        if best is None:
-            self._warn_of_precision(model)
-            raised = min(damping * _RAISED, settings.max_damping)
-            return ResidualUpdate(model, None, model.value, 0.0, raised, 0, "line_search", squared)
-        predicted = solver.predicted_change(best.velocity)
-        ratio = (best.value - model.value) / predicted if predicted < 0.0 else 0.0
-        return ResidualUpdate(model, best.direction, best.value, ratio, best.damping, 0, "exact", squared)
+            return update(None, damping or 1.0, "zero_gradient")
+        bounds = settings.min_damping, settings.max_damping
+        for center in (None,) if start is None else (start, None):
+            with timed("solve"):
+                solver.begin(center, damping)
+                around = _FIRST_SHARE * solver.largest if damping is None else damping
+                steps = DampedSteps(model, solver, bounds, accelerated=settings.geodesic_acceleration is not False)
+            with timed("line_search"):
+                step = steps.best(around, adapts=adapts)
+            if step is not None:
+                return update(step, step.damping, solver.name)
+        self._warn_of_precision(model)
+        return update(None, min(around * _RAISED, settings.max_damping), "line_search")
+
+    def _solver_of(self, model: ResidualModel) -> ResidualSolver:
+        columns, size = len(model.weights.vector), model.residual.element_size()
+        maxiter = self._settings.maxiter
+        name = self._settings.solver or chosen_solver(model.samples, columns, size, maxiter)
+        return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
 
     def _warn_of_slow_rows(self) -> None:
         for name, reason in self._records.refused.items():

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_struct.functional import ProjectedLeastSquares, lsmr, lsqr
+from tests.cases import gaussian
+
+SHAPES = {"tall": (12, 5), "wide": (5, 12)}
+
+
+def project(jacobian: Tensor, b: Tensor, steps: int, method: str = "lsqr", **options: float) -> ProjectedLeastSquares:
+    return ProjectedLeastSquares(jacobian.matmul, jacobian.mT.matmul, b, steps, method=method, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("damping", [3.0, 0.1])
+@pytest.mark.parametrize(("method", "solver"), [("lsmr", lsmr), ("lsqr", lsqr)])
+def test_for_every_damping_the_iterate_of_the_solver(shape: str, damping: float, method: str, solver: object) -> None:
+    rows, columns = SHAPES[shape]
+    jacobian, b = gaussian(rows, columns, seed=0), gaussian(rows, seed=1)
+    for steps in (1, 3):
+        expected = solver(  # type: ignore[operator]
+            jacobian.matmul, jacobian.mT.matmul, b, damp=damping, maxiter=steps, atol=0.0, btol=0.0
+        ).x
+        torch.testing.assert_close(project(jacobian, b, steps, method).solution(damping), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["lsmr", "lsqr"])
+def test_the_whole_space_has_the_solution_for_every_damping_and_right_hand_side(shape: str, method: str) -> None:
+    rows, columns = SHAPES[shape]
+    jacobian, b, other = gaussian(rows, columns, seed=0), gaussian(rows, seed=1), gaussian(rows, seed=2)
+    solver = project(jacobian, b, 5, method)
+    for damping in (3.0, 0.1):
+        matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(columns, dtype=torch.float64)
+        torch.testing.assert_close(solver.solution(damping), torch.linalg.solve(matrix, jacobian.mT @ b))
+        torch.testing.assert_close(solver.solve(other, damping), torch.linalg.solve(matrix, jacobian.mT @ other))
+
+
+def test_it_ends_where_the_gradient_has_fallen_to_the_tolerance() -> None:
+    jacobian, b = gaussian(200, 100, seed=0), gaussian(200, seed=1)
+    solver = project(jacobian, b, 100, damping=5.0, tolerance=1e-3)
+    d = solver.solution(5.0)
+    gradient = jacobian.mT @ (b - jacobian @ d) - 25.0 * d
+    assert gradient.norm() <= 1e-3 * (jacobian.mT @ b).norm()
+    assert solver.steps < 40
+
+
+def test_a_right_hand_side_that_needs_no_step_and_one_that_ends_early() -> None:
+    jacobian = torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    assert project(jacobian, torch.zeros(3, dtype=torch.float64), 3).solution(1.0).eq(0).all()
+    early = project(jacobian, torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64), 3)
+    assert early.steps == 1
+    torch.testing.assert_close(early.solution(1.0), torch.tensor([0.0, 0.4, 0.0], dtype=torch.float64))
+
+
+def test_nan_in_a_product_is_an_error() -> None:
+    jacobian = torch.full((3, 2), torch.nan)
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        project(jacobian, torch.ones(3), 2)

@@ -1,0 +1,113 @@
+"""Two processes with a share of each block take the steps of one process with all of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_struct.functional import LeastSquares
+from lightning_struct.optim import SHF
+from tests.cases import flat, gaussian, trainable
+from tests.optim.shf.test_least_squares import Equation
+from tests.processes import in_two_processes
+
+pytestmark = pytest.mark.slow
+
+# Of the interior and of the boundary: rows of the two shares. The module has 19 weights.
+SIZES = {"tall": ((30, 25), (3, 4)), "one tall": ((5, 40), (4, 1)), "wide": ((5, 3), (2, 1))}
+SOLVERS: dict[str, dict[str, Any]] = {
+    "exact": {"solver": "exact", "warm_start": 0.5},
+    "lsmr": {"solver": "lsmr", "maxiter": 19},
+}
+
+
+def points(sizes: tuple[tuple[int, int], tuple[int, int]], rank: int | None) -> dict[str, Tensor]:
+    whole = {
+        name: gaussian(sum(size), 1, seed=i).tanh() for i, (name, size) in enumerate(zip(NAMES, sizes, strict=True))
+    }
+    if rank is None:
+        return whole
+    return {
+        name: whole[name][: size[0]] if rank == 0 else whole[name][size[0] :]
+        for name, size in zip(NAMES, sizes, strict=True)
+    }
+
+
+NAMES = ("interior", "boundary")
+
+
+def train(rank: int | None) -> dict[str, list[dict[str, Any]]]:
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for solver, options in SOLVERS.items():
+        for name, sizes in SIZES.items():
+            module = Equation()
+            optimizer = SHF(module, LeastSquares({"interior": 1.0, "boundary": 10.0}), **options)
+            steps[f"{solver} {name}"] = []
+            for _ in range(3):
+                report = asdict(optimizer.step(inputs=points(sizes, rank)))
+                del report["seconds"], report["merits"], report["merit"]
+                steps[f"{solver} {name}"].append({"weights": flat(trainable(module)).clone(), "report": report})
+    return steps
+
+
+def fail(rank: int) -> str:
+    """The message of a step in which a block on rank 1 is NaN."""
+    inputs = points(SIZES["tall"], rank)
+    module = Equation()
+    if rank == 1:
+        module.equation = lambda x: torch.full((len(x),), torch.nan)  # type: ignore[method-assign]
+    try:
+        SHF(module, "least_squares").step(inputs=inputs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def work(rank: int) -> dict[str, Any]:
+    return {"steps": train(rank), "message": fail(rank)}
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return in_two_processes(work, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, list[dict[str, Any]]]:
+    return train(None)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", SIZES)
+def test_the_steps_are_those_of_one_process_with_all_points(
+    solver: str, name: str, processes: list[dict[str, Any]], one_process: dict[str, list[dict[str, Any]]]
+) -> None:
+    key = f"{solver} {name}"
+    for step, expected in zip(processes[0]["steps"][key], one_process[key], strict=True):
+        torch.testing.assert_close(step["weights"], expected["weights"], rtol=0, atol=1e-8)
+        report, whole = dict(step["report"]), dict(expected["report"])
+        assert report.pop("block_losses") == pytest.approx(whole.pop("block_losses"), rel=1e-6)
+        assert report.pop("stop_reason") == whole.pop("stop_reason")
+        for values in (report, whole) if solver == "lsmr" else ():  # from parts of the batch, others on each process
+            del values["gradient_variance"], values["predicted_batch_size"]
+        assert report == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", SIZES)
+def test_both_processes_take_bitwise_the_same_step(solver: str, name: str, processes: list[dict[str, Any]]) -> None:
+    for mine, other in zip(*(process["steps"][f"{solver} {name}"] for process in processes), strict=True):
+        assert torch.equal(mine["weights"], other["weights"])
+        assert mine["report"] == other["report"]
+
+
+def test_a_block_that_is_nan_on_one_process_is_an_error_on_both(processes: list[dict[str, Any]]) -> None:
+    for process in processes:
+        assert (
+            "block 'interior' of the residuals holds NaN or infinity at the current weights on rank 1"
+            in process["message"]
+        )

@@ -12,7 +12,7 @@ from lightning_struct.recipes.catalogue import RECIPES, config_directory, config
 
 PROGRAM = "lightning-struct"
 DESCRIPTION = """\
-Lists the recipes: tasks of three papers that can be run from the command line.
+Lists the recipes: tasks of papers that can be run from the command line.
 With the name of a recipe: lists its configs. With a subcommand too: runs it, as
 python -m lightning_struct.recipes.RECIPE does."""
 EXAMPLES = """\

@@ -118,11 +118,19 @@ class PointDraws(IndependentDraws):
         return {block: points.tensor_split(self.num_replicas)[self.rank] for block, points in draw.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "period": self._period, "points": dict(self._points)}
+        return {**super().state_dict(), **self.held()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._period, self._points = state_dict["period"], dict(state_dict["points"])
+        self.hold(state_dict)
+
+    def held(self) -> dict[str, Any]:
+        """The points that stay until they are drawn anew, as a state for :meth:`hold`."""
+        return {"period": self._period, "points": dict(self._points)}
+
+    def hold(self, state: Mapping[str, Any]) -> None:
+        """Go on with the points of a state."""
+        self._period, self._points = state["period"], dict(state["points"])
 
     def _sizes(self) -> dict[str, int]:
         """Points of each block in a batch of this size."""
@@ -225,6 +233,14 @@ class PointsDataModule(LightningDataModule):
         self.predict_count = predict_count
         self.seed = seed
         self._draws: PointDraws | None = None
+        self._held: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points that stay. Lightning loads the state of the loader too, but only within an epoch."""
+        return {} if self._draws is None else self._draws.held()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._held = state_dict or None
 
     def train_dataloader(self) -> DataLoader:
         self._draws = PointDraws(
@@ -236,6 +252,9 @@ class PointsDataModule(LightningDataModule):
             residuals=self._residuals if self.trainer else None,
             seed=self.seed,
         )
+        if self._held is not None:
+            self._draws.hold(self._held)
+            self._held = None
         return DrawLoader(self._draws.dataset, self._draws, collate_fn=self._in_dtype_of_module)
 
     def val_dataloader(self) -> DataLoader:

@@ -3,7 +3,7 @@
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
 from lightning_struct.models.language import LanguageModel
-from lightning_struct.models.pinn import PhysicsInformedNetwork, TanhNetwork
+from lightning_struct.models.pinn import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from lightning_struct.models.structured import (
     convolution_and_layer,
     lenet,
@@ -23,6 +23,7 @@ __all__ = [
     "RecurrentNetwork",
     "SHFAutoencoder",
     "SHFClassifier",
+    "SHFPhysicsInformedNetwork",
     "TanhNetwork",
     "convolution_and_layer",
     "fully_connected",

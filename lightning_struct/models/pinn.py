@@ -1,6 +1,6 @@
 """Physics-informed networks: the solution of a differential equation as a network, trained on the equation's residuals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation
 from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives
+from lightning_struct.optim.shf import SHF
+from lightning_struct.strategies.shf import SHFOptimization
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -102,10 +104,6 @@ class PhysicsInformedNetwork(L.LightningModule):
         """Residuals at points of some or all blocks: by block (n, d) to (n,), or (n, k) where a point has k conditions."""
         return self.equation.residuals(self.network, points)
 
-    def inputs_and_targets(self, batch: Any) -> tuple[Any, None]:
-        """The points; residuals have no targets."""
-        return batch, None
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = sum(self.block_losses(batch).values(), start=torch.zeros((), device=self.device))
         if not torch.isfinite(loss):
@@ -134,6 +132,10 @@ class PhysicsInformedNetwork(L.LightningModule):
         points = batch if isinstance(batch, Tensor) else batch[0]
         return torch.cat([points, self.network(points)[:, None]], dim=1)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Lightning loads weights before Trainer(precision="64-true") makes the module float64: they would be rounded
+        self.to(next(weights.dtype for weights in checkpoint["state_dict"].values() if weights.is_floating_point()))
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer(self.parameters())
         if self.make_lr_scheduler is None:
@@ -158,6 +160,43 @@ class PhysicsInformedNetwork(L.LightningModule):
             error, size = all_reduce(self._squared_error)
             self._squared_error = None
             self.log("relative_l2_error", (error / size).sqrt(), prog_bar=True)
+
+
+def shf_of_residuals(module: nn.Module) -> SHF:
+    """SHF for a module that returns residuals."""
+    return SHF(module, "least_squares")
+
+
+class SHFPhysicsInformedNetwork(SHFOptimization, PhysicsInformedNetwork):
+    """A physics-informed network trained by SHF, a Gauss-Newton method: see :class:`~lightning_struct.optim.SHF`. ::
+
+        equation = Poisson(dimension=2)
+        data = PointsDataModule(equation, {"interior": 900, "boundary": 120})
+        Trainer(precision="64-true").fit(SHFPhysicsInformedNetwork(equation, [64]), datamodule=data)
+
+    Args:
+        equation: the differential equation.
+        hidden_sizes: units of the hidden layers, with tanh.
+        network: another network: it maps points (n, d) to values (n,), each row by itself; ``hidden_sizes`` must not be
+            given then.
+        optimizer: makes the SHF from the module.
+
+    Raises:
+        MisconfigurationException: neither ``hidden_sizes`` nor ``network``, or both; a size that is not positive.
+    """
+
+    def __init__(
+        self,
+        equation: DifferentialEquation,
+        hidden_sizes: Sequence[int] | None = None,
+        network: nn.Module | None = None,
+        optimizer: Callable[[nn.Module], SHF] = shf_of_residuals,
+    ) -> None:
+        super().__init__(equation, hidden_sizes, network)
+        self.make_shf = optimizer
+
+    def configure_optimizers(self) -> SHF:
+        return self.make_shf(self)
 
 
 def _points(batch: Mapping[str, Tensor]) -> int:

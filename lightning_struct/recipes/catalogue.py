@@ -9,14 +9,17 @@ SHF_PAPER = "Emirahmetoglu & Stewart, Training Autoencoders Using Stochastic Hes
 RLS_PAPER = "Zhang et al., Revisiting Recursive Least Squares for Training Deep Neural Networks (RLS)"
 LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement Rank (LDR)"
 
+PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
+BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
+
 
 @dataclass(frozen=True)
 class Recipe:
     """A task of a paper that can be run.
 
     Attributes:
-        trains: the network and the data set.
-        paper: one of the three papers that the recipes are from.
+        trains: the network and the data set, or the equation.
+        paper: the one that the task is from.
         section: of the paper.
         data: where the data come from.
         default_config: the config that is run without ``--config``.
@@ -68,6 +71,27 @@ RECIPES: Mapping[str, Recipe] = {
         "Table 2",
         "files of WikiText-2, or any text file",
         "ldr_sd",
+    ),
+    "poisson_pinn": Recipe(
+        "physics-informed network 2-64-1 for Poisson's equation",
+        PINN_PAPER,
+        "section 4",
+        "points, drawn by the recipe",
+        "shf",
+    ),
+    "heat_pinn": Recipe(
+        "physics-informed network 2-64-1 for the heat equation",
+        PINN_PAPER,
+        "section 4",
+        "points, drawn by the recipe",
+        "shf",
+    ),
+    "burgers_pinn": Recipe(
+        "physics-informed network 2-20-20-20-1 for Burgers' equation",
+        BURGERS_PAPER,
+        "section 3",
+        "points, drawn by the recipe",
+        "shf",
     ),
 }
 

@@ -66,6 +66,12 @@ LANGUAGE_MODEL_RESULTS = Results(
     {"test_loss": ("nats", ".4g"), "test_perplexity": ("perplexity", ".2f")}, "words", log_every_n_steps=50
 )
 
+PINN_RESULTS = Results(
+    {"test_loss": ("Σ ½ mean r²", ".3g"), "relative_l2_error": ("relative L² error", ".2e")},
+    "field",
+    log_every_n_steps=10,
+)
+
 
 class RunConfigCallback(SaveConfigCallback):
     """Saves the config of a run beside its results and in its checkpoints: each says itself how to resume it."""

@@ -179,14 +179,21 @@ def test_held_out_points_are_none_of_training_and_stay(tmp_path):
     assert not held_out & set(tested["interior"][:, 0].tolist())
 
 
-@pytest.mark.parametrize("residual_share", [0.0, 0.5])
-def test_resumed_run_sees_the_points_of_the_uninterrupted_one(tmp_path, residual_share):
-    data = {"residual_share": residual_share, "redraw_every_n_steps": 5}
-    keep = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
-    whole = fit(tmp_path, points_of_heat(**data), callbacks=[keep], enable_checkpointing=True)
-    resumed = fit(tmp_path, points_of_heat(**data), ckpt_path=tmp_path / "step=7.ckpt")  # within points that stay
-    assert len(whole) == 12 and len(resumed) == 5
-    assert all(same(*pair) for pair in zip(whole[7:], resumed, strict=True))
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The batches of a run whose points depend on the weights, and the folder of its checkpoints after every step."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    keep = ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    data = points_of_heat(residual_share=0.5)
+    return fit(directory, data, callbacks=[keep], enable_checkpointing=True), directory
+
+
+@pytest.mark.parametrize("step", [7, 8])  # within an epoch and after one, and both within five steps of the same points
+def test_resumed_run_sees_the_points_of_the_uninterrupted_one(tmp_path, uninterrupted, step):
+    whole, directory = uninterrupted
+    resumed = fit(tmp_path, points_of_heat(residual_share=0.5), ckpt_path=directory / f"step={step}.ckpt")
+    assert len(whole) == 12 and len(resumed) == 12 - step
+    assert all(same(*pair) for pair in zip(whole[step:], resumed, strict=True))
 
 
 def test_batches_grow(tmp_path):

@@ -99,6 +99,18 @@ def test_training_by_adam_lowers_the_error(data, tmp_path):
     assert trainer.callback_metrics["val_loss"] < 0.05 * before["val_loss"]
 
 
+def test_double_weights_of_a_checkpoint_are_not_rounded(data, tmp_path):
+    trained = PhysicsInformedNetwork(Poisson(2), [8]).double()
+    trainer = make_trainer(tmp_path, precision="64-true", max_epochs=1, limit_train_batches=1)
+    trainer.fit(trained, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    loaded = PhysicsInformedNetwork(Poisson(2), [8])
+    make_trainer(tmp_path, precision="64-true").test(
+        loaded, datamodule=data, ckpt_path=tmp_path / "some.ckpt", verbose=False
+    )
+    assert all(map(torch.equal, trained.parameters(), loaded.parameters()))
+
+
 def test_predictions_are_coordinates_and_values(data, tmp_path):
     model = PhysicsInformedNetwork(Poisson(2), [8])
     (field,) = make_trainer(tmp_path).predict(model, datamodule=data)

@@ -10,6 +10,12 @@ from lightning_struct.recipes.catalogue import RECIPES, config_names
 from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
 
 SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
+POINTS = [
+    "--model.hidden_sizes=[5]",
+    "--data.steps_per_epoch=3",
+    "--data.eval_count=5",
+    "--data.redraw_every_n_steps=2",
+]
 LITTLE = {
     "curves_autoencoder": [*SAMPLES, "--model.layer_sizes=[784,8,3]"],
     "mnist_autoencoder": [*SAMPLES, "--model.layer_sizes=[784,8,3]"],
@@ -34,13 +40,11 @@ LITTLE = {
         "--data.val_size=400",
         "--data.test_size=400",
     ],
+    "poisson_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6}"],
+    "heat_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],
+    "burgers_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],
 }
-QUIET = [
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-    "--data.synthetic=true",
-]
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 CASES = [
     *((recipe, None) for recipe in RECIPES),
     ("curves_autoencoder", "adam"),
@@ -88,7 +92,8 @@ def test_options_and_a_named_config_win_over_the_checkpoint(capsys):
 @pytest.mark.parametrize(("recipe", "config"), CASES)
 def test_resumed_run_ends_where_the_uninterrupted_one_ends(recipe, config):
     named = [] if config is None else ["--config", config]
-    whole = run(recipe, *named, *LITTLE[recipe], *QUIET, "--trainer.max_epochs=2", *KEEP_ALL)
+    synthetic = [] if recipe.endswith("_pinn") else ["--data.synthetic=true"]
+    whole = run(recipe, *named, *LITTLE[recipe], *QUIET, *synthetic, "--trainer.max_epochs=2", *KEEP_ALL)
     first = f"results/{recipe}/version_0/checkpoints/epoch=0.ckpt"
     resumed = run(recipe, "--ckpt_path", first)
     assert resumed.trainer.global_step == whole.trainer.global_step

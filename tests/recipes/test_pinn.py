@@ -1,0 +1,68 @@
+"""The recipes of physics-informed networks, in every shipped way of training them, on few points."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from lightning_struct.data import Burgers, Heat, Poisson
+from lightning_struct.models import SHFPhysicsInformedNetwork
+from lightning_struct.recipes.catalogue import config_directory
+
+BLOCKS = {
+    "poisson_pinn": "{interior: 20, boundary: 10}",
+    "heat_pinn": "{interior: 20, boundary: 10, initial: 10}",
+    "burgers_pinn": "{interior: 20, boundary: 10, initial: 10}",
+}
+EQUATIONS = {"poisson_pinn": Poisson, "heat_pinn": Heat, "burgers_pinn": Burgers}
+SHIPPED = [(name, path.stem) for name in BLOCKS for path in sorted(config_directory(name).glob("*.yaml"))]
+QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+
+
+def run(name, subcommand, *arguments):
+    few = [f"--data.counts={BLOCKS[name]}", "--data.eval_count=50", "--data.predict_count=25"]
+    return import_module(f"lightning_struct.recipes.{name}").main([subcommand, *arguments, *few, *QUIET])
+
+
+@pytest.mark.parametrize(("name", "way"), SHIPPED)
+def test_shipped_way_of_training_runs(name, way):
+    cli = run(name, "fit", "--config", way, "--trainer.fast_dev_run=2", "--model.hidden_sizes=[6]")
+    assert cli.trainer.global_step == 2 and cli.model.dtype == torch.float64
+    assert isinstance(cli.model.equation, EQUATIONS[name]) and cli.model.equation is cli.datamodule.equation
+    assert isinstance(cli.model, SHFPhysicsInformedNetwork) == (way not in ("adam", "lbfgs"))
+    assert cli.datamodule.redraw_every_n_steps == (None if way == "lbfgs" else 5)
+
+
+@pytest.fixture(scope="module")
+def finished(finish):
+    arguments = [
+        "fit",
+        "--data.counts={interior: 60, boundary: 30}",
+        "--data.eval_count=200",
+        "--model.hidden_sizes=[10]",
+    ]
+    options = ["--data.steps_per_epoch=20", "--trainer.max_epochs=2", *QUIET]
+    return finish(import_module("lightning_struct.recipes.poisson_pinn").main, [*arguments, *options])
+
+
+def test_fit_reports_the_error_and_draws_the_solution(finished):
+    printed = finished.printed
+    assert "relative L² error" in printed and "solution.png" in printed and "training_curves.png" in printed
+    assert (finished.directory / "results/poisson_pinn/version_0/solution.png").exists()
+
+
+def test_few_steps_of_shf_solve_the_equation(finished):
+    assert finished.cli.trainer.callback_metrics["relative_l2_error"] < 0.05
+
+
+def test_predict_writes_the_field(finished, monkeypatch):
+    monkeypatch.chdir(finished.directory)
+    checkpoint = next(finished.directory.rglob("last.ckpt"))
+    cli = import_module("lightning_struct.recipes.poisson_pinn").main(
+        ["predict", "--ckpt_path", str(checkpoint), "--data.predict_count=25", *QUIET]
+    )
+    (written,) = finished.directory.rglob("field.pt")
+    field = torch.load(written)["field"]
+    assert field.shape == (25, 3)  # x, y, u
+    torch.testing.assert_close(field[:, 2], cli.model.network(field[:, :2]).detach())
+    assert (field[:, 2] - Poisson(2).solution(field[:, :2])).abs().max() < 0.2

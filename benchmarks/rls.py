@@ -165,6 +165,7 @@ def make_rls(module: nn.Module, task: Task, arguments: dict[str, Any]) -> RLS:
         "gradient_scale": 1.0,
         "max_grad_norm": task.max_grad_norm,
         "max_gain": None,
+        "form": "full",
         "auxiliary": ADAM,
     }
     return RLS(module, **(paper | arguments))

@@ -142,6 +142,103 @@ class SquareRootInverse:
 
 
 @dataclass(frozen=True)
+class LowRankInverse:
+    """V with P ≈ I - VᵀV, for λ = 1: the updates of :class:`FullInverse`, of which the largest directions are kept.
+
+    Every update adds its v = √(w/h) u as a row. Where 2r rows are full, those r orthogonal ones replace them in which VᵀV is
+    largest. So P is exact for the first 2r updates, and in what is cut off afterwards it is nearly the identity: the
+    eigenvalues of P are never below those of the full form. A product costs 4r multiply-adds a number, in place of d.
+
+    Args:
+        factors: V, (groups, 2r, d), changed in place; zero rows are free.
+        count: the number of rows in use, an integer tensor of no dimensions, changed in place.
+    """
+
+    factors: Tensor
+    count: Tensor
+
+    @staticmethod
+    def identity(groups: int, size: int, like: Tensor, rank: int) -> LowRankInverse:
+        """P₀ = I of this size, in the dtype and on the device of ``like``; r is ``rank``."""
+        return LowRankInverse(like.new_zeros(groups, 2 * rank, size), torch.zeros((), dtype=torch.int64))
+
+    @property
+    def forgetting(self) -> float:
+        return 1.0
+
+    @property
+    def _used(self) -> Tensor:
+        return self.factors[:, : int(self.count)]
+
+    def apply(self, mean: Tensor) -> Tensor:
+        along = torch.bmm(self._used, mean[..., None])
+        return mean - torch.bmm(along.mT, self._used)[:, 0]
+
+    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        n = features.shape[-1]
+        used = self._used
+        along = _product(features, constants, used.mT)
+        return torch.baddbmm(features, along, used[:, :, :n], alpha=-1), torch.baddbmm(
+            constants, along, used[:, :, n:], alpha=-1
+        )
+
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
+        self.factors[:, int(self.count)] = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]
+        self.count.add_(1)
+        if int(self.count) == self.factors.shape[1]:
+            self._compress_()
+
+    def _compress_(self) -> None:
+        rank = self.factors.shape[1] // 2
+        vectors = torch.linalg.eigh(torch.bmm(self.factors, self.factors.mT))[1]  # of VVᵀ; eigenvalues ascend
+        self.factors[:, :rank] = torch.bmm(vectors[:, :, rank:].mT, self.factors)
+        self.factors[:, rank:] = 0
+        self.count.fill_(rank)
+
+
+@dataclass(frozen=True)
+class BlockDiagonalInverse:
+    """P of blocks of inputs, in their order, each with a full P of its own: what couples the blocks is left out.
+
+    Args:
+        blocks: of (groups · number of blocks, size of a block); the last block is filled up with inputs that are zero.
+        groups: as everywhere.
+        block_size: inputs of a block.
+    """
+
+    blocks: FullInverse | SquareRootInverse
+    groups: int
+    block_size: int
+
+    @property
+    def forgetting(self) -> float:
+        return self.blocks.forgetting
+
+    def _split(self, rows: Tensor) -> Tensor:
+        """(groups · blocks, r, block size) of (groups, r, d)."""
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % self.block_size))
+        return rows.unflatten(2, (-1, self.block_size)).transpose(1, 2).flatten(0, 1)
+
+    def _join(self, parts: Tensor, size: int) -> Tensor:
+        """The reverse of :meth:`_split`."""
+        return parts.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(2)[..., :size]
+
+    def apply(self, mean: Tensor) -> Tensor:
+        return self._join(self.blocks.apply(self._split(mean[:, None])[:, 0])[:, None], mean.shape[-1])[:, 0]
+
+    def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self._split(torch.cat([features, constants], 2))
+        products, _ = self.blocks.multiply(parts, parts[..., :0])
+        joined = self._join(products, features.shape[-1] + constants.shape[-1])
+        return joined.split([features.shape[-1], constants.shape[-1]], 2)
+
+    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
+        means, applications = self._split(mean[:, None])[:, 0], self._split(applied[:, None])[:, 0]
+        of_blocks = _gain(means, applications, weight, self.forgetting)
+        self.blocks.update_(means, applications, of_blocks, weight)
+
+
+@dataclass(frozen=True)
 class RankOneInverse:
     """P ≈ (I + μ m mᵀ)⁻¹ = I - μ/(1 + μ|m|²) m mᵀ with μ = Σ w and m the mean of x̄: two vectors in place of a matrix.
 
@@ -178,6 +275,9 @@ class RankOneInverse:
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         self.mass.mul_(self.forgetting).add_(weight)
         self.mean.add_((weight / self.mass)[:, None] * (mean - self.mean))
+
+
+_gain = gain  # where an argument has that name
 
 
 def _bounded(factor: Tensor, mean: Tensor, applied: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from lightning_struct.functional.recursive_least_squares import (
     LARGEST_DIAGONAL,
+    BlockDiagonalInverse,
     FullInverse,
     InverseAutocorrelation,
+    LowRankInverse,
     RankOneInverse,
     SquareRootInverse,
     gain,
@@ -39,10 +41,15 @@ def identities() -> list[InverseAutocorrelation]:
         FullInverse.identity(GROUPS, SIZE, like),
         SquareRootInverse.identity(GROUPS, SIZE, like, 0.95),
         RankOneInverse.identity(GROUPS, SIZE, like),
+        LowRankInverse.identity(GROUPS, SIZE, like, 2),
+        BlockDiagonalInverse(FullInverse.identity(2 * GROUPS, 4, like), GROUPS, 4),
     ]
 
 
-@pytest.mark.parametrize("inverse", identities(), ids=["full", "square_root", "rank1"])
+NAMES = ["full", "square_root", "rank1", "low_rank", "blocks"]
+
+
+@pytest.mark.parametrize("inverse", identities(), ids=NAMES)
 def test_starts_as_the_identity(inverse: InverseAutocorrelation) -> None:
     assert torch.equal(dense(inverse), torch.eye(SIZE, dtype=torch.float64).expand(GROUPS, -1, -1))
 
@@ -110,7 +117,48 @@ def test_rank_one_form_is_exact_while_the_mean_is_always_the_same() -> None:
     torch.testing.assert_close(dense(rank1, groups=1), full.matrix, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("inverse", identities(), ids=["full", "square_root", "rank1"])
+def test_low_rank_form_is_exact_until_its_rows_are_used_up() -> None:
+    low_rank, full = LowRankInverse.identity(GROUPS, SIZE, draws(), 4), FullInverse.identity(GROUPS, SIZE, draws())
+    for mean in draws(7, GROUPS, SIZE):
+        update(low_rank, mean)
+        update(full, mean)
+    torch.testing.assert_close(dense(low_rank), full.matrix, rtol=0, atol=1e-12)
+
+
+def test_low_rank_form_keeps_the_largest_directions() -> None:
+    """Means in a space of two dimensions, with little beside it."""
+    low_rank, full = LowRankInverse.identity(1, 20, draws(), 2), FullInverse.identity(1, 20, draws())
+    basis = draws(2, 20, seed=1)
+    for factors, rest in zip(draws(200, 2, seed=2), draws(200, 20, seed=3), strict=True):
+        mean = (factors @ basis + 1e-3 * rest)[None]
+        update(low_rank, mean)
+        update(full, mean)
+    difference = dense(low_rank, 20, 1) - full.matrix
+    assert torch.linalg.eigvalsh(full.matrix).min() > 0
+    assert torch.linalg.matrix_norm(difference, 2).item() < 1e-3
+
+
+def test_block_diagonal_form_is_a_full_form_of_each_block() -> None:
+    blocks = BlockDiagonalInverse(FullInverse.identity(2 * GROUPS, 4, draws()), GROUPS, 4)
+    parts = [FullInverse.identity(GROUPS, size, draws()) for size in (4, 2)]
+    for mean in draws(9, GROUPS, SIZE):
+        update(blocks, mean)
+        for part, inputs in zip(parts, mean.split([4, 2], 1), strict=True):
+            update(part, inputs)
+    expected = torch.stack([torch.block_diag(*(part.matrix[g] for part in parts)) for g in range(GROUPS)])
+    torch.testing.assert_close(dense(blocks), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_inputs_do_not_make_p_indefinite(dtype: torch.dtype) -> None:
+    inverse = FullInverse.identity(1, 30, draws(dtype=dtype))
+    for mean in 1e4 * draws(100, 1, 30, dtype=dtype).abs():
+        update(inverse, mean)
+    assert torch.linalg.eigvalsh(inverse.matrix.double()).min() > -1e-6
+    assert (torch.linalg.vecdot(mean, inverse.apply(mean)) >= 0).all()
+
+
+@pytest.mark.parametrize("inverse", identities(), ids=NAMES)
 def test_apply_is_the_product_with_one_vector(inverse: InverseAutocorrelation) -> None:
     for mean in draws(5, GROUPS, SIZE):
         update(inverse, mean)

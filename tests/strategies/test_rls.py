@@ -3,7 +3,7 @@ import functools
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -233,3 +233,19 @@ def test_a_module_may_have_a_loss_of_its_own(tmp_path):
             raise AssertionError("it is the module's own affair")
 
     make_trainer(tmp_path, max_epochs=1).fit(WithLoss(), loader())
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+def test_backbone_finetuning_trains_the_backbone_from_its_epoch_on(network, tmp_path):
+    class Finetuned(network):
+        @property
+        def backbone(self):
+            return self.layers[:2]
+
+    module, start = Finetuned(), Finetuned()
+    trainer = fit(module, tmp_path, max_epochs=3, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)])
+    (head, backbone) = trainer.optimizers[0].param_groups
+    assert backbone["params"] == [*module.backbone.parameters()] and backbone["lr"] != head["lr"]
+    states = trainer.optimizers[0].state["rls"]
+    assert (states["layers.2.weight"]["steps"], states["layers.0.weight"]["steps"]) == (18, 6)
+    assert not torch.equal(module.backbone[0].weight, start.backbone[0].weight)

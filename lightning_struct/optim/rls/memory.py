@@ -16,8 +16,8 @@ def summary_table(weights: Sequence[TrainedWeight]) -> str:
     """A line for each trained weight: its name, the form and size of P, and the memory that this takes."""
     rows = [("weight", "form", "P", "memory")]
     for weight in weights:
-        groups = f"{weight.groups} x " if weight.groups > 1 else ""
-        size = f"{groups}{weight.size} x {weight.size}" if weight.form == "full" else f"{groups}{weight.size}"
+        first, *others = weight.shape
+        size = " x ".join(str(number) for number in ([first] if first > 1 else []) + others)
         rows.append((weight.name, weight.form, size, as_text(weight.memory)))
     rows.append(("total", "", "", as_text(sum(weight.memory for weight in weights))))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -43,5 +43,5 @@ def check_memory(weights: Sequence[TrainedWeight]) -> None:
             {weight.name: (weight.memory, f"{weight.size} inputs") for weight in there},
             device,
             f"Use max_size={min(weight.size for weight in largest) - 1} to keep the rank-1 form of the larger ones, "
-            "form='rank1' for all, or exclude layers",
+            "form='low_rank' or 'rank1' for all, block_size, or exclude layers",
         )

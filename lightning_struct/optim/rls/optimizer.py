@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +15,18 @@ from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.functional.layers import excluded_modules, plain_name, plain_named_modules
+from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
 from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
-from lightning_struct.optim.rls.selection import layers_to_train, trained_weights
+from lightning_struct.optim.rls.selection import WeightTable, layers_to_train, refuse_distributed_tensors
+from lightning_struct.optim.rls.settings import GradientScales, InverseSettings
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
-AuxiliaryFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+AuxiliaryFactory = Callable[[list[Any]], torch.optim.Optimizer]
+
+_log = logging.getLogger(__name__)
 
 
 class RLS(torch.optim.Optimizer):
@@ -39,38 +45,47 @@ class RLS(torch.optim.Optimizer):
 
     It is an ordinary optimizer: in Lightning ``return RLS(self, auxiliary=...)`` from ``configure_optimizers``. What the
     layers read is seen by hooks, in forward passes through which gradients come back; gradients and inputs add up until the
-    next step. Make it before a compiled module is first called. Under torch.distributed all processes take one step, by the
+    next step; whoever clears the gradients clears what was read with them. Make it before a compiled module is first called. Under torch.distributed all processes take one step, by the
     mean over all inputs and the gradients, which must be averaged already, as DDP does.
 
-    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, 1 at first, by which η is multiplied:
-    schedulers of the learning rate act on that. The groups of the auxiliary optimizer follow. ``state["rls"]`` has P, the
-    velocity and the number of steps of each weight by its name.
+    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, by which η is multiplied: schedulers of
+    the learning rate act on that. The groups of the auxiliary optimizer follow, each with a level of its own. Layers that are
+    unfrozen later are trained from their next call on, and may be added as groups. ``state["rls"]`` has P, the velocity and
+    the number of steps of each weight by its name.
 
     Args:
         module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and the projections of
             ``nn.MultiheadAttention`` are trained by RLS, and layers that
             :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
+        lr: the factor of η that schedulers change.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
-        gradient_scale: η > 0, or a dict of it by the names of modules, for all layers below them (the longest name counts,
-            1 where there is none).
+        gradient_scale: η > 0, or a dict of it by the names of modules, for all layers below them, or of weights (the longest
+            name counts, 1 where there is none).
         momentum: α in [0, 1).
         l1: γ >= 0; each step takes about twice as long with it.
+        weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ.
         max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is larger.
             The gradients of layers that RLS trains stay as they are, only their step is scaled.
         max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs for the
             inputs of the batch by more than about c times the gradient in them: 2 is the limit of stability. See
             :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which need inputs in [0, 1], or clipping.
-        form: of P: ``"full"``, d² numbers for d inputs, or ``"rank1"``, d of them.
+        interval: P is updated in one of so many steps, by as much as in all of them.
+        form: of P: ``"full"``, d² numbers for d inputs, the paper's; ``"low_rank"``, 2rd of them, see
+            :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None: full
+            up to 1,024 inputs (and with ``forgetting`` < 1), else of low rank.
+        rank: r of the low-rank form.
+        block_size: the full form is block-diagonal where there are more inputs than this, in blocks of this size.
         max_size: P of layers with more inputs than this has the rank-1 form.
         exclude: modules, or their names, that are left to ``auxiliary`` with all that is below them.
         auxiliary: makes the optimizer of all other parameters from their list.
 
     Raises:
         ValueError: an argument out of range; a name in ``exclude`` or ``gradient_scale`` that is none; parameters that
-            neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, or not initialised yet;
-            nothing to train.
+            neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, not initialised yet, or
+            spread over processes (FSDP2); nothing to train.
+        TypeError: ``module`` is none, as where its parameters are given.
         MemoryError: the matrices P do not fit into the memory that is free.
 
     Example:
@@ -89,74 +104,103 @@ class RLS(torch.optim.Optimizer):
         self,
         module: nn.Module,
         *,
+        lr: float = 1.0,
         ratio: float = 0.1,
         forgetting: float = 1.0,
         gradient_scale: float | Mapping[str, float] = 1.0,
         momentum: float = 0.0,
         l1: float = 0.0,
+        weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
         max_gain: float | None = 2.0,
-        form: InverseForm = "full",
+        interval: int = 1,
+        form: InverseForm | None = None,
+        rank: int = 32,
+        block_size: int | None = None,
         max_size: int | None = None,
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got {type(module).__name__}. "
+                "In Lightning return RLS(self, ...) from configure_optimizers, also with LightningCLI or hydra, which hand "
+                "parameters to the optimizers that they configure themselves"
+            )
+        _check_range("lr", lr, lr >= 0, ">= 0")
         _check_range("ratio", ratio, ratio > 0, "> 0")
         _check_range("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
         for scale in gradient_scale.values() if isinstance(gradient_scale, Mapping) else [gradient_scale]:
             _check_range("gradient_scale", scale, scale > 0, "> 0")
         _check_range("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
         _check_range("l1", l1, l1 >= 0, ">= 0")
-        if max_grad_norm is not None:
-            _check_range("max_grad_norm", max_grad_norm, max_grad_norm > 0, "> 0, or None")
-        if max_gain is not None:
-            _check_range("max_gain", max_gain, max_gain > 0, "> 0, or None")
-        if max_size is not None:
-            _check_range("max_size", max_size, max_size >= 0, ">= 0, or None")
-        if form not in ("full", "rank1"):
-            raise ValueError(f"form must be 'full' or 'rank1', got {form!r}")
+        _check_range("weight_decay", weight_decay, weight_decay >= 0, ">= 0")
+        _check_range("interval", interval, interval >= 1, ">= 1")
+        _check_range("rank", rank, rank >= 1, ">= 1")
+        for name, bound, least in (
+            ("max_grad_norm", max_grad_norm, 0), ("max_gain", max_gain, 0), ("block_size", block_size, 0),
+            ("max_size", max_size, -1),
+        ):  # fmt: skip
+            if bound is not None:
+                _check_range(name, bound, bound > least, "> 0, or None" if least == 0 else ">= 0, or None")
+        if form not in (None, "full", "low_rank", "rank1"):
+            raise ValueError(f"form must be 'full', 'low_rank', 'rank1' or None, got {form!r}")
+        if form == "low_rank" and forgetting < 1:
+            raise ValueError("form='low_rank' does not forget: use forgetting=1, or form='full' or 'rank1'")
 
         self.module = module
         self.max_grad_norm, self.max_gain = max_grad_norm, max_gain
+        self._inverses = InverseSettings(form, rank, block_size, max_size, interval, max_gain is not None)
+        self._gradient_scale = GradientScales(
+            gradient_scale,
+            {name for name, _ in plain_named_modules(module)}
+            | {plain_name(name) for name, _ in module.named_parameters()},
+        )
+        self._auxiliary_factory = auxiliary
+        self._auxiliary: torch.optim.Optimizer | None = None
+        refuse_distributed_tensors(module)
         excluded = excluded_modules(module, exclude)
+        self._left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         layers = layers_to_train(module, excluded)
-        of_layers = trained_weights(layers, excluded, forgetting)
-        self._weights = list(dict.fromkeys(weight for weights in of_layers.values() for weight in weights.values()))
+        self._table = WeightTable(layers, forgetting)
+        self._weights = self._table.extend(lambda p: p.requires_grad and p not in self._left_alone)
         if not self._weights:
             raise ValueError(
                 f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to "
                 "train; lightning_struct.functional.register_layer declares layers of other types"
             )
-        for weight in self._weights:
-            weight.limits_gain = max_gain is not None
-            if form == "rank1" or (max_size is not None and weight.size > max_size):
-                weight.form = "rank1"
-        check_memory(self._weights)
+        self._inverses.apply(self._weights)
 
-        scales = _gradient_scales(gradient_scale, self._weights, {n for n, _ in plain_named_modules(module)})
         groups: dict[float, dict[str, Any]] = {}
-        self._group_of: list[int] = []
         seen: set[nn.Parameter] = set()
-        for weight, scale in zip(self._weights, scales, strict=True):
+        for weight in self._weights:
+            scale = self._gradient_scale.of(weight)
             group = groups.setdefault(scale, {"params": [], "gradient_scale": scale})
             group["params"] += [p for p in weight.parameters if p not in seen]
             seen.update(weight.parameters)
-            self._group_of.append(list(groups).index(scale))
-        self._groups = len(groups)
         rest = {n: p for n, p in module.named_parameters() if p.requires_grad and p not in seen}
         if rest and auxiliary is None:
-            raise ValueError(
-                f"RLS does not train {', '.join(map(plain_name, rest))}: give auxiliary=functools.partial(torch.optim.Adam, "
-                "lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
-            )
+            raise ValueError(_without_an_optimizer(rest))
         super().__init__(
             list(groups.values()),
-            {"lr": 1.0, "gradient_scale": 1.0, "ratio": ratio, "momentum": momentum, "l1": l1},
-        )
-        self._auxiliary = auxiliary(list(rest.values())) if rest and auxiliary is not None else None
+            {
+                "lr": lr, "gradient_scale": 1.0, "ratio": ratio, "momentum": momentum, "l1": l1,
+                "weight_decay": weight_decay,
+            },
+        )  # fmt: skip
+        self._give_to_auxiliary(list(rest.values()))
+        if auxiliary is not None and self._auxiliary is None and not all(p.requires_grad for p in module.parameters()):
+            # What may be unfrozen later joins a group that schedulers know by then.
+            self._auxiliary = auxiliary([{"params": []}])
+            self.param_groups += self._auxiliary.param_groups
+        self._recorder = InputRecorder({layer: reader for _, layer, reader in layers}, self._table)
+        self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
         self._share_groups()
-        self._recorder = InputRecorder(
-            {layer: (reader, of_layers[layer]) for _, layer, reader in layers if of_layers[layer]}
+        _log.info(
+            "RLS trains %d weights; their P take %s%s",
+            len(self._weights),
+            as_text(sum(weight.memory for weight in self._weights)),
+            self._inverses.chosen(self._weights),
         )
 
     def summary(self) -> str:
@@ -202,35 +246,96 @@ class RLS(torch.optim.Optimizer):
 
     def _step_weights(self) -> Tensor | float:
         """Step what RLS trains; returned is the coefficient of clipping."""
+        self._take_in_rest()
+        self._share_groups()
         if world_size() > 1:
             self._reduce_statistics()
-        means = {weight: weight.statistics.mean() for weight in self._weights if self._takes_part(weight)}
+        means = {weight: weight.statistics.mean() for weight in self._group_of if self._takes_part(weight)}
+        if not means:
+            self._check_parameters()
         coefficient = self._checked_clip_coefficient(means)
         limits = self._gain_limits(means)
-        for weight, index in zip(self._weights, self._group_of, strict=True):
-            if weight in means:
-                group = self.param_groups[index]
-                weight.step_(
-                    self._state_of(weight),
-                    means[weight],
-                    ratio=group["ratio"],
-                    scale=group["gradient_scale"] * group["lr"],
-                    clip=coefficient,
-                    limit=limits.get(weight),
-                    momentum=group["momentum"],
-                    l1=group["l1"],
-                )
-            weight.statistics.reset()
+        for weight, mean in means.items():
+            group = self._group_of[weight]
+            weight.step_(
+                self._state_of(weight),
+                mean,
+                ratio=group["ratio"],
+                scale=group["gradient_scale"] * group["lr"],
+                clip=coefficient,
+                momentum=group["momentum"],
+                l1=group["l1"],
+                decay=group["lr"] * group["weight_decay"],
+                limit=limits.get(weight),
+            )
+        self._forget_statistics()
         return coefficient
+
+    # --- what is trained ---------------------------------------------------------------------------------------------
+
+    def _known(self) -> set[nn.Parameter]:
+        return {parameter for group in self.param_groups for parameter in group["params"]}
+
+    def _take_in_unfrozen(self) -> None:
+        """Train the weights of layers that require gradients by now, in the groups of their η."""
+        known = self._known() | self._left_alone
+        new = self._table.extend(lambda parameter: parameter.requires_grad and parameter not in known)
+        for weight in self._take_in(new):
+            scale = self._gradient_scale.of(weight)
+            group = next((g for g in self._own_groups() if g["gradient_scale"] == scale), None)
+            if group is None:
+                super().add_param_group({"params": weight.parameters, "gradient_scale": scale})
+            else:
+                group["params"] += weight.parameters
+
+    def _take_in(self, new: list[TrainedWeight]) -> list[TrainedWeight]:
+        self._inverses.apply(new)
+        self._weights += new
+        for weight in new:
+            self._recorder.watch_gradients(weight)
+        return new
+
+    def _take_in_rest(self) -> None:
+        """Give what has got a gradient and is in no group to whom it belongs."""
+        known = self._known()
+        rest = {n: p for n, p in self.module.named_parameters() if p.grad is not None and p not in known}
+        if not rest:
+            return
+        self._take_in_unfrozen()
+        known = self._known()
+        rest = {name: p for name, p in rest.items() if p.requires_grad and p not in known}
+        if rest and self._auxiliary_factory is None:
+            self._forget_statistics()
+            raise ValueError(_without_an_optimizer(rest))
+        self._give_to_auxiliary(list(rest.values()))
+
+    def _give_to_auxiliary(self, parameters: list[nn.Parameter]) -> None:
+        """Train these by the auxiliary optimizer, in its first group if there is one."""
+        if not parameters:
+            return
+        if self._auxiliary is not None:
+            self._auxiliary.param_groups[0]["params"] += parameters
+            return
+        assert self._auxiliary_factory is not None
+        self._auxiliary = self._auxiliary_factory(parameters)
+        self.param_groups += self._auxiliary.param_groups
+
+    def _check_parameters(self) -> None:
+        present = set(self.module.parameters())
+        if replaced := [weight.name for weight in self._weights if weight.parameter not in present]:
+            raise ValueError(
+                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}, ... Make RLS after "
+                "what replaces them"
+            )
 
     # --- the parts of a step -----------------------------------------------------------------------------------------
 
     def _reduce_statistics(self) -> None:
         """Sums and counts of all weights over processes, by one collective."""
-        dtype = max((weight.parameter.dtype for weight in self._weights), key=lambda dtype: dtype.itemsize)
+        dtype = max((weight.dtype for weight in self._weights), key=lambda dtype: dtype.itemsize)
         device = self._weights[0].parameter.device
         totals = [
-            weight.parameter.new_zeros(weight.groups * weight.features)
+            weight.parameter.new_zeros(weight.groups * weight.features, dtype=weight.dtype)
             if weight.statistics.total is None
             else weight.statistics.total.flatten()
             for weight in self._weights
@@ -244,7 +349,11 @@ class RLS(torch.optim.Optimizer):
         for weight, total in zip(self._weights, parts, strict=True):
             statistics = weight.statistics
             statistics.counts = [next(numbers) for _ in statistics.counts]
-            statistics.total = total.to(weight.parameter).view(weight.groups, -1) if statistics.counts[0] else None
+            statistics.total = (
+                total.to(weight.parameter.device, weight.dtype).view(weight.groups, -1)
+                if statistics.counts[0]
+                else None
+            )
             statistics.pairs = None  # of this process alone
 
     def _takes_part(self, weight: TrainedWeight) -> bool:
@@ -333,6 +442,7 @@ class RLS(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other layers, forms of P or parameter groups.
         """
+        self._share_groups()
         saved = state_dict["state"].get("rls", {})
         for weight in self._weights:
             _check_state(weight, saved.get(weight.name, {}))
@@ -355,31 +465,71 @@ class RLS(torch.optim.Optimizer):
             devices = {weight.name: weight.parameter.device for weight in self._weights}
             self.state["rls"] = {name: _on_device(state, devices[name]) for name, state in saved.items()}  # type: ignore[index]
 
+    def _own_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if "ratio" in group]
+
     def _share_groups(self) -> None:
-        """The auxiliary optimizer's groups are the last of this one's: whoever changes one changes both."""
+        """Note the group of each weight; the others are the auxiliary optimizer's: whoever changes one changes both."""
         if self._auxiliary is not None:
-            self.param_groups[self._groups :] = self._auxiliary.param_groups
+            self._auxiliary.param_groups = [group for group in self.param_groups if "ratio" not in group]
+        of_parameter = {parameter: group for group in self._own_groups() for parameter in group["params"]}
+        # Groups may have been put in their place, as Lightning's BaseFinetuning does when a run is resumed.
+        missing = of_parameter.keys() - {parameter for weight in self._weights for parameter in weight.parameters}
+        if missing:
+            self._take_in(self._table.extend(lambda parameter: parameter in missing))
+        self._group_of = {w: of_parameter[w.parameter] for w in self._weights if w.parameter in of_parameter}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group: the groups are those of the layers.
+        """Train parameters of the module that are in no group yet, as after they have been unfrozen.
+
+        Those of layers that RLS trains become a group of its own, with the options of ``param_group``. What else there is
+        joins the auxiliary optimizer's first group, or becomes a group of that where there is nothing for RLS.
 
         Raises:
-            ValueError: always, once RLS is made.
+            ValueError: one of them is no parameter of the module, or in a group already.
         """
-        if hasattr(self, "_recorder"):
-            raise ValueError(
-                "RLS takes the parameters of its module when it is made: make it when all that it shall train requires "
-                "gradients"
-            )
-        super().add_param_group(param_group)
+        if not hasattr(self, "_recorder"):
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        names = {parameter: plain_name(name) for name, parameter in self.module.named_parameters()}
+        if not set(parameters) <= names.keys():
+            raise ValueError("RLS trains parameters of its module, and the group has others")
+        if twice := [names[parameter] for parameter in parameters if parameter in self._known()]:
+            raise ValueError(f"some parameters appear in more than one parameter group: {', '.join(twice)}")
+        wanted = set(parameters) - self._left_alone
+        new = self._take_in(self._table.extend(lambda parameter: parameter in wanted))
+        own = [parameter for weight in new for parameter in weight.parameters]
+        rest = [parameter for parameter in parameters if parameter not in set(own)]
+        if rest and self._auxiliary_factory is None:
+            raise ValueError(_without_an_optimizer({names[parameter]: parameter for parameter in rest}))
+        options = {name: value for name, value in param_group.items() if name != "params"}
+        if own:
+            super().add_param_group({"gradient_scale": self._gradient_scale.of(new[0]), **options, "params": own})
+            self._give_to_auxiliary(rest)
+        elif self._auxiliary is None:
+            self._give_to_auxiliary(rest)
+        else:
+            self._auxiliary.add_param_group({**options, "params": rest})
+            self.param_groups.append(self._auxiliary.param_groups[-1])
+        self._share_groups()
 
     def __getstate__(self) -> dict[str, Any]:
         return state_without_hooks(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_auxiliary" in state:
+        if "_recorder" in state:
+            self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
             self._share_groups()
+
+
+def _without_an_optimizer(parameters: Iterable[str]) -> str:
+    return (
+        f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary=functools.partial(torch.optim.Adam, "
+        "lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
+    )
 
 
 def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
@@ -387,37 +537,18 @@ def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
         raise ValueError(f"{name} must be {expected}, got {value}")
 
 
-def _gradient_scales(
-    scale: float | Mapping[str, float], weights: list[TrainedWeight], modules: Collection[str]
-) -> list[float]:
-    """η of each weight."""
-    if not isinstance(scale, Mapping):
-        return [float(scale)] * len(weights)
-    by_name = {plain_name(name): float(value) for name, value in scale.items()}
-    if unknown := by_name.keys() - set(modules):
-        raise ValueError(f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are no modules")
-    scales = []
-    for weight in weights:
-        parts = weight.name.split(".")
-        above = [".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1)]
-        scales.append(next((by_name[name] for name in above if name in by_name), 1.0))
-    return scales
-
-
 def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
     """Raise unless a state is one of this weight, or empty."""
-    groups, d = weight.groups, weight.size
-    shapes = {"P": (groups, d, d), "root": (groups, d, d), "mean": (groups, d), "mass": (groups,)}
-    name = "mean" if weight.form == "rank1" else "root" if weight.forgetting < 1 else "P"
+    name = {"rank1": "mean", "low_rank": "factors", "full": "root" if weight.forgetting < 1 else "P"}[weight.form]
     if not state:
         return
     if name not in state:
         raise ValueError(
             f"the state of {weight.name} is of another form of P than {weight.form!r} with forgetting={weight.forgetting}"
         )
-    if tuple(state[name].shape) != shapes[name]:
+    if tuple(state[name].shape) != weight.shape:
         raise ValueError(
-            f"the state of {weight.name} has P of shape {tuple(state[name].shape)}, expected {shapes[name]}"
+            f"the state of {weight.name} has P of shape {tuple(state[name].shape)}, expected {weight.shape}"
         )
 
 

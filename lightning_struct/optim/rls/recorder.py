@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layer_call import LayerCall, tensors_in
 from lightning_struct.optim.rls.layers import LayerReader
+from lightning_struct.optim.rls.selection import WeightTable
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 
@@ -24,11 +25,17 @@ class InputRecorder:
     is unpickled, keeps a hook that does nothing.
 
     Args:
-        layers: of each layer to be hooked, its reader and its trained weights by their names below it.
+        layers: of each layer to be hooked, its reader.
+        table: the trained weights of the layers; it may be extended.
+
+    Attributes:
+        found_unfrozen: a weak method, called before a call of a layer is recorded that has parameters that are not trained
+            yet but require gradients.
     """
 
-    def __init__(self, layers: Mapping[nn.Module, tuple[LayerReader, Mapping[str, TrainedWeight]]]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Mapping[nn.Module, LayerReader], table: WeightTable) -> None:
+        self._layers, self._table = layers, table
+        self.found_unfrozen: Callable[[], Callable[[], None] | None] = _nothing
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
         self.attach()
@@ -37,7 +44,7 @@ class InputRecorder:
         """Hook the layers; before other hooks, which may replace an output."""
         # A compiled graph is broken at each layer: what is recorded must not become part of it.
         self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
-        for layer, (reader, _) in self._layers.items():
+        for layer, reader in self._layers.items():
             if reader.watch is not None:
                 watching = _Hook(self, InputRecorder.watch)
                 self._handles.append(layer.register_forward_pre_hook(watching, with_kwargs=True))
@@ -45,7 +52,16 @@ class InputRecorder:
             self._handles.append(
                 layer.register_forward_hook(recording, prepend=True, with_kwargs=True, always_call=True)
             )
+        for weight in {weight for weights in self._table.of_layers.values() for weight in weights.values()}:
+            self.watch_gradients(weight)
         weakref.finalize(self, _remove, self._handles)
+
+    def watch_gradients(self, weight: TrainedWeight) -> None:
+        """Note the gradients of a weight and its biases, to see later whether they have been cleared."""
+        for parameter in weight.parameters:
+            if parameter.requires_grad:
+                hook = _GradientHook(weight)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -55,16 +71,17 @@ class InputRecorder:
         return layer in self._layers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_layers": self._layers, "attached": bool(self._handles)}
+        return {"_layers": self._layers, "_table": self._table, "attached": bool(self._handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._layers, self._handles, self._watched = state["_layers"], [], {}
+        self._layers, self._table = state["_layers"], state["_table"]
+        self._handles, self._watched, self.found_unfrozen = [], {}, _nothing
         if state["attached"]:
             self.attach()
 
     def watch(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put a call of a layer under what its reader needs."""
-        reader = self._layers[layer][0]
+        reader = self._layers[layer]
         assert reader.watch is not None
         if torch.is_grad_enabled() and (watched := reader.watch(layer)) is not None:
             watched.__enter__()
@@ -81,7 +98,9 @@ class InputRecorder:
     def _record(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, watched: Any
     ) -> None:
-        reader, weights = self._layers[layer]
+        if layer in self._table.incomplete and (unfrozen := self.found_unfrozen()) is not None:
+            unfrozen()
+        reader, weights = self._layers[layer], self._table.of_layers[layer]
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if not tensors or not any(p.requires_grad for weight in weights.values() for p in weight.parameters):
             return
@@ -94,12 +113,28 @@ class InputRecorder:
         def arrive(cotangent: Tensor) -> None:
             with torch.no_grad():
                 for use in uses:
+                    use.weight.forget_cleared()
                     use.weight.statistics.add(use, cotangent.detach() if alone else None, use.weight.most_rows)
 
         if alone:
             tensors[0].register_hook(arrive)
         else:
             register_multi_grad_hook(tensors, arrive, mode="any")
+
+
+class _GradientHook:
+    """Tells a weight that its gradient has changed, without keeping it alive; left behind when a parameter is copied."""
+
+    def __init__(self, weight: TrainedWeight) -> None:
+        self._weight = weakref.ref(weight)
+
+    def __call__(self, parameter: Tensor) -> None:
+        weight = self._weight()
+        if weight is not None:
+            weight.note_gradient(parameter)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
 
 
 class _Hook:

@@ -141,7 +141,7 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
     dtype = torch.promote_types(layer.all_weights[0][0].dtype, torch.float32)
 
     def total(tensor: Tensor) -> Tensor:
-        return batch_sum(tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype))
+        return batch_sum(tensor.detach().reshape(tensor.numel() // tensor.shape[-1], tensor.shape[-1]).to(dtype))
 
     rows = []
     for level, (read, output) in enumerate(zip(run.reads, run.outputs, strict=True)):

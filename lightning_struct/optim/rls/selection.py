@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -29,52 +31,65 @@ def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[s
     return layers
 
 
-def trained_weights(
-    layers: list[tuple[str, nn.Module, LayerReader]], excluded: set[nn.Module], forgetting: float
-) -> dict[nn.Module, dict[str, TrainedWeight]]:
-    """The weights of each layer by their names below it: one for each parameter that is trained, however many use it.
+class WeightTable:
+    """The weights of layers: one for each parameter that is trained, however many layers use it.
 
     Args:
         layers: of :func:`layers_to_train`.
-        excluded: modules whose parameters are not trained, in whatever layer else they are used.
         forgetting: λ.
 
-    Raises:
-        ValueError: a weight is neither float32 nor float64; layers with one weight see it as other matrices.
+    Attributes:
+        of_layers: the weights of each layer by their names below it.
+        incomplete: layers with parameters that are not trained yet.
     """
-    left_alone = {parameter for module in excluded for parameter in module.parameters(recurse=False)}
-    of_parameter: dict[nn.Parameter, TrainedWeight] = {}
-    taken: set[tuple[nn.Parameter, int | None]] = set()  # biases, by their parameters and first rows
-    of_layers: dict[nn.Module, dict[str, TrainedWeight]] = {}
-    for name, layer, _ in layers:
-        kind = kind_of(layer)
-        assert kind is not None
-        trained = {
-            own: parameter
-            for own, parameter in layer.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad and parameter not in left_alone
-        }
-        of_layers[layer] = {}
-        for matrix in kind.matrices(layer):
-            if (parameter := trained.get(matrix.weight)) is None:
-                continue
-            if parameter not in of_parameter:
-                of_parameter[parameter] = _new_weight(
-                    f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, forgetting
-                )
-            weight = of_layers[layer][matrix.weight] = of_parameter[parameter]
-            if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
-                raise ValueError(
-                    f"{weight.name} is the weight of layers with {weight.groups} and with {matrix.groups} groups, or of one "
-                    "that is stored as (in, out) and of one that is not: exclude one"
-                )
-            bias = trained.get(matrix.bias or "")
-            if bias is None or (bias, matrix.bias_rows.start) in taken:
-                weight.add_layer(None)
-            else:
-                taken.add((bias, matrix.bias_rows.start))
-                weight.add_layer(Bias(bias, matrix.bias_rows))
-    return of_layers
+
+    def __init__(self, layers: list[tuple[str, nn.Module, LayerReader]], forgetting: float) -> None:
+        self._names = {layer: name for name, layer, _ in layers}
+        self._forgetting = forgetting
+        self._of_parameter: dict[nn.Parameter, TrainedWeight] = {}
+        self._taken: set[tuple[nn.Parameter, int | None]] = set()  # biases, by their parameters and first rows
+        self.of_layers: dict[nn.Module, dict[str, TrainedWeight]] = {layer: {} for layer in self._names}
+        self.incomplete = set(self._names)
+
+    def extend(self, is_trained: Callable[[nn.Parameter], bool]) -> list[TrainedWeight]:
+        """Take in all weights that are trained now, with those of their biases that are; returned are the new ones.
+
+        Raises:
+            ValueError: a weight is neither float32 nor float64; layers with one weight see it as other matrices.
+        """
+        before = len(self._of_parameter)
+        for layer in [layer for layer in self._names if layer in self.incomplete]:
+            kind = kind_of(layer)
+            assert kind is not None
+            parameters = dict(layer.named_parameters(remove_duplicate=False))
+            weights = self.of_layers[layer]
+            for matrix in kind.matrices(layer):
+                parameter = parameters.get(matrix.weight)
+                if parameter is not None and matrix.weight not in weights and is_trained(parameter):
+                    weights[matrix.weight] = self._use(layer, parameter, matrix)
+                    bias = parameters.get(matrix.bias or "")
+                    if bias is None or not is_trained(bias) or (bias, matrix.bias_rows.start) in self._taken:
+                        weights[matrix.weight].add_layer(None)
+                    else:
+                        self._taken.add((bias, matrix.bias_rows.start))
+                        weights[matrix.weight].add_layer(Bias(bias, matrix.bias_rows))
+            if all(matrix.weight in weights for matrix in kind.matrices(layer)):
+                self.incomplete.discard(layer)
+        return list(self._of_parameter.values())[before:]
+
+    def _use(self, layer: nn.Module, parameter: nn.Parameter, matrix: Matrix) -> TrainedWeight:
+        if parameter not in self._of_parameter:
+            name = self._names[layer]
+            self._of_parameter[parameter] = _new_weight(
+                f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, self._forgetting
+            )
+        weight = self._of_parameter[parameter]
+        if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
+            raise ValueError(
+                f"{weight.name} is the weight of layers with {weight.groups} and with {matrix.groups} groups, or of one "
+                "that is stored as (in, out) and of one that is not: exclude one"
+            )
+        return weight
 
 
 def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: float) -> TrainedWeight:
@@ -84,3 +99,17 @@ def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: 
             "weights and use autocast to bfloat16 (bf16-mixed)"
         )
     return TrainedWeight(name, parameter, groups=matrix.groups, transposed=matrix.transposed, forgetting=forgetting)
+
+
+def refuse_distributed_tensors(module: nn.Module) -> None:
+    """Raise where parameters are spread over processes, as by FSDP2 (``fully_shard``) and tensor parallelism.
+
+    Raises:
+        ValueError: one is; it is named.
+    """
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): P needs whole "
+                "weights and inputs. Use DDP"
+            )

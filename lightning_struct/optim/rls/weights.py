@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.recursive_least_squares import (
+    BlockDiagonalInverse,
     FullInverse,
     InverseAutocorrelation,
+    LowRankInverse,
     RankOneInverse,
     SquareRootInverse,
     gain,
 )
 from lightning_struct.optim.rls.gain_limit import Gain, GainLimit, Sample, sample_rows
 
-InverseForm: TypeAlias = Literal["full", "rank1"]
+InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
 
 # A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last place.
 _ROUNDING = 32.0
@@ -71,6 +73,7 @@ class Statistics:
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
         samples: rows of the first uses, up to :data:`MOST_SAMPLED` of them.
         unsampled: rows of the uses after these.
+        versions: of the gradients that the uses have got into, as autograd counts their changes.
     """
 
     groups: int
@@ -80,12 +83,13 @@ class Statistics:
     pairs: list[tuple[Tensor, Tensor]] | None = None
     samples: list[Sample] = field(default_factory=list)
     unsampled: float = 0.0
+    versions: dict[nn.Parameter, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.total, self.pairs, self.samples, self.unsampled = None, [], [], 0.0
+        self.total, self.pairs, self.samples, self.unsampled, self.versions = None, [], [], 0.0, {}
         self.counts = [0.0] * (self.groups * (1 + self.biases) + 1)
 
     def add(self, use: Use, cotangent: Tensor | None, most_rows: float) -> None:
@@ -138,7 +142,18 @@ class TrainedWeight:
         transposed: ``parameter`` is (n, outputs) instead, of one group.
         form: of P.
         forgetting: λ.
+
+    Attributes:
+        rank: r of the low-rank form.
+        block_size: P of more inputs is block-diagonal; None: of none.
+        interval: P is updated in the first of so many steps.
+        limits_gain: whether samples of the rows are wanted.
     """
+
+    rank = 32
+    block_size: int | None = None
+    interval = 1
+    limits_gain = False
 
     def __init__(
         self,
@@ -152,7 +167,6 @@ class TrainedWeight:
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
         self.form, self.forgetting = form, forgetting
-        self.limits_gain = False
         self.biases: list[Bias] = []
         self.layers = 0
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
@@ -173,10 +187,17 @@ class TrainedWeight:
         return self.features + len(self.biases)
 
     @property
+    def blocks(self) -> int:
+        """Diagonal blocks of P in each group."""
+        if self.form != "full" or self.block_size is None:
+            return 1
+        return -(-self.size // self.block_size)
+
+    @property
     def memory(self) -> int:
         """Bytes of P."""
-        numbers = self.size**2 if self.form == "full" else self.size + 1
-        return self.groups * numbers * self.dtype.itemsize
+        rows = {"full": self.size / self.blocks, "low_rank": 2 * self.rank, "rank1": 1}[self.form]
+        return round(self.groups * self.size * rows) * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,6 +208,17 @@ class TrainedWeight:
     def parameters(self) -> list[nn.Parameter]:
         """The weight and the biases, each once."""
         return list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Called when a backward pass has added to the gradient of the weight or of a bias."""
+        if parameter.grad is not None:
+            self.statistics.versions[parameter] = parameter.grad._version  # type: ignore[index]
+
+    def forget_cleared(self) -> None:
+        """Reset the statistics if the gradients that belong to them have been cleared by whomever."""
+        versions = self.statistics.versions
+        if versions and all(_is_cleared(parameter, version) for parameter, version in versions.items()):
+            self.statistics.reset()
 
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
         """The place of a bias among those of the weight; None if it is none of them."""
@@ -222,20 +254,37 @@ class TrainedWeight:
         if self.form == "rank1":
             rank1 = RankOneInverse.identity(self.groups, self.size, like)
             return {"steps": 0, "mean": rank1.mean, "mass": rank1.mass}
+        if self.form == "low_rank":
+            low_rank = LowRankInverse.identity(self.groups, self.size, like, self.rank)
+            return {"steps": 0, "factors": low_rank.factors, "count": low_rank.count}
+        groups, _, size = self.shape
         if self.forgetting < 1:
-            return {
-                "steps": 0,
-                "root": SquareRootInverse.identity(self.groups, self.size, like, self.forgetting).root,
-            }
-        return {"steps": 0, "P": FullInverse.identity(self.groups, self.size, like).matrix}
+            return {"steps": 0, "root": SquareRootInverse.identity(groups, size, like, self.forgetting).root}
+        return {"steps": 0, "P": FullInverse.identity(groups, size, like).matrix}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor of a state that is P, its root, its factors or the mean of its inputs."""
+        if self.form == "rank1":
+            return self.groups, self.size
+        if self.form == "low_rank":
+            return self.groups, 2 * self.rank, self.size
+        if self.blocks == 1:
+            return self.groups, self.size, self.size
+        assert self.block_size is not None
+        return self.groups * self.blocks, self.block_size, self.block_size
 
     def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
         """P of a state as :meth:`initial_state` made it."""
         if self.form == "rank1":
             return RankOneInverse(state["mean"], state["mass"], self.forgetting)
-        if self.forgetting < 1:
-            return SquareRootInverse(state["root"], self.forgetting)
-        return FullInverse(state["P"])
+        if self.form == "low_rank":
+            return LowRankInverse(state["factors"], state["count"])
+        full = SquareRootInverse(state["root"], self.forgetting) if self.forgetting < 1 else FullInverse(state["P"])
+        if self.blocks == 1:
+            return full
+        assert self.block_size is not None
+        return BlockDiagonalInverse(full, self.groups, self.block_size)
 
     def gain(self, state: dict[str, Any]) -> Gain:
         """The gain of the coming step; its direction is kept in the state."""
@@ -303,7 +352,12 @@ class TrainedWeight:
             constants.add_(velocity[1])
         else:
             self._add_step_([features, constants], 1.0, inverse, -rate)  # equations (62), (63) and (97)
-        inverse.update_(mean, applied, h, weight)  # equations (53), (84) and (94)
+        if state["steps"] % self.interval == 0:  # equations (53), (84) and (94)
+            # A step that updates P does it for those that do not.
+            of_update = weight * self.interval
+            inverse.update_(
+                mean, applied, h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting), of_update
+            )
         if l1:
             # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after it.
             for part, shrinkage in zip(
@@ -390,3 +444,8 @@ class TrainedWeight:
             if bias.parameter.grad is not None:
                 part = bias.of(bias.parameter.detach())
                 part.copy_(values.reshape(part.shape))
+
+
+def _is_cleared(parameter: nn.Parameter, version: int) -> bool:
+    gradient = parameter.grad
+    return gradient is None or (gradient._version != version and not gradient.any())

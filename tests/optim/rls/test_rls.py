@@ -275,7 +275,13 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
         ({"l1": math.nan}, "l1 must be >= 0, got nan"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
         ({"max_gain": 0.0}, "max_gain must be > 0, or None, got 0.0"),
-        ({"form": "half"}, "form must be 'full' or 'rank1', got 'half'"),
+        ({"form": "half"}, "form must be 'full', 'low_rank', 'rank1' or None, got 'half'"),
+        ({"form": "low_rank", "forgetting": 0.9}, "form='low_rank' does not forget"),
+        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay must be >= 0, got -1.0"),
+        ({"interval": 0}, "interval must be >= 1, got 0"),
+        ({"rank": 0}, "rank must be >= 1, got 0"),
+        ({"block_size": 0}, "block_size must be > 0, or None, got 0"),
         ({"max_size": -1}, "max_size must be >= 0, or None, got -1"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
         ({"exclude": [nn.Tanh()]}, "exclude has this Tanh, which is no module of Sequential"),
@@ -326,9 +332,10 @@ def test_a_weight_used_without_its_layer_is_an_error_that_names_it() -> None:
         optimizer.step()
 
 
-def test_another_parameter_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="RLS takes the parameters of its module when it is made"):
-        RLS(network()).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+@pytest.mark.parametrize("given", [list, iter])
+def test_parameters_in_place_of_the_module_are_an_error_that_says_what_to_give(given: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="RLS takes the module.*return RLS"):
+        RLS(given(network().parameters()))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,275 @@
+"""Layers that are called with nothing, or not at all, cleared by others, unfrozen later, or moved."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_struct.optim import RLS
+from tests.optim.helpers import gaussian
+
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+
+
+def loss_of(module: nn.Module, step: int) -> Tensor:
+    return module(gaussian(7, 6, seed=step) + 0.5).square().sum() / 14
+
+
+def train(module: nn.Module, optimizer: RLS, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(module, step).backward()
+        optimizer.step()
+
+
+def weights(module: nn.Module) -> Tensor:
+    return parameters_to_vector(module.parameters()).detach().clone()
+
+
+# --- nothing to read -------------------------------------------------------------------------------------------------
+
+EMPTY: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(6, 5), (0, 6)),
+    "positions": (lambda: nn.Linear(6, 5), (3, 0, 6)),
+    "convolution": (lambda: nn.Conv2d(6, 5, 3), (0, 6, 4, 4)),
+    "lstm": (lambda: nn.LSTM(6, 5), (3, 0, 6)),
+    "attention": (lambda: nn.MultiheadAttention(6, 2, batch_first=True), (0, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_layer_that_reads_nothing_keeps_its_weights(name: str) -> None:
+    build, shape = EMPTY[name]
+    layer, other = build(), nn.Linear(6, 2)
+    module = nn.ModuleList([layer, other])
+    optimizer = RLS(module, momentum=0.5)
+    before = weights(layer)
+    inputs = torch.zeros(shape, requires_grad=True)
+    outputs = layer(inputs, inputs, inputs)[0] if name == "attention" else layer(inputs)
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+    (outputs.sum() + other(torch.randn(4, 6)).square().sum()).backward()
+    optimizer.step()
+    assert torch.equal(weights(layer), before)
+    assert list(optimizer.state["rls"]) == ["1.weight"]  # type: ignore[index]
+
+
+class Experts(nn.Module):
+    """Each token goes to one of three experts; none goes to the last in odd steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        chosen = torch.arange(len(x)) % (3 - self.calls % 2)
+        return torch.cat([expert(x[chosen == i]) for i, expert in enumerate(self.experts)])
+
+
+def test_experts_without_tokens_keep_their_weights_and_train_when_they_have_some() -> None:
+    torch.manual_seed(0)
+    module = Experts().double()
+    optimizer, start = RLS(module), weights(module.experts[2])
+    train(module, optimizer, range(1))
+    assert torch.equal(weights(module.experts[2]), start)
+    train(module, optimizer, range(1, 2))
+    assert not torch.equal(weights(module.experts[2]), start)
+
+
+# --- gradients that others clear -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda module: module.zero_grad(),
+        lambda module: module.zero_grad(set_to_none=False),
+        lambda module: torch.optim.SGD(module.parameters()).zero_grad(),
+    ],
+)
+def test_gradients_cleared_by_others_take_what_was_read_with_them(clear: Callable[[nn.Module], Any]) -> None:
+    """As in a GAN: the discriminator's layers are called for the generator's loss, and its gradients then dropped."""
+    module, reference = network(), network()
+    optimizer, plain = RLS(module, auxiliary=ADAM), RLS(reference, auxiliary=ADAM)
+    for step in range(3):
+        loss_of(module, 100 + step).backward()
+        clear(module)
+        loss_of(module, step).backward()
+        optimizer.step()
+        clear(module)
+    train(reference, plain, range(3))
+    assert torch.equal(weights(module), weights(reference))
+
+
+def test_a_layer_used_twice_in_a_pass_is_not_taken_for_a_cleared_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).tanh())
+
+    module = Twice()
+    optimizer = RLS(module)
+    for _ in range(2):
+        loss_of(module, 0).backward()
+        assert optimizer._weights[0].statistics.counts[0] == 14
+        optimizer.step()
+        module.zero_grad()
+
+
+# --- unfreezing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before the pass", "in a scheduler's run"])
+def test_a_layer_that_is_unfrozen_later_is_trained(moment: str) -> None:
+    module = network()
+    module[0].requires_grad_(False)
+    module[2].requires_grad_(False)
+    optimizer = RLS(module, auxiliary=ADAM)
+    scheduler = OneCycleLR(optimizer, max_lr=2.0, total_steps=10) if moment != "before the pass" else None
+    train(module, optimizer, range(2))
+    before = weights(module[0]), weights(module[2])
+    module.requires_grad_(True)
+    train(module, optimizer, range(2, 4))
+    if scheduler is not None:
+        scheduler.step()
+    assert not torch.equal(weights(module[0]), before[0])
+    assert not torch.equal(weights(module[2]), before[1])
+    assert optimizer.state["rls"]["0.weight"]["steps"] == 2  # type: ignore[index]
+    assert "0.weight" in optimizer.summary()
+
+
+def test_an_unfrozen_parameter_that_nobody_trains_is_named() -> None:
+    module = network()
+    module[2].requires_grad_(False)
+    optimizer = RLS(module)
+    module[2].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"RLS does not train 2\.weight, 2\.bias: give auxiliary"):
+        train(module, optimizer, range(1))
+
+
+def test_groups_can_be_added() -> None:
+    module = network()
+    module[0].requires_grad_(False)
+    optimizer = RLS(module, auxiliary=ADAM)
+    module[0].requires_grad_(True)
+    optimizer.add_param_group({"params": module[0].parameters(), "lr": 0.5})
+    assert optimizer.param_groups[-1]["lr"] == 0.5
+    before = weights(module[0])
+    whole, half = copy.deepcopy((module, optimizer)), copy.deepcopy((module, optimizer))
+    whole[1].param_groups[-1]["lr"] = 1.0
+    for of_module, of_optimizer in (whole, half):
+        train(of_module, of_optimizer, range(1))
+    torch.testing.assert_close(weights(half[0][0]) - before, 0.5 * (weights(whole[0][0]) - before))
+    with pytest.raises(ValueError, match="more than one parameter group: 0.weight"):
+        optimizer.add_param_group({"params": [module[0].weight]})
+    with pytest.raises(ValueError, match="RLS trains parameters of its module"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_group_without_layers_is_one_of_the_auxiliary_optimizer() -> None:
+    module = network()
+    module[2].requires_grad_(False)
+    optimizer = RLS(module, exclude=["3"], auxiliary=ADAM)
+    optimizer.add_param_group({"params": module[2].requires_grad_(True).parameters(), "lr": 0.25})
+    assert optimizer.param_groups[-1]["lr"] == 0.25 and "betas" in optimizer.param_groups[-1]
+    before = weights(module[2])
+    train(module, optimizer, range(1))
+    assert not torch.equal(weights(module[2]), before)
+
+
+def test_parameters_that_were_replaced_are_an_error() -> None:
+    module = network()
+    optimizer = RLS(module, auxiliary=ADAM)
+    for layer in (module[0], module[3]):
+        layer.weight, layer.bias = nn.Parameter(layer.weight.detach()), nn.Parameter(layer.bias.detach())
+    loss_of(module, 0).backward()
+    with pytest.raises(ValueError, match=r"RLS does not train|others than when RLS was made"):
+        optimizer.step()
+
+
+# --- precision, options, memory --------------------------------------------------------------------------------------
+
+
+def test_a_module_in_lower_precision_keeps_p_in_float32() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = RLS(module, momentum=0.5)
+    module.bfloat16()
+    for step in range(3):
+        optimizer.zero_grad()
+        module((gaussian(7, 6, seed=step) + 0.5).bfloat16()).square().sum().backward()
+        optimizer.step()
+    assert optimizer.state["rls"]["0.weight"]["P"].dtype == torch.float32  # type: ignore[index]
+    assert module[0].weight.dtype == torch.bfloat16 and weights(module).isfinite().all()
+
+
+def test_weight_decay_is_decoupled_and_follows_the_learning_rate() -> None:
+    module = nn.Linear(6, 3).double()
+    decayed = copy.deepcopy(module)
+    start = weights(module)
+    for each, options in ((module, {}), (decayed, {"weight_decay": 0.1})):
+        optimizer = RLS(each, lr=0.5, **options)
+        train(each, optimizer, range(1))
+    torch.testing.assert_close(weights(decayed), weights(module) - 0.05 * start)
+
+
+def test_p_is_updated_in_every_interval_by_as_much_as_in_all_its_steps() -> None:
+    module = nn.Linear(6, 3).double()
+    optimizer = RLS(module, interval=3)
+    train(module, optimizer, range(6))
+    rows = [torch.cat([(gaussian(7, 6, seed=i) + 0.5).mean(0), torch.ones(1, dtype=torch.float64)]) for i in (0, 3)]
+    expected = torch.linalg.inv(torch.eye(7, dtype=torch.float64) + 0.3 * sum(torch.outer(row, row) for row in rows))
+    torch.testing.assert_close(optimizer.state["rls"]["weight"]["P"][0], expected)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("options", [{"form": "low_rank"}, {"block_size": 4}, {"block_size": 4, "forgetting": 0.95}])
+def test_other_forms_of_p_train_and_resume(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)).double()
+
+    def run(module: nn.Module, optimizer: RLS, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            module((gaussian(7, 12, seed=step) + 0.5).view(7, 2, 6)).square().sum().backward()
+            optimizer.step()
+
+    optimizer = RLS(module, rank=3, **options)
+    run(module, optimizer, range(8))
+    other = copy.deepcopy(module)
+    resumed = RLS(other, rank=3, **options)
+    resumed.load_state_dict(optimizer.state_dict())
+    run(module, optimizer, range(8, 12))
+    run(other, resumed, range(8, 12))
+    assert torch.equal(weights(module), weights(other))
+
+
+def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(1025, 2), nn.Linear(2, 1024), nn.Linear(1024, 2))
+    with caplog.at_level(logging.INFO):
+        chosen = [line.split()[1] for line in RLS(module).summary().splitlines()[1:-1]]
+    assert chosen == ["low_rank", "full", "full"]
+    assert (
+        "RLS trains 3 weights; their P take 4.3 MiB; 1 with more than 1,024 inputs have the low-rank form"
+        in caplog.text
+    )
+    assert RLS(module, form="full").summary().count("full") == 3
+    blocks = RLS(module, block_size=512).summary().splitlines()
+    assert blocks[1].split()[2:7] == ["3", "x", "512", "x", "512"]

@@ -48,6 +48,7 @@ from harness import (
 )
 from lightning_struct.data.mnist_variants import vary_digits
 from lightning_struct.nn import (
+    Circulant,
     LDRSubdiagonal,
     LowRank,
     ToeplitzLike,
@@ -210,12 +211,18 @@ def trained_on_mnist(name: str, directory: str, results: Path) -> nn.Module:
 # --- ways -------------------------------------------------------------------------------------------------------------
 
 
-def of_ours(factory: Callable[[int], Callable[..., nn.Module]], half: bool = False) -> Callable:
-    """The model with our adapters in all layers or in every other one, and its parameter groups."""
+def of_ours(
+    factory: Callable[[int], Callable[..., nn.Module]], half: bool = False, diagonals: Sequence[str] = ("none", "none")
+) -> Callable:
+    """The model with our adapters in all layers or in every other one, and its parameter groups.
+
+    ``diagonals`` says for each rank which are learned.
+    """
 
     def make(network: nn.Module, rank: int, rate: float) -> tuple[nn.Module, list[dict]]:
         layers = list(network.half if half else network.adapted)  # type: ignore[arg-type]
-        add_adapters(network, factory(rank), include=layers)
+        learned = diagonals[rank - 1]
+        add_adapters(network, factory(rank), include=layers, learned_diagonals=learned)  # type: ignore[arg-type]
         return network, adapter_parameter_groups(network, rate)
 
     return make
@@ -247,13 +254,18 @@ def kronecker(width: int, rank: int) -> dict:
 WAYS: dict[str, Callable] = {
     "LDR-SD": of_ours(lambda rank: partial(LDRSubdiagonal, rank=rank - 1)),
     "LDR-SD, every other layer": of_ours(lambda rank: partial(LDRSubdiagonal, rank=2 * rank - 1), half=True),
+    "LDR-SD by diagonals": of_ours(lambda rank: partial(ToeplitzLike, rank=rank - 1), diagonals=("both", "both")),
     "Toeplitz-like": of_ours(lambda rank: partial(ToeplitzLike, rank=rank)),
+    "circulant, learned diagonals": of_ours(lambda rank: Circulant, diagonals=("outputs", "both")),
     "LoRA": of_peft("LoraConfig", lambda width, rank: {"r": rank, "lora_alpha": 2 * rank}),
     "C3A": of_peft("C3AConfig", lambda width, rank: {"block_size": width // (2 * rank)}),
     "OFT": of_peft("OFTConfig", lambda width, rank: {"r": 0, "oft_block_size": 4 * rank}),
     "VeRA": of_peft("VeraConfig", lambda width, rank: {"r": (2 * rank - 1) * width}),
     "LoKr": of_peft("LoKrConfig", kronecker),
 }
+
+
+LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1), ("LDR-SD, every other layer", 2))
 
 
 def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample, tested: Sample, seed: int) -> Run:
@@ -271,13 +283,9 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
     """All runs whose files are missing: rates first, then each shift with each seed."""
     data = {shift: shifted(arguments.data_dir, shift) for shift in SHIFTS}
     networks = {name: trained_on_mnist(name, arguments.data_dir, results) for name in arguments.networks}
-    cells = [
-        (name, way, rank)
-        for name in arguments.networks
-        for rank in RANKS
-        for way in WAYS
-        if not (way == "LDR-SD" and rank == 1)  # two parameters more for each of G and H: none of rank 0
-    ]
+    cells = [(name, way, rank) for name in arguments.networks for rank in RANKS for way in WAYS]
+    # Learned operators double the parameters: in all layers they need the budget of rank 2.
+    cells = [cell for cell in cells if cell[1:] not in LEFT_OUT]
     for name, way, rank in progress(cells, len(cells), "rates"):
         train, check, _ = data["rotation"]
         for tried, rate in enumerate(RATES):

@@ -16,7 +16,7 @@ from lightning_struct.functional.layers import as_linear, hidden_layers, is_affi
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, Selection, _is_from_linear, _Selector, _with_parents
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.updates import AdaptedLinear, StructuredUpdate, UpdatedWeight, updated
+from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, updated
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def add_adapters(
     train: str | nn.Module | Iterable[str | nn.Module] = (),
     scale: float | None = None,
     dropout: float = 0.0,
+    learned_diagonals: Sides = "none",
 ) -> nn.Module:
     """Freeze a model, and put a structured update beside the weight of each linear layer, in place. ::
 
@@ -56,7 +57,7 @@ def add_adapters(
             stands for all that is below it, too. None: all.
         exclude: likewise, what gets no adapter.
         train: what is trained besides: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
-        scale, dropout: of each :class:`AdaptedLinear`. Attention weights have no dropout.
+        scale, dropout, learned_diagonals: of each :class:`AdaptedLinear`. Updates of attention weights have no dropout.
 
     Returns:
         ``model``.
@@ -93,7 +94,7 @@ def add_adapters(
             continue
         if id(layer) not in made:
             try:
-                made[id(layer)] = _adapted(layer, factory, scale, dropout)
+                made[id(layer)] = _adapted(layer, factory, dropout, scale=scale, learned_diagonals=learned_diagonals)
             except (TypeError, ValueError) as error:
                 message = f"no adapter for {name or 'the model'}: {error}. exclude={name!r} leaves it as it is"
                 raise type(error)(message) from error
@@ -289,7 +290,7 @@ def _parameters_named(model: nn.Module, selections: Any) -> list[nn.Parameter]:
 
 
 def _adapted(
-    layer: nn.Module, factory: LayerFactory, scale: float | None, dropout: float
+    layer: nn.Module, factory: LayerFactory, dropout: float, **options: Any
 ) -> AdaptedLinear | dict[str, UpdatedWeight]:
     """The layer that takes the place of ``layer``, or the parametrizations of its weights."""
 
@@ -302,9 +303,8 @@ def _adapted(
     if not isinstance(layer, nn.MultiheadAttention):
         linear = as_linear(layer)
         _check_has_values(linear.weight)
-        return AdaptedLinear(
-            layer, adapter(linear.weight, linear.in_features, linear.out_features), scale=scale, dropout=dropout
-        )
+        made = adapter(linear.weight, linear.in_features, linear.out_features)
+        return AdaptedLinear(layer, made, dropout=dropout, **options)
     updates = {}
     kind = kind_of(layer)
     for matrix in () if kind is None else kind.matrices(layer):
@@ -315,7 +315,7 @@ def _adapted(
         _check_has_values(weight)
         rows, columns = weight.shape[0] // matrix.groups, weight.shape[1]
         updates[matrix.weight] = UpdatedWeight(
-            [StructuredUpdate(adapter(weight, columns, rows), scale) for _ in range(matrix.groups)]
+            [StructuredUpdate(adapter(weight, columns, rows), **options) for _ in range(matrix.groups)]
         )
     if not updates:
         raise ValueError(f"the forward of {type(layer).__name__} is its own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +13,42 @@ from lightning_struct.functional.layers import as_linear
 from lightning_struct.nn.structured import StructuredLinear
 
 _PROBES = 16
+Sides = Literal["none", "outputs", "both"]
 
 
 class StructuredUpdate(nn.Module):
-    """The map x → s D M D' x, zero at the start: a structured matrix M, signs D and D' that are fixed, and a scale s.
+    """The map x → s D M D' x, zero at the start: a structured matrix M, diagonal matrices D and D', and a scale s.
 
     Of the factors of M the first one starts at zero and the others as they were drawn, so that gradients flow.
 
-    The signs are two Rudin-Shapiro sequences. A structured matrix weighs the frequencies of its inputs, or its outputs
-    are sums of neighbouring inputs, and those of images and of hidden layers have most of their power in the mean, which
-    leaves all other directions to be learned slowly. Signs spread it evenly. The LDR matrices with and without them are
-    the same class: D A D is subdiagonal or tridiagonal if A is.
+    D and D' are signs, two Rudin-Shapiro sequences, or start there. Most structured matrices weigh the frequencies of
+    their inputs, and those of images and of hidden layers have most of their power in the mean, which leaves all other
+    directions to be learned slowly. Signs spread it evenly. The LDR matrices with and without them are the same class:
+    D A D is subdiagonal or tridiagonal if A is. A Toeplitz-like M between learned D and D' is an LDR-SD matrix, whose
+    operators are D Z D⁻¹: all of that class whose subdiagonals have no zero.
 
     Args:
         adapter: M, without a bias.
         scale: s. None: such that s M moves with the first factor of M as a dense weight moves with its entries, on
             average over directions.
+        learned_diagonals: of which sides the diagonals are parameters: ``"none"``, ``"outputs"`` (D) or ``"both"``.
 
     Attributes:
         scale: s, (), a buffer.
+        input_diagonal, output_diagonal: (n,) and (m,), parameters or buffers of signs.
 
     Raises:
         TypeError: the adapter is no :class:`~lightning_struct.nn.StructuredLinear`.
-        ValueError: the adapter has a bias.
+        ValueError: the adapter has a bias, or ``learned_diagonals`` is unknown.
     """
 
     scale: Tensor
-    input_signs: Tensor
-    output_signs: Tensor
+    input_diagonal: Tensor
+    output_diagonal: Tensor
 
-    def __init__(self, adapter: StructuredLinear, scale: float | None = None) -> None:
+    def __init__(
+        self, adapter: StructuredLinear, scale: float | None = None, learned_diagonals: Sides = "none"
+    ) -> None:
         super().__init__()
         if not isinstance(adapter, StructuredLinear):
             raise TypeError(
@@ -54,20 +61,29 @@ class StructuredUpdate(nn.Module):
         self.adapter = adapter
         reference = adapter._reference
         self.register_buffer("scale", _unit_scale(adapter) if scale is None else torch.as_tensor(scale).to(reference))
-        # Not in the state_dict, as they are always the same.
-        for name, size in (("input_signs", adapter.in_features), ("output_signs", adapter.out_features)):
-            self.register_buffer(name, rudin_shapiro_signs(size).to(reference.device), persistent=False)
+        if learned_diagonals not in get_args(Sides):
+            known = ", ".join(map(repr, get_args(Sides)))
+            raise ValueError(f"learned_diagonals must be one of {known}, but is {learned_diagonals!r}")
+        for name, size, learned in (
+            ("input_diagonal", adapter.in_features, learned_diagonals == "both"),
+            ("output_diagonal", adapter.out_features, learned_diagonals != "none"),
+        ):
+            signs = rudin_shapiro_signs(size).to(reference.device)
+            if learned:
+                self.register_parameter(name, nn.Parameter(signs.to(reference.dtype)))
+            else:  # not in the state_dict, as they are always the same
+                self.register_buffer(name, signs, persistent=False)
         with torch.no_grad():
             adapter.scale_(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features), in the dtype of x (under autocast in its dtype), for x (..., in_features)."""
-        y = self.adapter((x * self.input_signs).to(self.scale.dtype))
-        return (self.scale * self.output_signs * y).to(x.dtype)
+        y = self.adapter((x * self.input_diagonal).to(self.scale.dtype))
+        return (self.scale * self.output_diagonal * y).to(x.dtype)
 
     def to_dense(self) -> Tensor:
         """The matrix (out_features, in_features), with gradients to the parameters of M."""
-        return self.scale * (self.output_signs[:, None] * self.input_signs) * self.adapter.to_dense()
+        return self.scale * (self.output_diagonal[:, None] * self.input_diagonal) * self.adapter.to_dense()
 
 
 class AdaptedLinear(nn.Module):
@@ -80,6 +96,7 @@ class AdaptedLinear(nn.Module):
         adapter: of the sizes of ``base``, without a bias; its first factor is set to zero.
         scale: see :class:`StructuredUpdate`.
         dropout: probability with which an input of Δ is set to zero in training.
+        learned_diagonals: see :class:`StructuredUpdate`.
 
     Raises:
         TypeError, ValueError: as there; or the sizes differ, or ``dropout`` is no probability less than 1.
@@ -94,12 +111,18 @@ class AdaptedLinear(nn.Module):
     """
 
     def __init__(
-        self, base: nn.Module, adapter: StructuredLinear, *, scale: float | None = None, dropout: float = 0.0
+        self,
+        base: nn.Module,
+        adapter: StructuredLinear,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        learned_diagonals: Sides = "none",
     ) -> None:
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout}")
-        update = StructuredUpdate(adapter, scale)
+        update = StructuredUpdate(adapter, scale, learned_diagonals)
         linear = as_linear(base)
         if (linear.in_features, linear.out_features) != (adapter.in_features, adapter.out_features):
             raise ValueError(f"{adapter} has not the sizes of {base}")

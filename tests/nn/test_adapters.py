@@ -138,15 +138,39 @@ def test_update_moves_with_its_first_factor_as_a_dense_weight_does(name):
     assert 0.6 < layer.update.to_dense().norm() / step.norm() < 1.6
 
 
-def test_forward_and_weight_are_the_dense_definition():
+@pytest.mark.parametrize("sides", ["none", "outputs", "both"])
+def test_forward_and_weight_are_the_dense_definition(sides):
     torch.manual_seed(0)
     base = nn.Linear(8, 12).double()
-    layer = AdaptedLinear(base, ToeplitzLike(8, 12, rank=2, bias=False, dtype=torch.float64), scale=0.5)
-    nn.init.normal_(layer.update.adapter.G)
-    update = layer.update
-    delta = 0.5 * update.output_signs.diag().double() @ update.adapter.to_dense() @ update.input_signs.diag().double()
+    adapter = ToeplitzLike(8, 12, rank=2, bias=False, dtype=torch.float64)
+    layer = AdaptedLinear(base, adapter, scale=0.5, learned_diagonals=sides)
+    learned = {name for name, _ in layer.update.named_parameters(recurse=False)}
+    assert (
+        learned == {"none": set(), "outputs": {"output_diagonal"}, "both": {"output_diagonal", "input_diagonal"}}[sides]
+    )
+    for parameter in layer.update.parameters():
+        nn.init.normal_(parameter)
+    left, right = (d.double().diag() for d in (layer.update.output_diagonal, layer.update.input_diagonal))
+    delta = 0.5 * left @ adapter.to_dense() @ right
     torch.testing.assert_close(layer.weight, base.weight + delta)
     torch.testing.assert_close(layer(inputs()), inputs() @ (base.weight + delta).T + base.bias)
+
+
+def test_toeplitz_like_between_learned_diagonals_is_an_ldr_matrix():
+    torch.manual_seed(0)
+    update = AdaptedLinear(nn.Linear(6, 6), ToeplitzLike(6, 6, bias=False), learned_diagonals="both").double().update
+    for parameter in update.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    left, right = update.output_diagonal.detach(), update.input_diagonal.detach()
+    ldr = LDRSubdiagonal(6, 6, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        ldr.subdiagonal_a.copy_(left[1:] / left[:-1])
+        ldr.subdiagonal_b.copy_(right[1:] / right[:-1])
+        ldr.corner_a.fill_(left[0] / left[-1])
+        ldr.corner_b.fill_(-right[0] / right[-1])
+        ldr.G.copy_(update.scale * left[:, None] * update.adapter.G)
+        ldr.H.copy_(right[:, None] * update.adapter.H)
+    torch.testing.assert_close(update.to_dense(), ldr.to_dense())
 
 
 def test_state_of_the_adapters_is_all_that_differs_from_the_base(kind):
@@ -303,6 +327,7 @@ class OwnForward(nn.MultiheadAttention):
         (made, partial(add_adapters, factory=LowRank, include="head"), "include names 'head', which is not in"),
         (made, partial(add_adapters, factory=LowRank, train="head"), "train names 'head', which has no parameters"),
         (made, partial(add_adapters, factory=LowRank, dropout=1), "dropout must be"),
+        (made, partial(add_adapters, factory=LowRank, learned_diagonals="all"), "one of 'none', 'outputs', 'both'"),
         (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
         (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),
         (lambda: nn.Linear(8, 8, device="meta"), partial(add_adapters, factory=LowRank), "no values yet"),

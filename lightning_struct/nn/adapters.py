@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine, kind_of, plain_name
+from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, Selection, _is_from_linear, _Selector, _with_parents
 from lightning_struct.nn.structured import StructuredLinear
@@ -41,10 +42,10 @@ def add_adapters(
         model = merge_adapters(model)
 
     The model computes what it computed before, until it is trained. Linear layers are ``nn.Linear``, layers that were
-    declared or are recognised as such (transformers' ``Conv1D``), and the projections of ``nn.MultiheadAttention``, the
-    query's, the key's, the value's and the output's. Linear layers become an :class:`AdaptedLinear` whose ``base`` is the
-    layer, with its hooks and its parameters; attention stays, and its weights are parametrized. A layer that stands at
-    several places gets one adapter.
+    declared or are recognised as such (transformers' ``Conv1D``), and the projections of ``nn.MultiheadAttention``,
+    which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name. Linear layers become an
+    :class:`AdaptedLinear` whose ``base`` is the layer, with its hooks and its parameters; attention stays, and its weights
+    are parametrized. A layer that stands at several places gets one adapter.
 
     Further calls add adapters to other layers and leave alone what requires gradients. Batch norms still follow the data
     in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns.
@@ -80,6 +81,10 @@ def add_adapters(
         )
     included = None if include is None else _Selector("include", include, model)
     excluded = _Selector("exclude", () if exclude is None else exclude, model)
+
+    def is_selected(name: str, layer: nn.Module, owner: nn.Module | None = None) -> bool:
+        return (included is None or included.has(name, layer, owner)) and not excluded.has(name, layer, owner)
+
     trained = _parameters_named(model, train)
     had_adapters = has_adapters(model)
     kept_away = {id(below) for layer in model.modules() if _is_adapter(layer) for below in layer.modules()}
@@ -88,13 +93,19 @@ def add_adapters(
     made: dict[int, AdaptedLinear | dict[str, UpdatedWeight]] = {}
     places: list[tuple[str, nn.Module]] = []
     for name, layer in model.named_modules(remove_duplicate=False):
-        if id(layer) in kept_away or not (is_affine(layer) or isinstance(layer, nn.MultiheadAttention)):
+        if id(layer) in kept_away:
             continue
-        if (included is not None and not included.has(name, layer)) or excluded.has(name, layer):
+        if isinstance(layer, nn.MultiheadAttention):
+            parts = _selected_projections(name, layer, is_selected)
+        else:
+            parts = [name] if is_affine(layer) and is_selected(name, layer) else []
+        if not parts:
             continue
         if id(layer) not in made:
             try:
-                made[id(layer)] = _adapted(layer, factory, dropout, scale=scale, learned_diagonals=learned_diagonals)
+                made[id(layer)] = _adapted(
+                    layer, factory, parts, dropout, scale=scale, learned_diagonals=learned_diagonals
+                )
             except (TypeError, ValueError) as error:
                 message = f"no adapter for {name or 'the model'}: {error}. exclude={name!r} leaves it as it is"
                 raise type(error)(message) from error
@@ -289,10 +300,20 @@ def _parameters_named(model: nn.Module, selections: Any) -> list[nn.Parameter]:
     return selected
 
 
+def _selected_projections(name: str, layer: nn.MultiheadAttention, is_selected: Callable[..., bool]) -> list[str]:
+    """Those of an attention's projections that are selected by their names below it, such as ``"attention.q_proj"``."""
+    sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
+    return [
+        part
+        for part, size in sizes.items()
+        if is_selected(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
+    ]
+
+
 def _adapted(
-    layer: nn.Module, factory: LayerFactory, dropout: float, **options: Any
+    layer: nn.Module, factory: LayerFactory, parts: list[str], dropout: float, **options: Any
 ) -> AdaptedLinear | dict[str, UpdatedWeight]:
-    """The layer that takes the place of ``layer``, or the parametrizations of its weights."""
+    """The layer that takes the place of ``layer``; or the parametrizations of an attention's weights, for these parts."""
 
     def adapter(weight: Tensor, in_features: int, out_features: int) -> StructuredLinear:
         made = factory(in_features, out_features, bias=False)
@@ -305,9 +326,14 @@ def _adapted(
         _check_has_values(linear.weight)
         made = adapter(linear.weight, linear.in_features, linear.out_features)
         return AdaptedLinear(layer, made, dropout=dropout, **options)
-    updates = {}
     kind = kind_of(layer)
-    for matrix in () if kind is None else kind.matrices(layer):
+    if kind is None:
+        raise ValueError(f"the forward of {type(layer).__name__} is its own")
+    updates = {}
+    for matrix in kind.matrices(layer):
+        blocks = PROJECTIONS[:3] if matrix.groups == 3 else [matrix.weight.replace(".", "_").removesuffix("_weight")]
+        if not set(blocks) & set(parts):
+            continue
         module, attribute = _owner(layer, matrix.weight)
         if parametrize.is_parametrized(module):
             raise ValueError(f"{matrix.weight} or a weight beside it is parametrized")
@@ -315,10 +341,12 @@ def _adapted(
         _check_has_values(weight)
         rows, columns = weight.shape[0] // matrix.groups, weight.shape[1]
         updates[matrix.weight] = UpdatedWeight(
-            [StructuredUpdate(adapter(weight, columns, rows), **options) for _ in range(matrix.groups)]
+            {
+                index * rows: StructuredUpdate(adapter(weight, columns, rows), **options)
+                for index, block in enumerate(blocks)
+                if block in parts
+            }
         )
-    if not updates:
-        raise ValueError(f"the forward of {type(layer).__name__} is its own")
     return updates
 
 

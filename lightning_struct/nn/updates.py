@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
@@ -154,21 +154,24 @@ class UpdatedWeight(nn.Module):
     """The parametrization W → W + Δ of a weight that no module is called with, as those of ``nn.MultiheadAttention``.
 
     Args:
-        updates: of blocks of rows of W, from the first row to the last.
+        updates: of blocks of rows of W, by the first row of each; the other rows stay.
     """
 
-    def __init__(self, updates: Sequence[StructuredUpdate]) -> None:
+    def __init__(self, updates: Mapping[int, StructuredUpdate]) -> None:
         super().__init__()
-        self.updates = nn.ModuleList(updates)
+        self.updates = nn.ModuleDict({str(row): update for row, update in updates.items()})
 
     def forward(self, weight: Tensor) -> Tensor:
         """W + Δ, (rows, columns), for W."""
-        return updated(weight, torch.cat([update.to_dense() for update in self._structured()]))
-
-    def _structured(self) -> Iterator[StructuredUpdate]:
-        for update in self.updates:
+        blocks = []
+        end = 0
+        for row, update in self.updates.items():
             assert isinstance(update, StructuredUpdate)
-            yield update
+            delta = update.to_dense()
+            start = int(row)
+            blocks += [weight[end:start], updated(weight[start : start + len(delta)], delta)]
+            end = start + len(delta)
+        return torch.cat([*blocks, weight[end:]])
 
 
 def rudin_shapiro_signs(size: int) -> Tensor:

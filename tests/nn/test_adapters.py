@@ -208,6 +208,16 @@ def test_biases_and_heads_stay_trainable_where_they_are_named():
     assert {"0.base.bias", "2.weight"} < adapter_state_dict(model).keys()
 
 
+def test_projections_of_attention_are_selected_by_name():
+    model = made("attention")
+    before = model.state_dict()["attention.in_proj_weight"].clone()
+    train(add_adapters(model, FACTORY, include=["attention.q_proj", "attention.v_proj"]))
+    assert len({name.split(".updates.")[1].split(".")[0] for name in trainable(model)}) == 2
+    changed = (merge_adapters(model).attention.in_proj_weight != before).any(1)
+    assert changed.tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    assert type(model.attention) is nn.MultiheadAttention
+
+
 def test_further_call_leaves_the_first_adapters_and_what_is_trained():
     model = add_adapters(made(), FACTORY, include="0", train="2")
     first = model[0]

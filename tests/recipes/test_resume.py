@@ -46,7 +46,9 @@ LITTLE = {
 }
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 CASES = [
-    *((recipe, None) for recipe in RECIPES),
+    *(
+        (recipe, None) for recipe in RECIPES if recipe not in ("heat_pinn", "burgers_pinn")
+    ),  # poisson_pinn but for the equation
     ("curves_autoencoder", "adam"),
     ("curves_autoencoder", "kronecker"),
     ("mnist_fnn", "hrls"),

@@ -13,6 +13,7 @@ from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.butterfly import Butterfly
 from lightning_struct.nn.channels import ChannelLinear
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
+from lightning_struct.nn.convolutions import replace_conv
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.jacobian import jacobian_norms
@@ -50,6 +51,7 @@ __all__ = [
     "load_adapter_state_dict",
     "merge_adapters",
     "reduced_hidden_units",
+    "replace_conv",
     "replace_linear",
     "replacement_report",
     "sparse_normal_",

@@ -67,14 +67,14 @@ class BlockStructured(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_channels, size))
-        for block in self._structured():
+        for block in self.structured:
             block.gain = in_channels**-0.5
             block.scale_(block.gain)
         self.to(device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draw new weights of all blocks, and set the bias to zero."""
-        for block in self._structured():
+        for block in self.structured:
             block.reset_parameters()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -91,7 +91,7 @@ class BlockStructured(nn.Module):
 
     def to_dense(self) -> Tensor:
         """The block matrix, (l n, k n), with gradients to the parameters."""
-        blocks = [block.to_dense() for block in self._structured()]
+        blocks = [block.to_dense() for block in self.structured]
         rows = [torch.cat(blocks[row : row + self.in_channels], 1) for row in range(0, len(blocks), self.in_channels)]
         return torch.cat(rows)
 
@@ -113,7 +113,9 @@ class BlockStructured(nn.Module):
             y = y + self.bias.to(y.dtype)
         return y.unflatten(2, x.shape[2:])
 
-    def _structured(self) -> Iterator[StructuredLinear]:
+    @property
+    def structured(self) -> Iterator[StructuredLinear]:
+        """The blocks, row after row."""
         for block in self.blocks:
             assert isinstance(block, StructuredLinear)
             yield block

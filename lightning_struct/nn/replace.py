@@ -204,6 +204,12 @@ def _replacement_of(
     name: str, layer: nn.Module, factory: LayerFactory, is_selected: Callable[..., bool]
 ) -> nn.Module | None:
     """What stands in place of a layer; None if it stays."""
+
+    def replace(name: str, linear: nn.Linear) -> nn.Module:
+        structured = replacement(name, linear, factory)
+        log_replacement(name, linear, structured)
+        return structured
+
     if isinstance(layer, nn.MultiheadAttention):
         if (reason := why_not_called(layer)) is not None:
             _log.info("%s is left as it is: %s", name, reason)
@@ -211,19 +217,19 @@ def _replacement_of(
 
         def projection(part: str, linear: nn.Linear) -> nn.Module | None:
             of_part = f"{name}.{part}" if name else part
-            return replacement(of_part, linear, factory) if is_selected(of_part, linear, layer) else None
+            return replace(of_part, linear) if is_selected(of_part, linear, layer) else None
 
         attention = with_projections(layer, projection)
         if attention is not None:
             take_hooks(attention, layer)
         return attention
     if is_pointwise(layer) and is_selected(name, layer):
-        linear = replacement(name, as_pointwise_linear(layer), factory)
+        linear = replace(name, as_pointwise_linear(layer))
         pointwise = ChannelLinear(linear, layer.stride).train(layer.training)  # type: ignore[arg-type]
         take_hooks(pointwise, layer)
         return pointwise
     if is_affine(layer) and is_selected(name, layer):
-        structured = replacement(name, as_linear(layer), factory)
+        structured = replace(name, as_linear(layer))
         take_hooks(structured, layer)
         return structured
     return None
@@ -299,8 +305,12 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
     for of_layer, parameter in layer.named_parameters():
         of_linear = linear.bias if of_layer == "bias" and linear.bias is not None else linear.weight
         parameter.requires_grad_(parameter.requires_grad and of_linear.requires_grad)
-    _log.info("%s: %s -> %s", name or "the model", linear, _described(layer))
     return layer
+
+
+def log_replacement(name: str, old: nn.Module, new: nn.Module) -> None:
+    """Log at level INFO what stands in place of a layer."""
+    _log.info("%s: %s -> %s", name or "the model", old, _described(new))
 
 
 def take_hooks(new: nn.Module, old: nn.Module) -> None:
@@ -323,6 +333,6 @@ def _is_from_linear(factory: LayerFactory) -> bool:
 
 def _described(layer: nn.Module) -> str:
     if not isinstance(layer, StructuredLinear):
-        return str(layer)
+        return f"{type(layer).__name__}({layer.extra_repr()})"
     error = "" if layer.approximation_error is None else f", relative error {layer.approximation_error:.3g}"
     return f"{layer}, {layer.compression_ratio:.1f} times fewer parameters{error}"

@@ -6,7 +6,15 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
-from lightning_struct.nn import LowRank, PrunedLinear, StructuredLinear, replace_linear, replacement_report
+from lightning_struct.nn import (
+    BlockStructured,
+    LowRank,
+    PrunedLinear,
+    StructuredLinear,
+    replace_conv,
+    replace_linear,
+    replacement_report,
+)
 
 FACTORY = partial(LowRank, rank=2)
 
@@ -282,6 +290,55 @@ def test_report_lists_structured_layers():
     assert replacement_report(model).skipped == {}
     assert lines[1].split() == ["encoder.0", "LowRank", "22", "30", "1.4"]
     assert lines[3].split()[:5] == ["head", "LowRank", "14", "12", "0.9"] and float(lines[3].split()[5]) < 1
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 3, 3, stride=2),
+        nn.Conv2d(3, 3, 3, padding="same"),
+    )
+
+
+def test_convolutions_that_keep_the_size_are_replaced_by_blocks(caplog):
+    model = convolutions()
+    model[3].weight.requires_grad_(False)
+    before = model[1].running_mean.clone()
+    with caplog.at_level(logging.INFO, "lightning_struct"):
+        assert replace_conv(model, FACTORY, torch.randn(1, 2, 9, 9)) is model
+    assert len(caplog.records) == 2
+    assert [type(layer).__name__ for layer in model] == ["BlockStructured", "BatchNorm2d", "Conv2d", "BlockStructured"]
+    assert model(torch.randn(4, 2, 9, 9)).shape == (4, 3, 4, 4) and model[0].size == 81 and model[3].size == 16
+    assert model.training and model[1].training and torch.equal(before, torch.zeros(3))
+    assert {name for name, p in model[3].named_parameters() if p.requires_grad} == {"bias"}
+    assert list(replacement_report(model).skipped) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 5)),
+        (nn.Conv2d(2, 3, (3, 1), padding=(1, 0), bias=False), (2, 4, 5)),
+        (nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 9)),
+    ],
+)
+def test_blocks_near_to_a_convolution_compute_what_it_does(convolution, shape):
+    torch.manual_seed(0)
+    x = torch.randn(3, *shape)
+    blocks = replace_conv(convolution, exactly, x)
+    torch.testing.assert_close(blocks(x), convolution(x), rtol=1e-4, atol=1e-4)
+
+
+def test_convolutions_are_selected_and_errors_name_them():
+    model = convolutions()
+    replace_conv(model, FACTORY, torch.zeros(1, 2, 9, 9), exclude="3")
+    assert isinstance(model[0], BlockStructured) and isinstance(model[3], nn.Conv2d)
+    with pytest.raises(ValueError, match=r"replaces nothing: .*2: it makes images \(4, 4\) of images \(9, 9\)"):
+        replace_conv(convolutions(), FACTORY, torch.zeros(1, 2, 9, 9), include="2")
+    with pytest.raises(ValueError, match="^3: rank must be at most .* = 16, but is 20: .*exclude='3'"):
+        replace_conv(convolutions(), partial(LowRank, rank=20), torch.zeros(1, 2, 9, 9))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -49,7 +48,7 @@ class LevenbergMarquardtDamping(Callback):
         lower: float = 0.25,
         upper: float = 0.75,
         min_damping: float = 0.0,
-        max_damping: float = math.inf,
+        max_damping: float = MAX_DAMPING,
     ) -> None:
         try:
             check_levenberg_marquardt(drop, lower, upper, min_damping, max_damping)

@@ -1,8 +1,16 @@
-"""The Levenberg-Marquardt rule for the damping."""
+"""Rules for the damping: of Levenberg and Marquardt, and by the loss of the next batch."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+# A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without a
+# bound λ grows at each step of a run that has converged, until it overflows.
+MAX_DAMPING = 1e9
+# The rule by the next batch: the lowest σ, and r below which λ rises there. Data without replacement makes r too low by the
+# share of all samples that the last batches have had, so that an r a little below 0 is no sign of harm.
+SHORTEST_STEP, HARMFUL = 0.1, -0.25
 
 
 def levenberg_marquardt(
@@ -13,7 +21,7 @@ def levenberg_marquardt(
     lower: float = 0.25,
     upper: float = 0.75,
     min_damping: float = 0.0,
-    max_damping: float = math.inf,
+    max_damping: float = MAX_DAMPING,
 ) -> float:
     """The next λ (SHF paper, section 4.2 and Algorithm 1): λ/drop where ρ < lower, drop·λ where ρ > upper, else λ.
 
@@ -47,3 +55,54 @@ def check_levenberg_marquardt(drop: float, lower: float, upper: float, min_dampi
         raise ValueError(f"lower must be <= upper, got {lower} and {upper}")
     if not (0.0 <= min_damping <= max_damping and max_damping > 0.0):
         raise ValueError(f"0 <= min_damping <= max_damping > 0 must hold, got {min_damping} and {max_damping}")
+
+
+@dataclass(frozen=True)
+class ScaledDamping:
+    """A step scale and a damping, as :func:`next_batch_rule` sets them.
+
+    Attributes:
+        scale: σ in (0, 1]: the step is σ times the direction of the solve.
+        damping: λ.
+    """
+
+    scale: float
+    damping: float
+
+
+def next_batch_rule(
+    now: ScaledDamping,
+    ratio: float,
+    *,
+    drop: float | None,
+    min_damping: float = 0.0,
+    max_damping: float = MAX_DAMPING,
+) -> ScaledDamping:
+    """The next step scale σ and damping λ from how much of a step's gain the next batch shows too (not in the SHF paper).
+
+    A step lowers the loss of the batch that it was made of, and that of the next batch by r times as much: r is 1 where the
+    step is all signal, and near 0 or below where it fits the noise of its batch. Along a Newton step of noisy data the best
+    scale is σ = 2 r for small σ. σ grows where r > σ/4, half the ratio at the best scale, and else shrinks, by no more than a
+    factor of 1.22 (e^.2) a step and down to .1. λ falls at full steps with r > ¼, at its full rate from r = ¾ on, and rises
+    at the shortest steps with r < -¼.
+
+    Args:
+        now: σ and λ of the last step.
+        ratio: r, averaged over steps.
+        drop: λ is multiplied by it to fall, and divided by it to rise; None leaves λ alone.
+        min_damping: λ is never set below it.
+        max_damping: λ is never set above it.
+
+    Example:
+        >>> next_batch_rule(ScaledDamping(1.0, 2.0), 0.9, drop=0.5)  # a full step that the next batch confirms
+        ScaledDamping(scale=1.0, damping=1.0)
+        >>> next_batch_rule(ScaledDamping(1.0, 2.0), -0.3, drop=0.5).scale < 0.82  # one that harms it
+        True
+    """
+    change = min(max(0.5 * (ratio / now.scale - 0.25), -0.2), 0.2)
+    scale, damping = now.scale * math.exp(change), now.damping
+    if drop is not None and scale >= 1.0:
+        damping *= drop ** min(max(2 * ratio - 0.5, 0.0), 1.0)
+    elif drop is not None and scale <= SHORTEST_STEP and ratio < HARMFUL:
+        damping /= drop
+    return ScaledDamping(min(max(scale, SHORTEST_STEP), 1.0), min(max(damping, min_damping), max_damping))

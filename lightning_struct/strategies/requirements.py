@@ -26,6 +26,7 @@ class Requirements:
         automatic: remedy for a module that sets ``automatic_optimization``.
         batch: remedy for a batch that is not a pair of tensors.
         optimizers: remedy for other optimizers.
+        several_inputs: the inputs of a batch may be a list or tuple of tensors, as torch's collate makes it.
     """
 
     optimizer: type[Optimizer]
@@ -33,6 +34,7 @@ class Requirements:
     automatic: str
     batch: str
     optimizers: str
+    several_inputs: bool = False
 
     @property
     def mixin(self) -> str:
@@ -74,14 +76,16 @@ class Requirements:
             f"configure_optimizers, but got {returned}: {self.optimizers}"
         )
 
-    def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Tensor, Tensor]:
-        """The two tensors of a batch of the module.
+    def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Any, Tensor]:
+        """The inputs and targets of a batch of the module: two tensors, the inputs several where that is allowed.
 
         Raises:
             MisconfigurationException: the batch is not a sequence of two tensors.
         """
-        if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
-            return batch[0], batch[1]
+        if isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            inputs = batch[0] if self.several_inputs and isinstance(batch[0], list | tuple) else batch[:1]
+            if inputs and all(isinstance(part, Tensor) for part in inputs):
+                return batch[0], batch[1]
         held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
         raise MisconfigurationException(
             f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: {self.batch}"

@@ -23,7 +23,9 @@ class SHFOptimization(ManualOptimization):
     each step are ``train_loss`` (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``,
     ``step_length``, ``batch_size``, and where they are defined ``gradient_variance`` and ``batch_size_predicted`` (a
     ``GrowingBatchSize`` logs its own prediction instead); with ``loss="least_squares"`` and several blocks of residuals
-    also ``train_loss_NAME`` of each, ½ mean r² without its weight. All are of the whole batch, over all processes.
+    also ``train_loss_NAME`` of each, ½ mean r² without its weight.
+    An SHF that measures itself by the next batch, as that of two arguments, has ``step_scale`` and ``next_batch_ratio``
+    too. All are of the whole batch, over all processes.
 
     It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. A learning-rate scheduler has
     nothing to do here; clipping and accumulation of gradients are refused by Lightning.
@@ -48,7 +50,7 @@ class SHFOptimization(ManualOptimization):
         ...         return self.layers(inputs)
         ...
         ...     def configure_optimizers(self):
-        ...         return SHF(self, "mse", damping=10.0)
+        ...         return SHF(self, "mse")
         >>> LitNet().automatic_optimization
         False
     """
@@ -58,7 +60,8 @@ class SHFOptimization(ManualOptimization):
         precision="half precision loses its steps, and a float16 GradScaler gives an optimizer no batch",
         automatic="leave the attribute alone",
         batch="define inputs_and_targets(self, batch), which returns (inputs, targets)",
-        optimizers="return SHF(self, 'mse', damping=10.0), or leave SHFOptimization out",
+        optimizers="return SHF(self, 'mse'), or leave SHFOptimization out",
+        several_inputs=True,
     )
     _replaced_training_step: str | None = None
 
@@ -147,6 +150,8 @@ class SHFOptimization(ManualOptimization):
             "batch_size": report.batch_size,
             "gradient_variance": report.gradient_variance,
         }
+        if self.shf.settings.damping_rule == "next_batch":
+            values |= {"step_scale": report.step_scale, "next_batch_ratio": report.next_batch_ratio}
         if not any(isinstance(callback, GrowingBatchSize) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             values["batch_size_predicted"] = report.predicted_batch_size
         if len(report.block_losses) > 1:

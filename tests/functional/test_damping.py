@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_struct.functional import levenberg_marquardt
-from lightning_struct.functional.damping import check_levenberg_marquardt
+from lightning_struct.functional.damping import ScaledDamping, check_levenberg_marquardt, next_batch_rule
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,39 @@ def test_the_paper_s_settings_are_valid() -> None:
 def test_settings_without_meaning_are_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_levenberg_marquardt(**{**VALID, **changed})
+
+
+def test_a_step_scale_grows_where_the_next_batch_shows_more_than_a_quarter_of_it() -> None:
+    now = ScaledDamping(0.4, 2.0)
+    assert next_batch_rule(now, 0.1, drop=0.5) == now
+    assert next_batch_rule(now, 0.11, drop=0.5).scale > 0.4 > next_batch_rule(now, 0.09, drop=0.5).scale
+
+
+@given(st.floats(0.1, 1.0), st.floats(-1.0, 1.0))
+def test_a_step_scale_changes_by_a_fifth_and_stays_in_its_bounds(scale: float, ratio: float) -> None:
+    found = next_batch_rule(ScaledDamping(scale, 2.0), ratio, drop=None)
+    assert 0.1 <= found.scale <= 1.0
+    assert abs(math.log(found.scale / scale)) <= 0.2 + 1e-12
+    assert found.damping == 2.0
+
+
+@pytest.mark.parametrize(
+    ("scale", "ratio", "expected"),
+    [
+        (1.0, 0.9, 1.0),
+        (1.0, 0.5, 2.0 * 0.5**0.5),
+        (1.0, 0.25, 2.0),
+        (0.5, 0.9, 2.0),
+        (0.1, -0.2, 2.0),
+        (0.1, -0.3, 4.0),
+    ],
+)
+def test_the_damping_falls_at_full_steps_that_are_confirmed_and_rises_where_the_shortest_harm(
+    scale: float, ratio: float, expected: float
+) -> None:
+    assert next_batch_rule(ScaledDamping(scale, 2.0), ratio, drop=0.5).damping == pytest.approx(expected)
+
+
+def test_the_damping_by_the_next_batch_is_bounded() -> None:
+    assert next_batch_rule(ScaledDamping(1.0, 2.0), 1.0, drop=0.5, min_damping=1.5).damping == 1.5
+    assert next_batch_rule(ScaledDamping(0.1, 2.0), -1.0, drop=0.5, max_damping=3.0).damping == 3.0

@@ -66,6 +66,18 @@ def test_fit_lowers_the_loss(tmp_path):
     assert module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
 
 
+def test_two_arguments_fit_and_log_how_the_steps_are_measured(tmp_path):
+    class TwoArguments(SHFNetwork):
+        def configure_optimizers(self):
+            return SHF(self, "mse")
+
+    module = TwoArguments()
+    trainer = make_trainer(tmp_path, max_epochs=6)
+    trainer.fit(module, draw_loader(batch_size=40))
+    assert module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
+    assert {"damping", "step_scale", "next_batch_ratio"} <= set(trainer.logged_metrics)
+
+
 def test_a_step_is_that_of_the_plain_optimizer(tmp_path):
     module, plain = SHFNetwork(), SHFNetwork()
     make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader())
@@ -154,6 +166,18 @@ def test_a_list_of_two_tensors_is_inputs_and_targets():
     inputs, targets = torch.zeros(2, 3), torch.ones(2, 1)
     read = SHFNetwork().inputs_and_targets([inputs, targets])
     assert read[0] is inputs and read[1] is targets
+
+
+def test_the_inputs_of_a_batch_may_be_several(tmp_path):
+    class OfTwo(SHFNetwork):
+        def forward(self, first, second):
+            return super().forward(first + second)
+
+    data = zip(torch.randn(24, 3), torch.randn(24, 3), torch.randn(24, 2), strict=True)
+    loader = DataLoader([([first, second], target) for first, second, target in data], batch_size=12)
+    module = OfTwo()
+    make_trainer(tmp_path, max_epochs=1).fit(module, loader)
+    assert [report.batch_size for report in module.reports] == [12, 12]
 
 
 @pytest.mark.parametrize(

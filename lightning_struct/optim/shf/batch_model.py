@@ -49,6 +49,10 @@ class BatchModel:
         l2: weight of ½‖w‖².
         backend, chunk_size: passed to :func:`~lightning_struct.functional.linearize`.
         held_out: share of the samples of each process, its last ones, that the model is not made of.
+        products: passed to :func:`~lightning_struct.functional.linearize`.
+        single_samples: where layers do not show the gradients of single samples, form these for the variance. Else it is
+            estimated from the two halves of the batch, for one product more.
+        layers_show: whether layers have to be asked for the gradients of single samples; not where they did not before.
         curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of all.
 
     Attributes:
@@ -60,12 +64,12 @@ class BatchModel:
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
         variance: ‖Var‖₁ of the per-sample gradients (section 4.3), None where it is not defined.
-        uncovered: reason for the slow fallback to per-sample gradients; None if it was not used.
+        uncovered: why layers did not show the gradients of single samples; None if they did, or were not asked.
         linearization, outputs, targets: those of this process's samples that have rows in A.
         right_hand_side: b = -r of these.
 
     Raises:
-        ValueError: an empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of
+        ValueError: a forward that changes its inputs in place; an empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of
             the processes.
     """
 
@@ -82,9 +86,13 @@ class BatchModel:
         chunk_size: int | None = None,
         held_out: float = 0.0,
         curvature_share: float = 1.0,
+        products: int | None = None,
+        single_samples: bool = True,
+        layers_show: bool = True,
     ) -> None:
         self._module, self._loss, self.weights = module, loss, FlatWeights(weights)
-        self._l2, self._backend, self._chunk_size = l2, backend, chunk_size
+        self._l2, self._backend, self._chunk_size, self._products = l2, backend, chunk_size, products
+        self._single_samples, self._layers_show = single_samples, layers_show
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
         batch, held = Samples.of_batch(inputs, targets, self._device).hold_out(held_out)
         self.n, self.samples = batch.total, batch.total + held.total
@@ -96,7 +104,13 @@ class BatchModel:
         if batch_normalised:
             with restored_random_state(self._random_state):
                 module(*batch.args)
+        versions = _versions(batch.args)
         self._linearize(batch)
+        if _versions(batch.args) != versions:
+            raise ValueError(
+                "the forward of the module changes its inputs in place, and each evaluation in a step would change them "
+                "again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
+            )
         self._measure(per_sample=not batch_normalised)
         if curvature_share < 1.0:
             self._linearize(batch.split(tuple(math.ceil(curvature_share * count) for count in batch.counts))[0])
@@ -117,7 +131,12 @@ class BatchModel:
         self._rows_of, self.targets = samples, samples.targets
         with restored_random_state(self._random_state):
             self.linearization = linearize(
-                self._module, self.weights.by_name, *samples.args, backend=self._backend, chunk_size=self._chunk_size
+                self._module,
+                self.weights.by_name,
+                *samples.args,
+                backend=self._backend,
+                chunk_size=self._chunk_size,
+                products=self._products,
             )
         self.outputs = self.linearization.outputs.to(self._dtype)
         self._residual = self._loss.residual(self.outputs, self.targets)
@@ -139,13 +158,17 @@ class BatchModel:
             )
         mean = self.backward(self._residual).div_(self.n)
         mean_squared = inner(mean, mean).item()
-        defined = per_sample and self.n > 1
-        self.variance = variance_from_sums(squared_norms, self.n, mean_squared) if defined else None
+        self.variance = None
+        if per_sample and self.n > 1:
+            if math.isnan(squared_norms):
+                self.variance = self._variance_from_halves(mean)
+            else:
+                self.variance = variance_from_sums(squared_norms, self.n, mean_squared)
         self.gradient = mean.add_(self.weights.vector, alpha=self._l2)
         self.gradient_squared = inner(self.gradient, self.gradient).item()
 
     def _sum_of_squared_norms(self, cotangent: Tensor) -> Tensor:
-        if self.linearization.backend != "layer_rules":
+        if self.linearization.backend != "layer_rules" and self._layers_show:
             try:
                 return sum_of_squared_norms(
                     self._module,
@@ -157,7 +180,19 @@ class BatchModel:
                 )
             except Uncovered as reason:
                 self.uncovered = str(reason)
+        if (self.uncovered is not None or not self._layers_show) and not self._single_samples:
+            return torch.full((), math.nan, dtype=torch.float64)  # for the estimate by halves
         return self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
+
+    def _variance_from_halves(self, mean: Tensor) -> float:
+        """‖Var‖₁ from the mean gradients of the two halves of the batch: E‖ḡ₁ - ḡ₂‖² = (1/n₁ + 1/n₂) ‖Var‖₁."""
+        first = self.n // 2
+        second = self.n - first
+        part = self._residual.clone()
+        part[max(first - self._rows_of.first_row, 0) :] = 0.0  # the first half is that of all processes' samples
+        of_first = self.backward(part).div_(first)
+        difference = (of_first - mean).mul_(self.n / second)  # ḡ₂ = (n ḡ - n₁ ḡ₁)/n₂
+        return inner(difference, difference).item() / (1 / first + 1 / second)
 
     def forward(self, d: Tensor) -> Tensor:
         """A d, this process's rows (Algorithm 4)."""
@@ -232,3 +267,8 @@ class BatchModel:
         generator = torch.Generator(self._device).manual_seed(seed)
         signs = random_signs(self.curvature_n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
         return signs[self._rows_of.first_row :][: len(self.targets)]
+
+
+def _versions(args: tuple[Any, ...]) -> list[int]:
+    """How often each tensor was written to; tensors of inference mode do not count."""
+    return [t._version for t in args if isinstance(t, Tensor) and not t.is_inference()]

@@ -95,6 +95,13 @@ class KroneckerFactors:
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows)
 
+    @property
+    def cubed_rows(self) -> float:
+        """Sum of the cubed numbers of rows of the factors that are matrices, which is what factoring them takes."""
+        blocks = (block for block in self._blocks if not isinstance(block, DiagonalBlock))
+        shapes = (shape for block in blocks for shape in block.sizes.values() if len(shape) == 3)
+        return float(sum(groups * rows**3 for groups, rows, _ in shapes))
+
     def measure(self, model: BatchModel, seed: int) -> Factors:
         """The factors of a batch, over all processes: one flat all-reduce.
 

@@ -14,7 +14,7 @@ from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import RandomState, restored_random_state
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.shf.samples import Samples
+from lightning_struct.optim.shf.samples import Samples, arguments
 
 Batches: TypeAlias = Sequence[tuple[Any, Tensor]]
 
@@ -90,7 +90,7 @@ class Objective:
             for inputs, targets in batches:
                 if len(targets) == 0:  # its mean is NaN
                     continue
-                outputs = self._outputs(weights, inputs if isinstance(inputs, tuple) else (inputs,))
+                outputs = self._outputs(weights, arguments(inputs))
                 total[0] += self._loss.value(outputs, targets) * len(targets)
                 total[1] += len(targets)
         loss, samples = all_reduce(total).tolist()

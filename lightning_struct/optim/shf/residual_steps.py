@@ -19,15 +19,17 @@ from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
 from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver, ResidualSolver, chosen_solver
-from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.settings import PAPER, Settings
 
+_FILLED = {name: value for name, value in PAPER.items() if name != "solver"}
 # Where a step fails, the next one goes on with λ times this.
 _RAISED = 10.0
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
 _STANDS_FOR_NOTHING = (
     "preconditioner damping_center damping_space scale_maxiter miniter recover ftol progress_tolerance progress_window "
-    "return_best armijo l2 backend factor_decay factor_interval max_factor_size exclude_factors held_out curvature_share"
+    "return_best armijo l2 backend factor_decay factor_interval max_factor_size exclude_factors held_out curvature_share "
+    "damping_rule single_samples"
 )
 
 
@@ -87,7 +89,10 @@ class ResidualSteps:
     Args:
         module: returns residuals.
         loss: the weights of their blocks.
-        settings: those of the optimizer.
+        settings: as given to the optimizer.
+
+    Attributes:
+        settings: the same, with values for what was left, but for λ₁ and the solver, which each batch decides about.
 
     Raises:
         ValueError: a setting that has no meaning here.
@@ -99,7 +104,8 @@ class ResidualSteps:
             given = tuple(given) if isinstance(given, list) else given  # a command line makes lists of tuples
             if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
                 raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
-        self._loss, self._settings = loss, settings
+        self._loss = loss
+        self.settings = settings.filled({**_FILLED, "warm_start": 0.0})
         self._records = RowRecords(module)
         self._warned: set[str] = set()
 
@@ -125,7 +131,7 @@ class ResidualSteps:
             names: the blocks of the step before; None in the first step.
             timed: the phases of the step.
         """
-        settings = self._settings
+        settings = self.settings
         with timed("linearize"):
             model = ResidualModel(self._records, self._loss, weights, inputs, names=names)
             solver = self._solver_of(model)
@@ -160,8 +166,8 @@ class ResidualSteps:
 
     def _solver_of(self, model: ResidualModel) -> ResidualSolver:
         columns, size = len(model.weights.vector), model.residual.element_size()
-        maxiter = self._settings.maxiter
-        name = self._settings.solver or chosen_solver(model.samples, columns, size, maxiter)
+        maxiter = self.settings.maxiter
+        name = self.settings.solver or chosen_solver(model.samples, columns, size, maxiter)
         return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
 
     def _warn_of_slow_rows(self) -> None:
@@ -188,9 +194,7 @@ class ResidualSteps:
 
 
 def check_settings_of_outputs(settings: Settings) -> None:
-    """Raise ValueError for settings that another loss than ``"least_squares"`` cannot have, or lacks."""
-    if settings.damping is None:
-        raise ValueError("damping must be given, except with loss='least_squares'")
+    """Raise ValueError for settings that another loss than ``"least_squares"`` cannot have."""
     if settings.solver == "exact" or settings.geodesic_acceleration:
         raise ValueError(
             "solver='exact' and geodesic_acceleration=True are for loss='least_squares', a module that returns residuals"

@@ -31,7 +31,7 @@ class Samples:
         """The checked samples of a batch.
 
         Args:
-            inputs: this process's share, a tensor (n, ...) or a tuple of the module's arguments.
+            inputs: this process's share, a tensor (n, ...), or a tuple or list of the module's arguments.
             targets: row i belongs to sample i.
             device: where processes exchange their counts.
 
@@ -39,7 +39,7 @@ class Samples:
             ValueError: on any process the batch is empty, its rows do not match, or it holds NaN or infinity. All
                 processes raise alike.
         """
-        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        args = arguments(inputs)
         tensors = [t for t in (*args, targets) if isinstance(t, Tensor)]
         rows = len(targets)
         mismatched = any(len(t) != rows for t in tensors)
@@ -96,3 +96,8 @@ class Samples:
 
     def _rows_of_args(self, rows: slice) -> tuple[Any, ...]:
         return tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+
+
+def arguments(inputs: Any) -> tuple[Any, ...]:
+    """The module's arguments: the inputs themselves, or what a tuple or list (torch's collate makes lists) holds."""
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)

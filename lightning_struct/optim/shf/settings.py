@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from lightning_struct.functional.damping import check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
 from lightning_struct.functional.gauss_newton import BACKENDS
 from lightning_struct.functional.least_squares import RightPreconditioner
 
 SOLVERS = ("lsmr", "lsqr", "cg", "exact")
 PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")
+DAMPING_RULES = ("levenberg_marquardt", "next_batch")
+# A setting that is left to be chosen: None, or where None has a meaning of its own, "auto".
+CHOSEN: Any = None
+AUTO: Any = "auto"
+_NONE_HAS_A_MEANING = ("drop", "preconditioner", "max_factor_size")
+# The paper's settings, with which all goes on as it is described there; what is not given is taken from here once λ₁ is.
+PAPER: dict[str, Any] = {
+    "drop": 0.99,
+    "min_damping": 0.0,
+    "max_damping": MAX_DAMPING,  # the paper has no bound
+    "damping_rule": "levenberg_marquardt",
+    "solver": "lsmr",
+    "preconditioner": "diagonal",
+    "warm_start": 0.7,
+    "warm_start_growth": 1.002,
+    "maxiter": 150,
+    "scale_maxiter": True,
+    "progress_tolerance": 5e-4,
+    "progress_window": 10,
+    "factor_interval": 1,
+    "max_factor_size": None,
+    "single_samples": True,
+}
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of :class:`~lightning_struct.optim.SHF`, whose keyword arguments they are and where each is described.
 
-    ``damping``, ``drop``, ``warm_start`` and ``maxiter`` are those of the first step: from then on they are in the
+    Those that are None or ``"auto"`` and have a value in the paper are left to be chosen: by SHF, whose settings have
+    all of them, or by :meth:`paper`. ``damping``, ``drop``, ``warm_start`` and ``maxiter`` are those of the first step: from then on they are in the
     optimizer's parameter group.
 
     Raises:
@@ -36,27 +60,28 @@ class Settings:
         ValueError: damping must be finite and > 0, got 0.0
     """
 
-    damping: float | None = None
-    drop: float | None = 0.99
+    damping: float = CHOSEN
+    drop: float | None = AUTO
     lower: float = 0.25
     upper: float = 0.75
-    min_damping: float = 0.0
-    max_damping: float = math.inf
-    solver: str | None = None
-    preconditioner: str | RightPreconditioner | None = "diagonal"
+    min_damping: float = CHOSEN
+    max_damping: float = CHOSEN
+    damping_rule: str = CHOSEN
+    solver: str = CHOSEN
+    preconditioner: str | RightPreconditioner | None = AUTO
     damping_center: str = "start"
     damping_space: str | None = None
-    warm_start: float | None = None
-    warm_start_growth: float = 1.002
+    warm_start: float = CHOSEN
+    warm_start_growth: float = CHOSEN
     max_warm_start: float = 0.95
-    maxiter: int = 150
-    scale_maxiter: bool = True
+    maxiter: int = CHOSEN
+    scale_maxiter: bool = CHOSEN
     miniter: int = 50
     recover: int = 100
     atol: float = 1e-8
     ftol: float = 1e-7
-    progress_tolerance: float = 5e-4
-    progress_window: int = 10
+    progress_tolerance: float = CHOSEN
+    progress_window: int = CHOSEN
     return_best: bool = False
     armijo: float = 1e-4
     l2: float = 0.0
@@ -65,11 +90,12 @@ class Settings:
     backend: str | None = None
     chunk_size: int | None = None
     factor_decay: float = 0.8
-    factor_interval: int = 1
-    max_factor_size: int | None = None
+    factor_interval: int = CHOSEN
+    max_factor_size: int | None = AUTO
     exclude_factors: Sequence[str | nn.Module] = ()
     held_out: float = 0.0
     curvature_share: float = 1.0
+    single_samples: bool = CHOSEN
     seed: int = 0
     geodesic_acceleration: bool | None = None
 
@@ -81,6 +107,20 @@ class Settings:
         self._check_ranges()
         self._check_combinations()
 
+    def is_left(self, name: str) -> bool:
+        """Whether a setting is left to be chosen."""
+        value = getattr(self, name)
+        return isinstance(value, str) and value == AUTO if name in _NONE_HAS_A_MEANING else value is None
+
+    def filled(self, values: Mapping[str, Any]) -> Settings:
+        """These settings, with those of the values that are left to be chosen.
+
+        Example:
+            >>> Settings(solver="cg").filled({"solver": "lsmr", "maxiter": 7}).maxiter
+            7
+        """
+        return replace(self, **{name: value for name, value in values.items() if self.is_left(name)})
+
     @property
     def damped_space(self) -> str:
         """``damping_space``, or where it is not given the one that the other settings allow."""
@@ -89,7 +129,11 @@ class Settings:
     def check_drop(self, drop: float | None) -> None:
         """Raise ValueError for a ``drop`` that the Levenberg-Marquardt rule has no meaning for."""
         check_levenberg_marquardt(
-            1.0 if drop is None else drop, self.lower, self.upper, self.min_damping, self.max_damping
+            1.0 if drop in (None, AUTO) else drop,
+            self.lower,
+            self.upper,
+            self.min_damping or 0.0,
+            MAX_DAMPING if self.max_damping is None else self.max_damping,
         )
 
     def adapted_damping(self, damping: float, reduction_ratio: float, drop: float) -> float:
@@ -113,21 +157,23 @@ class Settings:
 
     def _check_choices(self) -> None:
         _check_choice("solver", self.solver, (*SOLVERS, None))
+        _check_choice("damping_rule", self.damping_rule, (*DAMPING_RULES, None))
         _check_choice("damping_center", self.damping_center, ("start", "origin"))
         _check_choice("damping_space", self.damping_space, (None, "y", "x"))
         _check_choice("backend", self.backend, (None, *BACKENDS))
         given = self.preconditioner
         if isinstance(given, str):
-            _check_choice("preconditioner", given, (*PRECONDITIONERS, None))
+            _check_choice("preconditioner", given, (*PRECONDITIONERS, AUTO, None))
         elif given is not None and not (hasattr(given, "solve") and hasattr(given, "solve_transpose")):
             raise ValueError(f"a preconditioner object needs solve and solve_transpose, got {given!r}")
 
     def _check_ranges(self) -> None:
-        self._check("l2 atol ftol progress_tolerance miniter recover", ">= 0", lambda value: value >= 0)
-        self._check("maxiter factor_interval progress_window", ">= 1", lambda value: value >= 1)
+        self._check("l2 atol ftol miniter recover", ">= 0", lambda value: value >= 0)
+        self._check("progress_tolerance", ">= 0", lambda value: value is None or value >= 0)
+        self._check("maxiter factor_interval progress_window", ">= 1", lambda value: value is None or value >= 1)
         self._check("factor_decay held_out", "in [0, 1)", lambda value: 0 <= value < 1)
         self._check(
-            "dataset_size chunk_size max_factor_size", ">= 1 or None", lambda value: value is None or value >= 1
+            "dataset_size chunk_size max_factor_size", ">= 1 or None", lambda value: value in (None, AUTO) or value >= 1
         )
         self._check("curvature_share", "in (0, 1]", lambda value: 0 < value <= 1)
         self._check("armijo", "in (0, 1)", lambda value: 0 < value < 1)
@@ -140,13 +186,13 @@ class Settings:
                 raise ValueError(f"{name} must be {rule}, got {value}")
 
     def _check_combinations(self) -> None:
-        if self.curvature_share < 1 and self.solver != "cg":
+        if self.curvature_share < 1 and self.solver not in (None, "cg"):
             raise ValueError(
                 f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares problem, "
                 "in which gradient and curvature come from the same samples"
             )
-        warm_start = self.warm_start or 0.0
-        if not (0 <= warm_start < 1 and 0 <= self.max_warm_start < 1 and self.warm_start_growth >= 1):
+        warm_start, growth = self.warm_start or 0.0, 1.0 if self.warm_start_growth is None else self.warm_start_growth
+        if not (0 <= warm_start < 1 and 0 <= self.max_warm_start < 1 and growth >= 1):
             raise ValueError(
                 "warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got "
                 f"{self.warm_start}, {self.max_warm_start} and {self.warm_start_growth}"

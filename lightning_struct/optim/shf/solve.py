@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -188,6 +188,11 @@ def _solve_by_cg(
             break
         best, value = iterate, trial
     return Solution(best, result.x, result.iterations, result.stop_reason, value=value)
+
+
+def shortened(solution: Solution, scale: float) -> Solution:
+    """A solution whose direction is ``scale`` times as long; the next solve starts from the whole."""
+    return solution if scale == 1.0 else replace(solution, direction=solution.direction * scale, value=None)
 
 
 def update_along(

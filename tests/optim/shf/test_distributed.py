@@ -95,6 +95,8 @@ SCENARIOS = {
     "curvature_share": Scenario(
         {"preconditioner": "kronecker", "solver": "cg", "curvature_share": 0.5}, sizes=DIVISIBLE, apart=0.5
     ),
+    "two_arguments": Scenario({"damping": None, "drop": "auto"}, loss="cross_entropy"),
+    "two_arguments_parameter": Scenario({"damping": None, "drop": "auto"}, build=offset),
     "float32": Scenario({"maxiter": 10}, dtype=torch.float32),
 }
 
@@ -238,6 +240,8 @@ def test_reports_are_those_of_one_process_with_the_whole_batch(
         assert report.pop("stop_reason") == whole.pop("stop_reason")
         if SCENARIOS[name].validation is None:
             assert report.pop("merit") is whole.pop("merit") is None
+        if whole["next_batch_ratio"] is None:
+            assert report.pop("next_batch_ratio") is whole.pop("next_batch_ratio") is None
         merits, whole_merits = dict(report.pop("merits")), dict(whole.pop("merits"))
         assert report == pytest.approx(whole, rel=1e-9)
         assert merits == pytest.approx(whole_merits, rel=1e-9)

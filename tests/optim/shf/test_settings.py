@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_struct.optim.shf import SHF, Settings
+from lightning_struct.optim.shf.settings import PAPER
 
 
 def test_settings_have_the_names_and_defaults_of_the_arguments() -> None:
@@ -20,7 +21,7 @@ def test_settings_have_the_names_and_defaults_of_the_arguments() -> None:
 
 def test_an_optimizer_has_the_settings_that_it_was_given() -> None:
     given: dict[str, Any] = {"damping": 3.0, "solver": "cg", "l2": 0.1, "maxiter": 7, "seed": 5}
-    assert SHF(nn.Linear(2, 2), "mse", **given).settings == Settings(**given)
+    assert SHF(nn.Linear(2, 2), "mse", **given).settings == Settings(**given).filled(PAPER)
 
 
 def test_settings_of_a_step_do_not_change_with_the_damping() -> None:

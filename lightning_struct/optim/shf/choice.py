@@ -1,0 +1,113 @@
+"""The settings of SHF that nobody gave, chosen from sizes, layers and data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.kronecker import KroneckerFactors
+from lightning_struct.optim.shf.settings import PAPER, Settings
+
+# Samples of a batch, for the sizes of what is done once per step and once per sample.
+_TYPICAL_BATCH = 128
+# A factor of more rows is kept as its diagonal: Cholesky factors of 4,096 rows take seconds on a CPU.
+_LARGEST_FACTOR = 4096
+# λ₁ in units of the square root of the largest eigenvalue of the Gauss-Newton matrix: the first step is shorter than the
+# longest stable step of gradient descent in all directions, since longer first steps saturate logistic units.
+_FIRST_DAMPING = 1.5
+_POWER_ITERATIONS = 12
+
+
+def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Settings:
+    """The settings with values for all that was left, but for λ₁ and its bounds, where λ₁ was not given.
+
+    With λ₁ given, the rest is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few iterations,
+    and the damping rule of the next batch.
+
+    Args:
+        settings: as given.
+        module: the network.
+        parameters: name -> parameter, those that are trained.
+    """
+    if settings.damping is not None:
+        return settings.filled(PAPER)
+    of_y = settings.damping_space == "y"  # impossible with CG and with Kronecker factors
+    settings = settings.filled(
+        {"preconditioner": "diagonal" if of_y else "kronecker", "solver": "lsmr" if of_y else "cg"}
+    )
+    factored = settings.preconditioner == "kronecker"
+    if factored and settings.is_left("max_factor_size"):
+        settings = settings.filled({"max_factor_size": _largest_factor(settings, module, parameters)})
+    return settings.filled(
+        {
+            "drop": 0.85,
+            "damping_rule": "next_batch",
+            "warm_start": 0.9,
+            "warm_start_growth": 1.0,
+            "maxiter": 20 if factored else 50,
+            "scale_maxiter": False,
+            "progress_tolerance": 0.05,
+            "progress_window": 1,
+            "factor_interval": _factor_interval(settings, module, parameters) if factored else 1,
+            "max_factor_size": None,
+            "single_samples": False,
+        }
+    )
+
+
+def with_first_damping(settings: Settings, damping: float, dtype: torch.dtype) -> Settings:
+    """The settings with λ₁ and the bounds that follow from it, where they were left.
+
+    Below λ₁ √ε rounding is larger than what the damping adds; above 1,000 λ₁ nothing moves.
+    """
+    bounds = {"min_damping": damping * math.sqrt(torch.finfo(dtype).eps), "max_damping": 1e3 * damping}
+    return settings.filled({"damping": damping, **bounds})
+
+
+def first_damping(model: BatchModel, seed: int) -> float:
+    """λ₁ from the curvature of the first batch: 1.5 times the root of the largest eigenvalue of AᵀA/m, by power iteration.
+
+    Args:
+        model: the model of the first batch.
+        seed: seed of the vector that the iteration starts from.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(model.gradient.shape, generator=generator, dtype=model.gradient.dtype).to(
+        model.gradient.device
+    )
+    largest = 0.0
+    for _ in range(_POWER_ITERATIONS):
+        length = math.sqrt(inner(vector, vector).item())
+        if length == 0.0:
+            break
+        vector = vector.div_(length)
+        product = model.curvature(vector)
+        largest, vector = inner(vector, product).item(), product
+    return _FIRST_DAMPING * math.sqrt(largest) if largest > 0.0 and math.isfinite(largest) else 1.0
+
+
+def _largest_factor(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int:
+    """The most rows of a Kronecker factor, halved until all factors find room."""
+    size = _LARGEST_FACTOR
+    while size > 1:
+        try:
+            KroneckerFactors(module, parameters, max_size=size, exclude=settings.exclude_factors)
+        except MemoryError:
+            size //= 2
+        else:
+            break
+    return size
+
+
+def _factor_interval(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int:
+    """Steps from one factorisation to the next, at most ten, for which these take about a fifth of the operations."""
+    factors = KroneckerFactors(module, parameters, max_size=settings.max_factor_size, exclude=settings.exclude_factors)
+    factorisation = 1.5 * factors.cubed_rows
+    # Forward and backward of 6 operations a weight and sample, and three products with the curvature of 8.
+    step = 30.0 * _TYPICAL_BATCH * sum(p.numel() for p in parameters.values())
+    return min(max(math.ceil(factorisation / (0.2 * step)), 1), 10)

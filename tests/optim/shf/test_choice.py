@@ -1,0 +1,334 @@
+"""SHF by two arguments: what it chooses, and how it measures itself by the next batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.functional.losses import CrossEntropy, SquaredError
+from lightning_struct.optim import memory
+from lightning_struct.optim.shf import SHF, StepReport
+from tests.cases import First, SelfAttention, flat, gaussian, mlp
+from tests.optim.shf.test_shf import Borrowing, batch, network, take, weights, without_seconds
+
+
+def classification(n: int, seed: int = 0, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Samples whose class is the largest of four linear scores, but for a share of random labels."""
+    inputs = gaussian(n, 20, seed=seed)
+    labels = (inputs @ gaussian(20, 4, seed=99)).argmax(1)
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randint(4, (n,), generator=generator)
+    return inputs.float(), torch.where(torch.rand(n, generator=generator) < noise, random, labels)
+
+
+class Sequences(nn.Module):
+    """An LSTM, and a position of each step that is outside of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(5, 4))
+        self.rnn = nn.LSTM(4, 6, batch_first=True)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x.view(-1, 5, 4) + self.position)[0][:, -1])
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (4, 5)),
+        nn.Conv1d(4, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(20, 4),
+    )
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def attention() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (5, 4)), SelfAttention(), nn.LayerNorm(4), nn.Flatten(), nn.Linear(20, 4))
+
+
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (5, 4)), First(nn.GRU(4, 4, batch_first=True)), nn.Flatten(), nn.Linear(20, 4))
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+# Two arguments
+
+
+@pytest.mark.parametrize("build", [dense, convolutional, normalised, attention, recurrent])
+@pytest.mark.parametrize("loss", ["cross_entropy", CrossEntropy()], ids=["name", "object"])
+def test_two_arguments_train_a_classifier(build: Callable[[], nn.Module], loss: Any) -> None:
+    torch.manual_seed(0)
+    module = build()
+    optimizer = SHF(module, loss)
+    reports = [take(optimizer, classification(128, seed=i)) for i in range(20)]
+    assert reports[-1].loss_before < 0.7 * reports[0].loss_before
+
+
+@pytest.mark.parametrize("loss", ["mse", SquaredError()], ids=["name", "object"])
+def test_two_arguments_train_a_regression(loss: Any) -> None:
+    optimizer = SHF(network(), loss)
+    reports = [take(optimizer, batch(64, seed=i)) for i in range(30)]
+    assert reports[-1].loss_before < 0.2 * reports[0].loss_before
+
+
+def test_the_first_damping_is_one_and_a_half_times_the_largest_singular_value() -> None:
+    """For a linear network without bias the Gauss-Newton matrix is the second moment of the inputs."""
+    inputs, targets = batch(40)
+    optimizer = SHF(nn.Linear(4, 2, bias=False).double(), "mse")
+    report = take(optimizer, (inputs, targets))
+    largest = torch.linalg.matrix_norm(inputs, 2).item() / len(inputs) ** 0.5
+    assert report.damping == optimizer.settings.damping == pytest.approx(1.5 * largest, rel=0.02)
+
+
+def test_the_log_says_once_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = SHF(network(), "mse")
+    with caplog.at_level(logging.INFO, logger="lightning_struct"):
+        for seed in range(3):
+            take(optimizer, batch(seed=seed))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert all(
+        word in message
+        for word in ("'cg'", "'kronecker'", "'layer_rules'", f"damping={optimizer.settings.damping:.3g}")
+    )
+
+
+def test_settings_that_are_given_override_the_choice() -> None:
+    given: dict[str, Any] = {"solver": "lsmr", "maxiter": 7, "warm_start": 0.5, "min_damping": 0.25, "drop": None}
+    optimizer = SHF(network(), "mse", **given)
+    take(optimizer, batch())
+    assert {name: getattr(optimizer.settings, name) for name in given} == given
+    assert optimizer.settings.preconditioner == "kronecker"
+
+
+def test_none_is_no_preconditioner_and_not_left_to_be_chosen() -> None:
+    assert SHF(network(), "mse", preconditioner=None).settings.preconditioner is None
+
+
+def test_damping_on_y_is_chosen_what_it_needs() -> None:
+    settings = SHF(network(), "mse", damping_space="y").settings
+    assert (settings.solver, settings.preconditioner) == ("lsmr", "diagonal")
+
+
+def test_a_damping_set_before_the_first_step_is_that_of_the_first_step() -> None:
+    optimizer = SHF(network(), "mse")
+    optimizer.damping = 3.0
+    assert take(optimizer, batch()).damping == optimizer.settings.damping == 3.0
+
+
+def test_factors_that_find_no_room_are_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda _: 4_000)
+    optimizer = SHF(nn.Linear(40, 4), "mse")
+    assert optimizer.settings.max_factor_size < 40  # type: ignore[operator]
+    take(optimizer, (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4)))
+
+
+def test_with_a_damping_all_else_is_the_papers() -> None:
+    module = network()
+    assert SHF(module, "mse", damping=10.0).settings == SHF.paper(module, "mse").settings
+    settings = SHF.paper(module, "mse", maxiter=200, damping=5.0).settings
+    assert (settings.damping, settings.maxiter, settings.solver, settings.preconditioner) == (
+        5.0,
+        200,
+        "lsmr",
+        "diagonal",
+    )
+    assert (settings.warm_start, settings.drop, settings.damping_rule) == (0.7, 0.99, "levenberg_marquardt")
+
+
+# The next batch
+
+
+def accuracies(optimizer: SHF, module: nn.Module, steps: int) -> list[float]:
+    inputs, labels = classification(1000, seed=1000)
+    found = []
+    for step in range(steps):
+        take(optimizer, classification(64, seed=step, noise=0.3))
+        with torch.no_grad():
+            found.append((module(inputs).argmax(1) == labels).float().mean().item())
+    return found
+
+
+def fall(values: list[float]) -> float:
+    best, most = 0.0, 0.0
+    for value in values:
+        best = max(best, value)
+        most = max(most, best - value)
+    return most
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def test_small_noisy_batches_are_not_overfitted() -> None:
+    module = wide()
+    found = accuracies(SHF(module, "cross_entropy"), module, 60)
+    assert max(found) > 0.85
+    assert fall(found[20:]) < 0.05
+
+
+def test_the_rule_of_the_ratio_on_the_own_batch_overfits_them() -> None:
+    module = wide()
+    found = accuracies(SHF(module, "cross_entropy", damping_rule="levenberg_marquardt"), module, 60)
+    assert fall(found[20:]) > 0.1
+
+
+def test_the_ratio_is_that_of_the_falls_on_the_next_batch_and_on_the_own() -> None:
+    module = network()
+    optimizer, loss = SHF(module, "mse"), SquaredError()
+    first, second = batch(20, seed=1), batch(20, seed=2)
+    before = loss.value(module(second[0]), second[1]).item()
+    own = take(optimizer, first)
+    after = loss.value(module(second[0]), second[1]).item()
+    report = take(optimizer, second)
+    expected = (after - before) / (own.loss_after - own.loss_before)
+    assert report.next_batch_ratio == pytest.approx(expected, rel=1e-9)
+    assert own.next_batch_ratio is None
+
+
+def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
+    module = nn.Linear(4, 2).double()
+    optimizer, loss = SHF(module, "mse"), SquaredError()
+    inputs, targets = batch(20)
+    at_start = loss.value(module(inputs), -5 * targets).item()
+    take(optimizer, (inputs, 5 * targets))
+    report = take(optimizer, (inputs, -5 * targets))
+    assert report.loss_before == pytest.approx(at_start, rel=1e-12)
+    assert report.step_scale < 0.5
+
+
+def test_batch_norm_statistics_are_updated_once_by_a_step_that_takes_the_last_one_back() -> None:
+    norm = nn.BatchNorm1d(4)
+    optimizer = SHF(nn.Sequential(norm, nn.Linear(4, 2)).double(), "mse")
+    inputs, targets = batch(20)
+    take(optimizer, (inputs, 5 * targets))
+    assert take(optimizer, (inputs, -5 * targets)).step_scale < 0.5
+    assert norm.num_batches_tracked == 2
+
+
+def test_full_batches_are_fitted_by_full_steps() -> None:
+    optimizer = SHF(network(), "mse")
+    reports = [take(optimizer, batch(40)) for _ in range(20)]
+    assert {report.step_scale for report in reports} == {1.0}
+    assert reports[-1].damping < 0.2 * reports[0].damping
+
+
+def test_the_variance_of_what_layers_do_not_show_is_that_of_the_two_halves() -> None:
+    torch.manual_seed(0)
+    module, (inputs, _) = Borrowing().double(), batch(11)
+    targets = torch.zeros(11, 4, dtype=torch.float64)
+    halves = []
+    for rows in (slice(5), slice(5, None)):
+        module.zero_grad()
+        SquaredError().value(module(inputs[rows]), targets[rows]).backward()
+        halves.append(flat({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}))
+    expected = (halves[0] - halves[1]).square().sum().item() / (1 / 5 + 1 / 6)
+    report = take(SHF(module, "mse"), (inputs, targets))
+    assert report.gradient_variance == pytest.approx(expected, rel=1e-9)
+
+
+# Resuming
+
+
+def train(optimizer: SHF, first: int, last: int) -> list[StepReport]:
+    return [without_seconds(take(optimizer, batch(10, seed=seed))) for seed in range(first, last)]
+
+
+@pytest.mark.parametrize("done", [0, 1, 4])
+def test_a_run_by_two_arguments_resumes_bit_for_bit(tmp_path: Path, done: int) -> None:
+    module, resumed = network(), mlp().double()
+    optimizer, other = SHF(module, "mse"), SHF(resumed, "mse")
+    train(optimizer, 0, done)
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    expected = train(optimizer, done, done + 4)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(checkpoint["model"])
+    other.load_state_dict(checkpoint["optimizer"])
+    assert train(other, done, done + 4) == expected
+    assert torch.equal(weights(resumed), weights(module))
+    assert other.settings == optimizer.settings
+
+
+# Boundaries
+
+
+class InPlace(nn.Module):
+    """Scales its input in place before the layer reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x /= 2.0
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 1.0}, {"damping": 1.0, "chunk_size": 4}], ids=str)
+def test_a_forward_that_changes_its_input_in_place_is_refused(options: dict[str, Any]) -> None:
+    module = InPlace().double()
+    before = weights(module).clone()
+    with pytest.raises(ValueError, match=r"changes its inputs in place.*x\.clone\(\)"):
+        take(SHF(module, "mse", **options), batch())
+    assert torch.equal(weights(module), before)
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x + y)
+
+
+def test_inputs_may_be_a_list() -> None:
+    torch.manual_seed(0)
+    first, second = Sum().double(), Sum().double()
+    second.load_state_dict(first.state_dict())
+    inputs, targets = batch()
+    optimizers = [SHF(module, "mse") for module in (first, second)]
+    for optimizer, given in zip(optimizers, ((inputs, inputs), [inputs, inputs]), strict=True):
+        optimizer.set_validation([(given, targets)])
+        optimizer.step(inputs=given, targets=targets)
+    assert torch.equal(weights(first), weights(second))
+
+
+def test_recurrent_layers_are_trained_without_the_trace_that_takes_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level(logging.INFO, logger="lightning_struct"):
+        take(SHF(Sequences(), "cross_entropy"), (gaussian(16, 20, seed=0).float(), torch.zeros(16, dtype=torch.long)))
+    assert "backend='double_backward'" in caplog.text
+
+
+class Rising(SquaredError):
+    """Its value has the opposite sign: no step lowers it."""
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -super().value(outputs, targets)
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 1.0}], ids=str)
+@pytest.mark.filterwarnings("ignore:SHF. no step")
+def test_the_damping_of_a_run_that_fails_for_ever_is_bounded(options: dict[str, Any]) -> None:
+    optimizer = SHF(network(torch.float32), Rising(), drop=0.01, **options)
+    for _ in range(20):
+        take(optimizer, batch(dtype=torch.float32))
+        assert optimizer.damping <= optimizer.settings.max_damping <= 1e9

@@ -1,7 +1,7 @@
 """The mathematics: pure functions on tensors, on torch alone."""
 
 from lightning_struct.functional.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
-from lightning_struct.functional.damping import levenberg_marquardt
+from lightning_struct.functional.damping import ScaledDamping, levenberg_marquardt, next_batch_rule
 from lightning_struct.functional.derivatives import Derivatives, laplacian, partial_derivatives
 from lightning_struct.functional.displacement import (
     displacement_rank,
@@ -86,6 +86,7 @@ __all__ = [
     "ParameterNorms",
     "ProjectedLeastSquares",
     "RightPreconditioner",
+    "ScaledDamping",
     "ShiftOperator",
     "SquaredError",
     "SubdiagonalOperator",
@@ -113,6 +114,7 @@ __all__ = [
     "linearize",
     "lsmr",
     "lsqr",
+    "next_batch_rule",
     "norm_test_batch_size",
     "partial_derivatives",
     "per_sample_gradient_norms",

@@ -250,9 +250,9 @@ class RLSClassifier(RLSOptimization, Classifier):
         return optimizer if self.make_lr_scheduler is None else ([optimizer], [self.make_lr_scheduler(optimizer)])
 
 
-def shf_with_unit_damping(module: nn.Module, loss: str) -> SHF:
-    """SHF with damping that suits outputs of unit scale."""
-    return SHF(module, loss, damping=1.0)
+def shf_with_chosen_settings(module: nn.Module, loss: str) -> SHF:
+    """SHF that chooses its settings by itself."""
+    return SHF(module, loss)
 
 
 class SHFClassifier(SHFOptimization, Classifier):
@@ -277,7 +277,7 @@ class SHFClassifier(SHFOptimization, Classifier):
         network: nn.Module,
         num_classes: int = 10,
         loss: Literal["cross_entropy", "mse"] = "cross_entropy",
-        optimizer: Callable[[nn.Module, str], SHF] = shf_with_unit_damping,
+        optimizer: Callable[[nn.Module, str], SHF] = shf_with_chosen_settings,
     ) -> None:
         super().__init__(network, num_classes, loss)
         self.make_shf = optimizer

@@ -1,0 +1,263 @@
+"""SHF by two arguments against Adam: six networks that SHF was not tuned on, after the same CPU seconds.
+
+    OMP_NUM_THREADS=1 python benchmarks/shf_defaults.py --data-dir DIRECTORY [--seconds 20] [--seeds 0 1 2]
+        [--tasks classifier lstm ...] [--only WAY ...]
+
+Each network is trained by ``SHF(module, loss)`` and by Adam with rates of 1e-3 and 3e-3, on the same batches from the same
+weights: epochs without replacement, float32, denormal numbers flushed to zero.
+
+- ``classifier``: MNIST, 784-128-64-10, ReLU, batches of 256;
+- ``lstm``: MNIST, row by row, 64 units, batches of 128;
+- ``resnet``: MNIST at half the resolution, two residual blocks of 16 channels with GroupNorm, batches of 128;
+- ``transformer``: MNIST, row by row, two layers of 48 units and 4 heads, batches of 128;
+- ``logistic``, ``tanh``: USPS autoencoders, 256-400-200-100-50-25 and back, batches of 600; the logistic one from the paper's
+  sparse start, the other from torch's.
+
+Seconds are CPU time of the process without the validations, which come 15 times in a run, at equal times. A fall is how far
+the accuracy is below the best one so far, the largest of a run; of an autoencoder, how far the error is above the lowest so
+far, in per cent. All runs take twenty minutes of one core. Runs
+are kept in ``--output``; a benchmark that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import harness
+from harness import Run
+from lightning_struct.data import MNISTDataModule, USPSDataModule
+from lightning_struct.nn.init import sparse_normal_
+from lightning_struct.optim import SHF
+
+VALIDATIONS = 15
+RATES = {"adam 1e-3": 1e-3, "adam 3e-3": 3e-3}
+WAYS = ("shf", *RATES)
+
+
+class RowsThroughLSTM(nn.Module):
+    """Classifies an image by the last state of an LSTM over its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(28, 64, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(-1, 28, 28))[0][:, -1])
+
+
+class SmallResNet(nn.Module):
+    """Two residual blocks with GroupNorm."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+
+        def block() -> nn.Module:
+            layers = [
+                (nn.GroupNorm(4, channels), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(2)
+            ]
+            return nn.Sequential(*layers[0], *layers[1])
+
+        self.stem = nn.Conv2d(1, channels, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(F.avg_pool2d(x.view(-1, 1, 28, 28), 2))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.relu().mean((2, 3)))
+
+
+class RowsThroughTransformer(nn.Module):
+    """Classifies an image by the mean of a transformer's outputs for its rows."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.rows = nn.Linear(28, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(28, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.rows(x.view(-1, 28, 28)) + self.positions).mean(1))
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def autoencoder(activation: type[nn.Module], last: type[nn.Module]) -> nn.Sequential:
+    sizes = (256, 400, 200, 100, 50, 25, 50, 100, 200, 400, 256)
+    layers: list[nn.Module] = []
+    for i, (rows, columns) in enumerate(pairwise(sizes)):
+        layers.append(nn.Linear(rows, columns))
+        if columns != min(sizes):
+            layers.append(activation() if i < len(sizes) - 2 else last())
+    return nn.Sequential(*layers)
+
+
+def logistic() -> nn.Module:
+    network = autoencoder(nn.Sigmoid, nn.Sigmoid)
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            sparse_normal_(layer.weight, 10, 1.5)
+            nn.init.zeros_(layer.bias)
+    return network
+
+
+def tanh() -> nn.Module:
+    return autoencoder(nn.Tanh, nn.Identity)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, and the size of its batches; autoencoders learn USPS, the others MNIST."""
+
+    build: Callable[[], nn.Module]
+    batch_size: int
+    reconstructs: bool = False
+
+
+TASKS = {
+    "classifier": Task(classifier, 256),
+    "lstm": Task(RowsThroughLSTM, 128),
+    "resnet": Task(SmallResNet, 128),
+    "transformer": Task(RowsThroughTransformer, 128),
+    "logistic": Task(logistic, 600, reconstructs=True),
+    "tanh": Task(tanh, 600, reconstructs=True),
+}
+
+
+def train(task: str, way: str, seed: int, seconds: float, data_dir: str, synthetic: bool) -> Run:
+    """One run: after each validation its seconds, steps, loss, and accuracy in per cent (None for an autoencoder)."""
+    torch.set_flush_denormal(True)
+    of = TASKS[task]
+    training, validation = load(of, data_dir, synthetic)
+    torch.manual_seed(seed)
+    network = of.build()
+    step = stepper(network, way, of)
+    batches = draw(len(training[0]), of.batch_size, seed)
+    spent, steps, curve = 0.0, 0, []
+    while spent < seconds:
+        rows = next(batches)
+        inputs, targets = training[0][rows], training[1][rows]
+        begin = time.process_time()
+        step(inputs, targets)
+        spent, steps = spent + time.process_time() - begin, steps + 1
+        if spent >= seconds * (len(curve) + 1) / VALIDATIONS:
+            curve.append((spent, steps, *evaluate(network, of, *validation)))
+    return {"task": task, "way": way, "seed": seed, "curve": curve}
+
+
+def load(task: Task, data_dir: str, synthetic: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Inputs and targets for training and for validation."""
+    module = (USPSDataModule if task.reconstructs else MNISTDataModule)(data_dir=data_dir, synthetic=synthetic)
+    module.prepare_data()
+    splits = module.load_splits()
+    training, validation = ((data.tensors[0], data.tensors[0 if task.reconstructs else 1]) for data in splits[:2])
+    return training, validation
+
+
+def stepper(network: nn.Module, way: str, task: Task) -> Callable[[Tensor, Tensor], Any]:
+    """Takes a step on a batch."""
+    if way == "shf":
+        shf = SHF(network, "mse" if task.reconstructs else "cross_entropy")
+        return lambda inputs, targets: shf.step(inputs=inputs, targets=targets)
+    adam = torch.optim.Adam(network.parameters(), lr=RATES[way])
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        adam.zero_grad()
+        loss_of(network(inputs), targets, task).backward()
+        adam.step()
+
+    return step
+
+
+def loss_of(outputs: Tensor, targets: Tensor, task: Task) -> Tensor:
+    if task.reconstructs:
+        return (outputs - targets).square().sum(1).mean() / 2
+    return F.cross_entropy(outputs, targets)
+
+
+def draw(samples: int, batch_size: int, seed: int) -> Iterator[Tensor]:
+    """Rows of the batches, epoch after epoch; what is left over at the end of one is dropped."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for rows in torch.randperm(samples, generator=generator).split(batch_size):
+            if len(rows) == batch_size:
+                yield rows
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, task: Task, inputs: Tensor, targets: Tensor) -> tuple[float, float | None]:
+    """Loss (of an autoencoder ‖x̂ - x‖²), and accuracy in per cent."""
+    network.eval()
+    outputs = torch.cat([network(part) for part in inputs[:2000].split(500)])
+    network.train()
+    targets = targets[:2000]
+    if task.reconstructs:
+        return 2 * loss_of(outputs, targets, task).item(), None
+    return loss_of(outputs, targets, task).item(), 100 * (outputs.argmax(1) == targets).float().mean().item()
+
+
+def largest_fall(curve: list[list[Any]]) -> float:
+    """The largest fall of the accuracy below the best so far, in points; of the error above its lowest, in per cent."""
+    best, most = None, 0.0
+    for _, _, loss, accuracy in curve:
+        if accuracy is None:
+            best = loss if best is None else min(best, loss)
+            most = max(most, 100 * (loss / best - 1))
+        else:
+            best = accuracy if best is None else max(best, accuracy)
+            most = max(most, best - accuracy)
+    return most
+
+
+def report(runs: list[Run]) -> None:
+    """The table: a row for each task and way, over its seeds."""
+    harness.print_machines(runs)
+    harness.print_header("task", "way", "after a third", "after two thirds", "in the end", "largest fall", "steps")
+    for task, of in TASKS.items():
+        for way in WAYS:
+            curves = [run["curve"] for run in runs if (run["task"], run["way"]) == (task, way)]
+            if not curves:
+                continue
+            column, form = (2, "{:.2f}") if of.reconstructs else (3, "{:.1f}")
+            thirds = [
+                harness.spread([curve[min(VALIDATIONS * k // 3, len(curve)) - 1][column] for curve in curves], form)
+                for k in (1, 2, 3)
+            ]
+            falls = harness.spread([largest_fall(curve) for curve in curves], "{:.1f}")
+            harness.print_row(task, way, *thirds, falls, harness.spread([curve[-1][1] for curve in curves], "{:.0f}"))
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    harness.add_data_options(parser)
+    parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "shf_defaults")
+    options = parser.parse_args()
+    directory = harness.make_directory(options.output)
+    for task, seed, way in product(options.tasks, options.seeds, options.only):
+        file = directory / harness.file_name(task, way, seed, f"{options.seconds:g}s")
+        harness.run_once(file, partial(train, task, way, seed, options.seconds, options.data_dir, options.synthetic))
+    report(harness.load_runs(directory))
+
+
+if __name__ == "__main__":
+    main()

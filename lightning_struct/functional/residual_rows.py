@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
@@ -42,6 +42,7 @@ class BatchResiduals:
 
     Raises:
         TypeError: the module did not return residuals.
+        ValueError: the module changes its inputs in place.
     """
 
     def __init__(
@@ -52,7 +53,14 @@ class BatchResiduals:
         context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._records, self._params, self._args, self._context = records, params, args, context
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        versions = [t._version for t in inputs]
         self.blocks = {name: block.detach() for name, block in self._call(params).items()}
+        if versions != [t._version for t in inputs]:
+            raise ValueError(
+                "the module changes its inputs in place, so that its residuals are others in each call: let it work on a "
+                "copy (points.clone())"
+            )
         self._rows: dict[str, _Rows | None] | None = None
 
     @property

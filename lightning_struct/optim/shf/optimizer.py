@@ -581,12 +581,13 @@ class SHF(torch.optim.Optimizer):
 
         Args:
             batches: this process's share as (inputs, targets), on the module's device. The module is in eval mode while
-                it is evaluated, and the sums are reduced over processes.
+                it is evaluated, and the sums are reduced over processes. With residuals (``loss="least_squares"``) nothing
+                is done: their solvers need no merit.
 
         Raises:
             ValueError: no samples on any process.
         """
-        if batches is None:
+        if batches is None or self._residual_steps is not None:
             self._validation = None
             return
         self._validation = list(batches)

@@ -15,9 +15,9 @@ from lightning_struct.optim.shf.residual_model import ResidualModel
 
 # Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and each
 # parameter, as it is done by many small operations; and of the SVD of a triangle, for each of its numbers and rows.
-_PRODUCTS, _SVD = 200.0, 20.0
+_PRODUCTS, _SVD = 30.0, 20.0
 # Beyond these sizes J is not formed: its bytes, and those of the triangle.
-_LARGEST_JACOBIAN, _LARGEST_TRIANGLE = 2**31, 2**28
+_LARGEST_JACOBIAN, _LARGEST_TRIANGLE = 2**29, 2**28
 # A Krylov solver ends where the gradient of the damped problem has fallen to this share.
 _TOLERANCE = 1e-4
 

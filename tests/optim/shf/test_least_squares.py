@@ -310,6 +310,18 @@ def test_other_things_than_residuals_are_named(returned: Any) -> None:
         SHF(module, "least_squares").step(inputs=torch.ones(1, 1))
 
 
+def test_a_module_that_changes_its_inputs_is_refused() -> None:
+    module = Fit()
+    module.forward = lambda x, measured: module.net(x.mul_(0.5)) - measured  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="changes its inputs in place"):
+        SHF(module, "least_squares").step(inputs=measurements())
+
+
+def test_points_are_missing() -> None:
+    with pytest.raises(TypeError, match=r"step\(inputs=...\)"):
+        SHF(Fit(), "least_squares").step()
+
+
 def test_targets_are_refused() -> None:
     with pytest.raises(TypeError, match="need no targets"):
         SHF(Fit(), "least_squares").step(inputs=measurements(), targets=torch.zeros(12, 2))

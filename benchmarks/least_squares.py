@@ -1,0 +1,280 @@
+"""Errors of physics-informed networks over CPU time, by SHF, Adam, L-BFGS and torch-levenberg-marquardt.
+
+    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [poisson2d heat1d ...] [--seconds 60] [--seeds 0 1 2] [--methods ...]
+
+Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what measures
+the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known solution. All
+methods start from the same weights and see the same points: fixed ones, but for Burgers' equation, where they are drawn anew
+every 5 steps of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each.
+Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of 50; "Adam, then L-BFGS" has half
+of the time each. SHF has two arguments, ``SHF(module, "least_squares")``. A rival that is not installed is said to be so:
+
+    torch-levenberg-marquardt    pip install torch-levenberg-marquardt
+
+Printed is the error after parts of the time, the median over seeds with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import harness
+from lightning_struct.data.equations import Burgers, DifferentialEquation, Heat, Poisson
+from lightning_struct.functional import LeastSquares
+from lightning_struct.models.pinn import TanhNetwork
+from lightning_struct.optim import SHF
+
+RESULTS = harness.RESULTS / "least_squares"
+TIMES = (10, 30, 60, 100, 200, 300, 600, 1000)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A differential equation, the network that solves it, and the number of points of each block.
+
+    Attributes:
+        title: as it is printed.
+        equation: makes the equation.
+        hidden_sizes: of the network.
+        counts: points of each block.
+        redrawn: whether points are drawn anew.
+    """
+
+    title: str
+    equation: Callable[[], DifferentialEquation]
+    hidden_sizes: Sequence[int]
+    counts: dict[str, int]
+    redrawn: bool = False
+
+
+SQUARE, CUBE = {"interior": 900, "boundary": 120}, {"interior": 3000, "boundary": 500}
+PROBLEMS = {
+    "poisson2d": Problem("Poisson 2d, 257 parameters", lambda: Poisson(2), [64], SQUARE),
+    "poisson2d_deep": Problem("Poisson 2d, 9,873 parameters", lambda: Poisson(2), [64, 64, 48, 48], SQUARE),
+    "heat1d": Problem(
+        "heat 1d, 257 parameters", Heat, [64], {"interior": 900, "boundary": 60, "initial": 60}
+    ),
+    "heat1d_deep": Problem(
+        "heat 1d, 9,873 parameters", Heat, [64, 64, 48, 48], {"interior": 900, "boundary": 60, "initial": 60}
+    ),
+    "poisson5d": Problem("Poisson 5d, 449 parameters", lambda: Poisson(5, "sum"), [64], CUBE),
+    "burgers": Problem(
+        "Burgers, 921 parameters", Burgers, [20, 20, 20], {"interior": 2540, "boundary": 80, "initial": 160}, redrawn=True
+    ),
+}
+
+
+class Residuals(nn.Module):
+    """Residuals of a network at points, by block."""
+
+    def __init__(self, equation: DifferentialEquation, network: nn.Module) -> None:
+        super().__init__()
+        self.equation, self.network = equation, network
+
+    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.equation.residuals(self.network, points)
+
+
+class ScaledRows(nn.Module):
+    """The same for points of all blocks in one tensor: coordinates, then for each block 1/√n_b at its points and 0 elsewhere."""
+
+    def __init__(self, residuals: Residuals, blocks: Sequence[str]) -> None:
+        super().__init__()
+        self.residuals, self.blocks = residuals, blocks
+
+    def forward(self, rows: Tensor) -> Tensor:
+        points, shares = rows.split([rows.shape[1] - len(self.blocks), len(self.blocks)], dim=1)
+        of_blocks = self.residuals(dict.fromkeys(self.blocks, points))
+        return (torch.stack([of_blocks[block] for block in self.blocks], dim=1) * shares).sum(1, keepdim=True)
+
+
+# --- methods: each yields after every step ----------------------------------------------------------------------------
+
+Points = dict[str, Tensor]
+
+
+def half_mean_square(residuals: dict[str, Tensor]) -> Tensor:
+    return sum(0.5 * block.square().mean() for block in residuals.values())  # type: ignore[return-value]
+
+
+def by_shf(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
+    optimizer, step = SHF(module, LeastSquares()), 0
+    while True:
+        optimizer.step(inputs=draw(step // 5))
+        step += 1
+        yield
+
+
+def by_adam(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
+    optimizer, step = torch.optim.Adam(module.parameters(), lr=1e-3), 0
+    while True:
+        optimizer.zero_grad()
+        half_mean_square(module(draw(step // 100))).backward()
+        optimizer.step()
+        step += 1
+        yield
+
+
+def by_lbfgs(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
+    def fresh() -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(module.parameters(), history_size=50, line_search_fn="strong_wolfe")
+
+    optimizer, step, points = fresh(), 0, draw(0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = half_mean_square(module(points))
+        loss.backward()
+        return loss
+
+    while True:
+        if (anew := draw(step // 10)) is not points:
+            points, optimizer = anew, fresh()  # its history is of another function
+        optimizer.step(closure)
+        step += 1
+        yield
+
+
+def by_levenberg_marquardt(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
+    from torch_levenberg_marquardt.training import LevenbergMarquardtModule
+
+    step = 0
+    rows: Tensor | None = None
+    known: Points | None = None
+    trainer: Any = None
+    while True:
+        if (points := draw(step // 5)) is not known:
+            known = points
+            shares = torch.eye(len(points))
+            rows = torch.cat(
+                [
+                    torch.cat([at, shares[i].expand(len(at), -1) / len(at) ** 0.5], dim=1)
+                    for i, at in enumerate(points.values())
+                ]
+            )
+            trainer = trainer or LevenbergMarquardtModule(ScaledRows(module, list(points)))
+        trainer.training_step(rows, torch.zeros(len(rows), 1))  # type: ignore[arg-type]
+        step += 1
+        yield
+
+
+METHODS = {
+    "SHF": by_shf,
+    "Adam": by_adam,
+    "L-BFGS": by_lbfgs,
+    "Adam, then L-BFGS": by_adam,
+    "torch-levenberg-marquardt": by_levenberg_marquardt,
+}
+
+
+def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
+    """One run: CPU seconds, steps, error and loss at growing times."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    setting = PROBLEMS[problem]
+    equation = setting.equation()
+    torch.manual_seed(seed)
+    module = Residuals(equation, TanhNetwork(equation.domain.dimension, setting.hidden_sizes).double())
+    drawn: dict[int, Points] = {}
+
+    def draw(number: int) -> Points:
+        number = number if setting.redrawn else 0
+        if number not in drawn:
+            generator = torch.Generator().manual_seed(1000 * seed + number)
+            drawn.clear()
+            drawn[number] = {name: equation.regions[name].sample(n, generator) for name, n in setting.counts.items()}
+        return drawn[number]
+
+    at = equation.domain.sample(10_000, torch.Generator().manual_seed(12345))
+    solution = equation.solution(at)
+
+    def error() -> float:
+        with torch.no_grad():
+            return ((module.network(at) - solution).norm() / solution.norm()).item()
+
+    steps, curve = METHODS[method](module, draw), []
+    begin, count, uncounted, due, switched = time.process_time(), 0, 0.0, 0.5, False
+    while True:
+        next(steps)
+        count += 1
+        spent = time.process_time() - begin - uncounted
+        if spent >= due or spent >= seconds:
+            since = time.process_time()
+            with torch.enable_grad():
+                loss = half_mean_square(module(draw(-1))).item()  # on points that are not trained on
+            drawn.clear() if setting.redrawn else None
+            curve.append({"seconds": spent, "steps": count, "error": error(), "fresh_loss": loss})
+            due = spent * 1.05
+            uncounted += time.process_time() - since
+        if spent >= seconds:
+            break
+        if method == "Adam, then L-BFGS" and not switched and spent >= seconds / 2:
+            steps, switched = by_lbfgs(module, draw), True
+    return {"problem": problem, "method": method, "seed": seed, "curve": curve}
+
+
+def error_at(run: harness.Run, seconds: float) -> float | None:
+    """The error when the time had come; None where the run is shorter."""
+    later = [point["error"] for point in run["curve"] if point["seconds"] >= 0.999 * seconds]
+    return later[0] if later else None
+
+
+def print_tables(runs: Sequence[harness.Run]) -> None:
+    for name, problem in PROBLEMS.items():
+        of_problem = [run for run in runs if run["problem"] == name]
+        longest = max((run["curve"][-1]["seconds"] for run in of_problem), default=0.0)
+        times = [t for t in TIMES if t <= longest]
+        if not of_problem:
+            continue
+        harness.print_header(problem.title, *(f"{t} s" for t in times), "steps", "seeds")
+        for method in METHODS:
+            of_method = [run for run in of_problem if run["method"] == method]
+            if not of_method:
+                continue
+            cells = []
+            for t in times:
+                errors = [found for run in of_method if (found := error_at(run, t)) is not None]
+                cells.append(harness.spread(errors, "{:.1e}") if errors else "")
+            steps = harness.spread([run["curve"][-1]["steps"] for run in of_method], "{:,.0f}")
+            harness.print_row(method, *cells, steps, len(of_method))
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("problems", nargs="*", choices=[[], *PROBLEMS], default=["poisson2d"])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--only-print", action="store_true", help="the tables of the runs that are there")
+    harness.add_job_options(parser)
+    arguments = parser.parse_args()
+    if arguments.job:
+        harness.answer_job(arguments.job, train)
+        return
+    directory = harness.make_directory(RESULTS)
+    jobs = [
+        harness.Job(
+            f"{problem}, {method}, seed {seed}",
+            directory / harness.file_name(problem, method, seed, f"{arguments.seconds:g}"),
+            {"problem": problem, "method": method, "seed": seed, "seconds": arguments.seconds},
+        )
+        for problem in arguments.problems
+        for seed in arguments.seeds
+        for method in arguments.methods
+    ]
+    if not arguments.only_print:
+        harness.run_jobs(jobs, arguments.jobs)
+    runs = harness.load_runs(directory)
+    harness.print_machines(runs)
+    print_tables(runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,6 @@ Printed is the error after parts of the time, the median over seeds with the low
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,15 +57,17 @@ SQUARE, CUBE = {"interior": 900, "boundary": 120}, {"interior": 3000, "boundary"
 PROBLEMS = {
     "poisson2d": Problem("Poisson 2d, 257 parameters", lambda: Poisson(2), [64], SQUARE),
     "poisson2d_deep": Problem("Poisson 2d, 9,873 parameters", lambda: Poisson(2), [64, 64, 48, 48], SQUARE),
-    "heat1d": Problem(
-        "heat 1d, 257 parameters", Heat, [64], {"interior": 900, "boundary": 60, "initial": 60}
-    ),
+    "heat1d": Problem("heat 1d, 257 parameters", Heat, [64], {"interior": 900, "boundary": 60, "initial": 60}),
     "heat1d_deep": Problem(
         "heat 1d, 9,873 parameters", Heat, [64, 64, 48, 48], {"interior": 900, "boundary": 60, "initial": 60}
     ),
     "poisson5d": Problem("Poisson 5d, 449 parameters", lambda: Poisson(5, "sum"), [64], CUBE),
     "burgers": Problem(
-        "Burgers, 921 parameters", Burgers, [20, 20, 20], {"interior": 2540, "boundary": 80, "initial": 160}, redrawn=True
+        "Burgers, 921 parameters",
+        Burgers,
+        [20, 20, 20],
+        {"interior": 2540, "boundary": 80, "initial": 160},
+        redrawn=True,
     ),
 }
 

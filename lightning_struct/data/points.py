@@ -202,7 +202,7 @@ class PointsDataModule(LightningDataModule):
 
     Example:
         >>> from lightning_struct.data.equations import Poisson
-        >>> data = PointsDataModule(Poisson(), {"interior": 900, "boundary": 120})
+        >>> data = PointsDataModule(Poisson(), {"interior": 900, "boundary": 120}, residual_share=0)  # without a Trainer
         >>> batch = next(iter(data.train_dataloader()))
         >>> {block: tuple(points.shape) for block, points in batch.items()}
         {'interior': (900, 2), 'boundary': (120, 2)}
@@ -214,7 +214,7 @@ class PointsDataModule(LightningDataModule):
         counts: Mapping[str, int],
         *,
         redraw_every_n_steps: int | None = 5,
-        residual_share: float = 0.0,
+        residual_share: float = 0.2,
         steps_per_epoch: int = 50,
         eval_count: int = 5_000,
         predict_count: int = 10_000,
@@ -289,7 +289,17 @@ class PointsDataModule(LightningDataModule):
         moved = {block: at.to(module.device, module.dtype) for block, at in points.items()}
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             residuals = module(moved)
-        return dict.fromkeys(points, residuals) if isinstance(residuals, Tensor) else residuals
+        if isinstance(residuals, Tensor) and len(points) == 1:
+            residuals = dict.fromkeys(points, residuals)
+        if not isinstance(residuals, Mapping) or not all(
+            block in residuals and residuals[block].shape[:1] == at.shape[:1] for block, at in points.items()
+        ):
+            raise MisconfigurationException(
+                f"PointsDataModule(residual_share={self.residual_share}) draws points where the residual is large, but "
+                f"{type(module).__name__} called with points does not return a residual for each point, by block: make its "
+                "forward return residuals, or set residual_share=0"
+            )
+        return residuals
 
     def _in_dtype_of_module(self, points: Points) -> Points:
         return {block: at.to(self._dtype) for block, at in points.items()}

@@ -219,6 +219,18 @@ def test_predictions_are_of_a_grid():
     assert torch.equal(grid, Poisson(2).domain.grid(100).float())
 
 
+class Values(Fitted):
+    """Returns no residuals."""
+
+    def forward(self, points):
+        return {block: at[:, 0] for block, at in points.items() if block != "initial"}
+
+
+def test_module_that_returns_no_residuals_is_told_the_remedy(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"Values called with points .* set residual_share=0"):
+        fit(tmp_path, points_of_heat(), Values())
+
+
 def test_residual_share_needs_a_trainer():
     with pytest.raises(MisconfigurationException, match="train with a Trainer"):
         points_of_heat(residual_share=0.5).train_dataloader()

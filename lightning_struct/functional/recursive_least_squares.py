@@ -11,6 +11,7 @@ are kept apart from the others, the features, where matrices are multiplied, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -181,6 +182,20 @@ class LowRankInverse:
         return torch.baddbmm(features, along, used[:, :, :n], alpha=-1), torch.baddbmm(
             constants, along, used[:, :, n:], alpha=-1
         )
+
+    def add_product_(self, targets: Sequence[Tensor], features: Tensor, constants: Tensor, factor: Tensor) -> None:
+        """targets ← targets + factor [features, constants] P, without the product by itself.
+
+        Args:
+            targets: of the shapes of ``features`` and ``constants``, changed in place.
+            features, constants: as in :meth:`multiply`.
+            factor: (groups,).
+        """
+        used, factor = self._used, factor[:, None, None]
+        along = _product(features, constants, used.mT).mul_(factor)
+        n = features.shape[-1]
+        for target, rows, part in zip(targets, (features, constants), (used[:, :, :n], used[:, :, n:]), strict=True):
+            target.addcmul_(rows, factor).baddbmm_(along, part, alpha=-1)
 
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
         self.factors[:, int(self.count)] = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]

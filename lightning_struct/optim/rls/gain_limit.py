@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,36 +28,23 @@ from lightning_struct.functional.recursive_least_squares import InverseAutocorre
 Name = TypeVar("Name", bound=Hashable)
 
 # Power iterations in a step, which begin where those of the last step ended; and in the first one.
-ITERATIONS, FIRST_ITERATIONS = 3, 16
+ITERATIONS, FIRST_ITERATIONS = 2, 16
 
 # Of more rows a sample is taken: between so many, and so many numbers as far as that leaves more rows.
 LEAST_ROWS, MOST_ROWS, MOST_NUMBERS = 64, 512, 2**19
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """Rows that stand for all that a use of a weight multiplied.
 
     Attributes:
-        rows: (groups, s, n).
-        bias: the place among the weight's biases of the one that was added; None without.
+        rows: (groups, s, d), with the entries of the biases: one for the bias that was added, zero for others.
         share: rows of the use by rows of the sample.
     """
 
     rows: Tensor
-    bias: int | None
     share: float
-
-    def product_(self, total: Tensor, vector: Tensor) -> None:
-        """total ← total + XᵀX v of the rows with their biases' entries; both (groups, n + biases)."""
-        n = self.rows.shape[-1]
-        along = torch.bmm(self.rows, vector[:, :n, None])
-        if self.bias is not None:
-            along += vector[:, n + self.bias, None, None]
-        total[:, :n].add_(torch.bmm(along.mT, self.rows)[:, 0], alpha=self.share)
-        if self.bias is not None:
-            total[:, n + self.bias].add_(along.sum((1, 2)), alpha=self.share)
 
 
 def sample_size(rows: int, features: int) -> int:
@@ -98,20 +85,19 @@ class Gain:
     direction: Tensor
     first: bool
 
-    def trace(self) -> Tensor:
+    def trace(self) -> float:
         """An upper bound of all eigenvalues where P <= I: the trace of (T/r) XᵀX."""
-        total = self.direction.new_zeros(())
-        for sample in self.samples:
-            ones = 0 if sample.bias is None else sample.rows[..., 0].numel()
-            total = total + sample.share * (torch.linalg.vector_norm(sample.rows).square() + ones)
-        return self.scale * total
+        squares = (sample.share * torch.linalg.vector_norm(sample.rows).item() ** 2 for sample in self.samples)
+        return self.scale * sum(squares)
 
     def product(self, applied: Tensor) -> Tensor:
         """(T/r) XᵀX of (groups, d)."""
-        total = torch.zeros_like(applied)
-        for sample in self.samples:
-            sample.product_(total, applied)
-        return total.mul_(self.scale)
+        total = torch.zeros_like(applied) if len(self.samples) != 1 else None
+        for rows, share in self.samples:
+            product = torch.bmm(torch.bmm(rows, applied[..., None]).mT, rows)[:, 0].mul_(share * self.scale)
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
 
 
 def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
@@ -121,16 +107,21 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
     are those of G, at P^½q. Under torch.distributed the products are summed over processes, those of all weights at once.
     """
     largest: dict[Name, Tensor] = {}
-    for iteration in range(FIRST_ITERATIONS):
-        going_on = {name: gain for name, gain in gains.items() if gain.first or iteration < ITERATIONS}
-        applied = {name: gain.inverse.apply(gain.direction) for name, gain in going_on.items()}
+    directions = {name: gain.direction for name, gain in gains.items()}
+    last = {name: FIRST_ITERATIONS if gain.first else ITERATIONS for name, gain in gains.items()}
+    for iteration in range(1, max(last.values(), default=0) + 1):
+        going_on = {name: gain for name, gain in gains.items() if iteration <= last[name]}
+        applied = {name: gain.inverse.apply(directions[name]) for name, gain in going_on.items()}
         products = _summed({name: gain.product(applied[name]) for name, gain in going_on.items()})
         for name, gain in going_on.items():
             tiny = torch.finfo(gain.direction.dtype).tiny
-            before = torch.linalg.vecdot(applied[name], gain.direction)
-            largest[name] = torch.linalg.vecdot(applied[name], products[name]) / before.clamp(min=tiny)
             norm = torch.linalg.vector_norm(products[name], dim=1, keepdim=True)
-            gain.direction.copy_(torch.where(norm > tiny, products[name] / norm.clamp(min=tiny), gain.direction))
+            if iteration == last[name]:
+                before = torch.linalg.vecdot(applied[name], directions[name])
+                largest[name] = torch.linalg.vecdot(applied[name], products[name]) / before.clamp(min=tiny)
+                gain.direction.copy_(torch.where(norm > tiny, products[name] / norm, gain.direction))
+            else:
+                directions[name] = products[name] / norm.clamp(min=tiny)
     return largest
 
 

@@ -74,7 +74,7 @@ class RLS(torch.optim.Optimizer):
         interval: P is updated in one of so many steps, by as much as in all of them.
         form: of P: ``"full"``, d² numbers for d inputs, the paper's; ``"low_rank"``, 2rd of them, see
             :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None: full
-            up to 1,024 inputs (and with ``forgetting`` < 1), else of low rank.
+            up to 512 inputs (and with ``forgetting`` < 1), else of low rank.
         rank: r of the low-rank form.
         block_size: the full form is block-diagonal where there are more inputs than this, in blocks of this size.
         max_size: P of layers with more inputs than this has the rank-1 form.

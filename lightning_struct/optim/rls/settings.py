@@ -11,7 +11,7 @@ from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
 # A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the rest
 # of its step.
-LARGEST_FULL = 1024
+LARGEST_FULL = 512
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Statistics:
         self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
         if use.sample is not None:
             if sum(sample.rows.shape[1] for sample in self.samples) < MOST_SAMPLED:
-                self.samples.append(Sample(use.sample, use.bias, use.rows[0] / use.sample.shape[1]))
+                self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))
             else:
                 self.unsampled += use.rows[0]
         if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
@@ -111,6 +111,14 @@ class Statistics:
         self.pairs.append((use.inputs, cotangent.reshape(len(use.inputs), -1)))
         if sum(len(inputs) for inputs, _ in self.pairs) >= most_rows:
             self.pairs = None
+
+    def _with_biases(self, rows: Tensor, bias: int | None) -> Tensor:
+        if not self.biases:
+            return rows
+        entries = rows.new_zeros(self.biases)
+        if bias is not None:
+            entries[bias] = 1
+        return torch.cat([rows, entries.expand(*rows.shape[:2], -1)], 2)
 
     def mean(self) -> Tensor:
         """x̄ of each group, (groups, n + biases), the biases' entries being the share of rows to which they are added."""
@@ -358,8 +366,10 @@ class TrainedWeight:
             inverse.update_(
                 mean, applied, h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting), of_update
             )
-        if l1:
-            # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after it.
+        # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after it.
+        if l1 and isinstance(inverse, LowRankInverse):
+            inverse.add_product_([features, constants], features.sign(), constants.sign(), torch.full_like(h, -l1))
+        elif l1:
             for part, shrinkage in zip(
                 (features, constants), inverse.multiply(features.sign(), constants.sign()), strict=True
             ):
@@ -371,17 +381,23 @@ class TrainedWeight:
         self, targets: Sequence[Tensor], beta: float, inverse: InverseAutocorrelation, factor: Tensor
     ) -> None:
         """targets ← beta targets + factor ∇ P, for weight and biases; ``factor`` is (groups,)."""
-        factor = factor[:, None, None]
         few = self._few_rows()
         if few is None:
             weight, biases = self.parameter.grad, [bias.parameter.grad for bias in self.biases]
             features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
-            for target, product in zip(targets, inverse.multiply(features, self._constants(biases)), strict=True):
-                target.mul_(beta).addcmul_(product, factor)
+            constants = self._constants(biases)
+            if beta != 1:
+                for target in targets:
+                    target.mul_(beta)
+            if isinstance(inverse, LowRankInverse):
+                inverse.add_product_(targets, features, constants, factor)
+                return
+            for target, product in zip(targets, inverse.multiply(features, constants), strict=True):
+                target.addcmul_(product, factor[:, None, None])
             return
         inputs, cotangents = few
         ones = inputs.new_ones(1, inputs.shape[1], len(self.biases))
-        left = (cotangents * factor).mT
+        left = (cotangents * factor[:, None, None]).mT
         for target, product in zip(targets, inverse.multiply(inputs, ones), strict=True):
             target.baddbmm_(left, product, beta=beta)
 

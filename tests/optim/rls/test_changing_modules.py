@@ -262,14 +262,13 @@ def test_other_forms_of_p_train_and_resume(options: dict[str, Any]) -> None:
 
 
 def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    module = nn.Sequential(nn.Linear(1025, 2), nn.Linear(2, 1024), nn.Linear(1024, 2))
+    module = nn.Sequential(nn.Linear(513, 2), nn.Linear(2, 512), nn.Linear(512, 2))
     with caplog.at_level(logging.INFO):
         chosen = [line.split()[1] for line in RLS(module).summary().splitlines()[1:-1]]
     assert chosen == ["low_rank", "full", "full"]
     assert (
-        "RLS trains 3 weights; their P take 4.3 MiB; 1 with more than 1,024 inputs have the low-rank form"
-        in caplog.text
+        "RLS trains 3 weights; their P take 1.1 MiB; 1 with more than 512 inputs have the low-rank form" in caplog.text
     )
     assert RLS(module, form="full").summary().count("full") == 3
-    blocks = RLS(module, block_size=512).summary().splitlines()
-    assert blocks[1].split()[2:7] == ["3", "x", "512", "x", "512"]
+    blocks = RLS(module, block_size=256).summary().splitlines()
+    assert blocks[1].split()[2:7] == ["3", "x", "256", "x", "256"]

@@ -66,7 +66,8 @@ def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> lis
     total = batch_sum(inputs.to(weight.dtype))
     kept = inputs if weight.keeps_rows(inputs) else None
     bias = _bias(call.layer, weight, matrix.bias)
-    return [Use(weight, total[None], (len(inputs),), bias=bias, inputs=kept, sample=weight.sample(inputs))]
+    sequences = len(call.input) if weight.reads_sequences and call.input.ndim > 2 else None
+    return [Use(weight, total[None], (len(inputs),), sequences, bias, inputs=kept, sample=weight.sample(inputs))]
 
 
 def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:

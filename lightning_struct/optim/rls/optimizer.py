@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import all_reduce, world_size
-from lightning_struct.functional.layers import excluded_modules, plain_name, plain_named_modules
+from lightning_struct.functional.layers import excluded_modules, is_affine, plain_name, plain_named_modules
 from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
@@ -78,6 +78,8 @@ class RLS(torch.optim.Optimizer):
         rank: r of the low-rank form.
         block_size: the full form is block-diagonal where there are more inputs than this, in blocks of this size.
         max_size: P of layers with more inputs than this has the rank-1 form.
+        sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum over
+            their positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to (86)).
         exclude: modules, or their names, that are left to ``auxiliary`` with all that is below them.
         auxiliary: makes the optimizer of all other parameters from their list.
 
@@ -118,6 +120,7 @@ class RLS(torch.optim.Optimizer):
         rank: int = 32,
         block_size: int | None = None,
         max_size: int | None = None,
+        sequence_layers: Sequence[str | nn.Module] = (),
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
     ) -> None:
@@ -163,13 +166,14 @@ class RLS(torch.optim.Optimizer):
         self._left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         layers = layers_to_train(module, excluded)
         self._table = WeightTable(layers, forgetting)
+        self._sequence_layers = _affine_layers(module, sequence_layers, self._table)
         self._weights = self._table.extend(lambda p: p.requires_grad and p not in self._left_alone)
         if not self._weights:
             raise ValueError(
                 f"{type(module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to "
                 "train; lightning_struct.functional.register_layer declares layers of other types"
             )
-        self._inverses.apply(self._weights)
+        self._set_up(self._weights)
 
         groups: dict[float, dict[str, Any]] = {}
         seen: set[nn.Parameter] = set()
@@ -289,11 +293,17 @@ class RLS(torch.optim.Optimizer):
                 group["params"] += weight.parameters
 
     def _take_in(self, new: list[TrainedWeight]) -> list[TrainedWeight]:
-        self._inverses.apply(new)
+        self._set_up(new)
         self._weights += new
         for weight in new:
             self._recorder.watch_gradients(weight)
         return new
+
+    def _set_up(self, new: list[TrainedWeight]) -> None:
+        self._inverses.apply(new)
+        for layer in self._sequence_layers:
+            for weight in self._table.of_layers[layer].values():
+                weight.reads_sequences = True
 
     def _take_in_rest(self) -> None:
         """Give what has got a gradient and is in no group to whom it belongs."""
@@ -523,6 +533,22 @@ class RLS(torch.optim.Optimizer):
         if "_recorder" in state:
             self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
             self._share_groups()
+
+
+def _affine_layers(module: nn.Module, layers: Sequence[str | nn.Module], table: WeightTable) -> set[nn.Module]:
+    """The layers that are named or given.
+
+    Raises:
+        ValueError: one of them is no linear layer that RLS trains.
+    """
+    given = [layers] if isinstance(layers, str | nn.Module) else layers
+    found: set[nn.Module] = set()
+    for item in given:
+        (layer, *below) = excluded_modules(module, [item], "sequence_layers")
+        if below or layer not in table.of_layers or not is_affine(layer):
+            raise ValueError(f"sequence_layers has {item!r}, which is no linear layer that RLS trains")
+        found.add(layer)
+    return found
 
 
 def _without_an_optimizer(parameters: Iterable[str]) -> str:

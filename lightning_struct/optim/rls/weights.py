@@ -156,12 +156,14 @@ class TrainedWeight:
         block_size: P of more inputs is block-diagonal; None: of none.
         interval: P is updated in the first of so many steps.
         limits_gain: whether samples of the rows are wanted.
+        reads_sequences: the positions of a linear layer's inputs are steps of sequences.
     """
 
     rank = 32
     block_size: int | None = None
     interval = 1
     limits_gain = False
+    reads_sequences = False
 
     def __init__(
         self,

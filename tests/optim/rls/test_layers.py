@@ -216,3 +216,55 @@ def test_channels_last_images_are_read_as_others(rows: int) -> None:
         return inputs(rows, 3, 6, 6)(step).to(memory_format=torch.channels_last)
 
     assert largest_difference(lambda: nn.Conv2d(3, 4, 3, padding=1), batches) <= 1e-12
+
+
+class Tagger(nn.Module):
+    """An output at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def test_positions_of_a_sequence_output_layer_count_as_steps() -> None:
+    """Equations (80) to (86): T_L positions."""
+    torch.manual_seed(0)
+    module = Tagger().double()
+    plain = copy.deepcopy(module)
+    optimizer, reference = RLS(module, max_gain=None, sequence_layers=["head"]), Reference()
+    for step in range(3):
+        batch = inputs(4, 5, 3)(step)
+        module.zero_grad()
+        plain.zero_grad()
+        with recorded_rows(plain) as rows:
+            loss(plain, batch).backward()
+        for use in rows:
+            use.sequences = 4
+        reference.step(rows)
+        loss(module, batch).backward()
+        optimizer.step()
+    for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", ["lstm", "", "tail"])
+def test_sequence_layers_are_linear_layers(layer: str) -> None:
+    with pytest.raises(ValueError, match="sequence_layers has"):
+        RLS(Tagger(), sequence_layers=[layer])
+
+
+def test_input_and_recurrent_weights_can_have_scales_of_their_own() -> None:
+    """Equation (97)."""
+    torch.manual_seed(0)
+    module = nn.LSTM(3, 4).double()
+    half = copy.deepcopy(module)
+    start = copy.deepcopy(module)
+    for each, options in ((module, {}), (half, {"gradient_scale": {"weight_hh_l0": 0.5}})):
+        optimizer = RLS(each, **options)
+        each(inputs(4, 5, 3)(0))[0].square().mean().backward()
+        optimizer.step()
+    assert torch.equal(half.weight_ih_l0, module.weight_ih_l0)
+    torch.testing.assert_close(half.weight_hh_l0 - start.weight_hh_l0, 0.5 * (module.weight_hh_l0 - start.weight_hh_l0))

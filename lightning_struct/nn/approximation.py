@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.hub import tqdm
 
 from lightning_struct.functional.operators import SubdiagonalOperator
 
@@ -52,6 +55,8 @@ def stein_residual(M: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) ->
 def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: Tensor, iterations: int) -> None:
     """Lower ‖M - target‖ over the weights of M by L-BFGS, in place; never ends higher than it started.
 
+    Where it takes longer than some seconds, a progress bar shows the relative error on a terminal.
+
     Args:
         weights: leaf tensors in float64, of which M is made.
         to_dense: makes M, (m, n), with gradients to the weights.
@@ -67,6 +72,7 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
 
     def closure() -> Tensor:
         nonlocal best
+        bar.update(1)
         for weight in weights:
             weight.grad = None
         value = loss()
@@ -75,20 +81,26 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
             best = value.item()
             for copy, weight in zip(kept, weights, strict=True):
                 copy.copy_(weight.detach())
+            bar.set_description(f"relative error {best**0.5:.2g}", refresh=False)
         return value
 
     if iterations > 0:
         optimizer = torch.optim.LBFGS(
             weights,
             max_iter=iterations,
-            history_size=20,
+            history_size=100,
             tolerance_grad=1e-10,
             tolerance_change=1e-13,
             line_search_fn="strong_wolfe",
         )
-        with torch.enable_grad():
+        with torch.enable_grad(), _progress_bar(iterations * 5 // 4) as bar:
             optimizer.step(closure)
         with torch.no_grad():
             for copy, weight in zip(kept, weights, strict=True):
                 weight.copy_(copy)
                 weight.grad = None
+
+
+def _progress_bar(total: int) -> Any:
+    """tqdm's, or what torch has in place of it where that is not installed."""
+    return tqdm(total=total, unit="evaluation", delay=3.0, leave=False, disable=not sys.stderr.isatty())

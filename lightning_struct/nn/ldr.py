@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -23,13 +25,17 @@ from lightning_struct.functional.structured.subdiagonal import (
 )
 from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
-from lightning_struct.nn.approximation import relative_error, stein_residual
+from lightning_struct.nn.approximation import refine_, relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
 from lightning_struct.nn.method_choice import MethodChoices
+from lightning_struct.nn.operator_search import BalancedCoordinates, fit_subdiagonals, leading_factors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_SWEEPS = 40  # of the least-squares fits from which the search for operators starts
+_LARGEST_RESTARTED = 256**2  # entries of a matrix up to which that search starts twice,
+_FOUND = 1e-4  # unless it has come this near
 Corner = Literal["learned", "zero"]
 
 
@@ -107,23 +113,51 @@ class LearnedOperatorLinear(GeneratorLinear):
 
     def _start_near(self, weight: Tensor) -> None:
         target = self._squared(weight)
-        corners = [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]
-        errors = [self._start_with_corners(target, *pair) for pair in corners]
-        self._start_with_corners(target, *corners[errors.index(min(errors))])
+        self._start_with(target, *self._starts(target)[0])
 
-    def _start_with_corners(self, target: Tensor, corner_a: float, corner_b: float) -> float:
-        """The relative error of the start with A = Z_corner_a and B = Z_corner_b."""
-        a, b = (
-            SubdiagonalOperator(target.new_ones(size - 1), target.new_tensor(corner))
-            for size, corner in zip(target.shape, (corner_a, corner_b), strict=True)
-        )
-        self._set_corners(corner_a, corner_b)
-        self._set_generators(stein_residual(target, a, b))
-        return relative_error(self._square_to_dense(), target)
+    def _starts(self, target: Tensor) -> list[tuple[SubdiagonalOperator, SubdiagonalOperator]]:
+        """Operators to start from, those of the least error first: shifts, and what is fitted from there."""
+        starts = []
+        for corners in [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]:
+            a, b = (
+                SubdiagonalOperator(target.new_ones(size - 1), target.new_tensor(corner))
+                for size, corner in zip(target.shape, corners, strict=True)
+            )
+            starts += [(a, b), fit_subdiagonals(target, self.rank, a, b, sweeps=_SWEEPS)]
+        errors = [self._start_with(target, *pair) for pair in starts]
+        return [starts[place] for place in sorted(range(len(starts)), key=errors.__getitem__)]
+
+    def _start_with(self, target: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> float:
+        """The relative error of the start with these operators; infinite where their powers overflow."""
+        self._set_operators(a, b)
+        G, H = leading_factors(stein_residual(target, a, b), self.rank)
+        self.G.copy_(G)
+        self.H.copy_(H)
+        error = relative_error(self._square_to_dense(), target)
+        return error if math.isfinite(error) else math.inf
+
+    def _refine(self, weight: Tensor, iterations: int) -> None:
+        self._refine_from_here(weight, iterations)
+        error, found = relative_error(self.to_dense(), weight), copy.deepcopy(self.state_dict())
+        if error < _FOUND or weight.numel() > _LARGEST_RESTARTED:
+            return
+        with torch.no_grad():
+            target = self._squared(weight)
+            self._start_with(target, *self._starts(target)[1])
+        self._refine_from_here(weight, iterations)
+        if not relative_error(self.to_dense(), weight) < error:
+            self.load_state_dict(found)
+
+    def _refine_from_here(self, weight: Tensor, iterations: int) -> None:
+        if not BalancedCoordinates.are_exact_for(self):
+            return super()._refine(weight, iterations)
+        coordinates = BalancedCoordinates(self)
+        refine_(coordinates.variables, coordinates.to_dense, weight, iterations)
+        coordinates.write_back()
 
     @abstractmethod
-    def _set_corners(self, corner_a: float, corner_b: float) -> None:
-        """Make A and B shifts with these corners, where they have corners at all."""
+    def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
+        """Make A and B these, with their corners where they have corners at all."""
 
 
 class LDRSubdiagonal(LearnedOperatorLinear):
@@ -208,10 +242,12 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             return zero, zero
         return self.corner_a.squeeze(0), self.corner_b.squeeze(0)
 
-    def _set_corners(self, corner_a: float, corner_b: float) -> None:
+    def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
+        self.subdiagonal_a.copy_(a.subdiagonal)
+        self.subdiagonal_b.copy_(b.subdiagonal)
         if self.corner_a is not None and self.corner_b is not None:
-            self.corner_a.fill_(corner_a)
-            self.corner_b.fill_(corner_b)
+            self.corner_a.copy_(a.corner)
+            self.corner_b.copy_(b.corner)
 
     def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         corner_a, corner_b = self._corners()
@@ -347,10 +383,16 @@ class LDRTridiagonal(LearnedOperatorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return tridiagonal_matmul(*self.operators, self.G, self.H, x, self.method)
 
-    def _set_corners(self, corner_a: float, corner_b: float) -> None:
+    def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
+        self.subdiagonal_a.copy_(a.subdiagonal)
+        self.subdiagonal_b.copy_(b.subdiagonal)
         if self.corners_a is not None and self.corners_b is not None:
-            self.corners_a[0] = corner_a
-            self.corners_b[0] = corner_b
+            self.corners_a[0] = a.corner
+            self.corners_b[0] = b.corner
+
+    def _refinement(self) -> int:
+        # An evaluation multiplies Krylov matrices: O(m n min(m, n)).
+        return super()._refinement() * 512 // max(512, self.in_features, self.out_features)
 
 
 def _has_values(tensor: Tensor) -> bool:

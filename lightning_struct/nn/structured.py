@@ -101,7 +101,7 @@ class StructuredLinear(nn.Module, ABC):
         self.approximation_error: float | None = None
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int = 200, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int | None = None, **options: Any) -> Self:
         """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
 
         The start is the projection on the class where there is one in closed form (low rank, Monarch, circulant, pruned), and
@@ -111,7 +111,8 @@ class StructuredLinear(nn.Module, ABC):
         Args:
             linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
             *arguments, **options: of the class, such as ``rank``.
-            refine: iterations of L-BFGS at most; 0 leaves the start as it is.
+            refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200, and fewer for large matrices, so
+                that it takes no more than about half a minute of one CPU core.
 
         Returns:
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.
@@ -134,9 +135,8 @@ class StructuredLinear(nn.Module, ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layer = cls._made_near(target, *arguments, **options)
-        refine_(
-            [weight for weight in layer._weights().values() if weight.requires_grad], layer.to_dense, target, refine
-        )
+        if relative_error(layer.to_dense(), target) > 8 * torch.finfo(weight.dtype).eps:
+            layer._refine(target, layer._refinement() if refine is None else refine)
         layer.to(weight.dtype)
         layer.approximation_error = relative_error(layer.to_dense().double(), target)
         if layer.bias is not None:
@@ -257,6 +257,15 @@ class StructuredLinear(nn.Module, ABC):
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""
+
+    def _refine(self, weight: Tensor, iterations: int) -> None:
+        """Lower ‖M - ``weight``‖ by that many iterations at most."""
+        weights = [tensor for tensor in self._weights().values() if tensor.requires_grad]
+        refine_(weights, self.to_dense, weight, iterations)
+
+    def _refinement(self) -> int:
+        """The iterations of ``from_linear`` where it is not told: 200 up to 1,024 x 1,024, then as many as in that time."""
+        return 200 * 1024**2 // max(1024**2, self.in_features * self.out_features)
 
     def _weights(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in self.weight_names}

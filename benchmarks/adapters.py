@@ -73,7 +73,6 @@ class Perceptron(nn.Module):
     """Four hidden layers of 256 units."""
 
     adapted = ("hidden.0", "hidden.2", "hidden.4", "hidden.6")
-    half = ("hidden.0", "hidden.4")
     width = 256
     steps = 200
 
@@ -107,7 +106,6 @@ class VisionTransformer(nn.Module):
     """Sixteen patches of 4 x 4 pixels, two blocks of width 64."""
 
     adapted = tuple(f"blocks.{block}.{layer}" for block in range(2) for layer in "qkvo")
-    half = tuple(f"blocks.{block}.{layer}" for block in range(2) for layer in "qv")
     width = 64
     steps = 100
 
@@ -212,15 +210,12 @@ def trained_on_mnist(name: str, directory: str, results: Path) -> nn.Module:
 
 
 def of_ours(
-    factory: Callable[[int], Callable[..., nn.Module]], half: bool = False, diagonals: Sequence[str] = ("none", "none")
+    factory: Callable[[int], Callable[..., nn.Module]], diagonals: Sequence[str] = ("none", "none")
 ) -> Callable:
-    """The model with our adapters in all layers or in every other one, and its parameter groups.
-
-    ``diagonals`` says for each rank which are learned.
-    """
+    """The model with our adapters, and its parameter groups; ``diagonals`` says for each rank which are learned."""
 
     def make(network: nn.Module, rank: int, rate: float) -> tuple[nn.Module, list[dict]]:
-        layers = list(network.half if half else network.adapted)  # type: ignore[arg-type]
+        layers = list(network.adapted)  # type: ignore[arg-type]
         learned = diagonals[rank - 1]
         add_adapters(network, factory(rank), include=layers, learned_diagonals=learned)  # type: ignore[arg-type]
         return network, adapter_parameter_groups(network, rate)
@@ -253,7 +248,6 @@ def kronecker(width: int, rank: int) -> dict:
 
 WAYS: dict[str, Callable] = {
     "LDR-SD": of_ours(lambda rank: partial(LDRSubdiagonal, rank=rank - 1)),
-    "LDR-SD, every other layer": of_ours(lambda rank: partial(LDRSubdiagonal, rank=2 * rank - 1), half=True),
     "LDR-SD by diagonals": of_ours(lambda rank: partial(ToeplitzLike, rank=rank - 1), diagonals=("both", "both")),
     "Toeplitz-like": of_ours(lambda rank: partial(ToeplitzLike, rank=rank)),
     "circulant, learned diagonals": of_ours(lambda rank: Circulant, diagonals=("outputs", "both")),
@@ -265,7 +259,7 @@ WAYS: dict[str, Callable] = {
 }
 
 
-LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1), ("LDR-SD, every other layer", 2))
+LEFT_OUT = (("LDR-SD", 1), ("LDR-SD by diagonals", 1))
 
 
 def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample, tested: Sample, seed: int) -> Run:

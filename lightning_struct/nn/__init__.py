@@ -13,6 +13,7 @@ from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.butterfly import Butterfly
 from lightning_struct.nn.channels import ChannelLinear
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
+from lightning_struct.nn.compress import compress
 from lightning_struct.nn.convolutions import replace_conv
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
@@ -47,6 +48,7 @@ __all__ = [
     "adapter_parameter_groups",
     "adapter_state_dict",
     "add_adapters",
+    "compress",
     "jacobian_norms",
     "load_adapter_state_dict",
     "merge_adapters",

@@ -222,7 +222,7 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     def outputs(of: nn.Module, batch: Any) -> Tensor:
         y = of(batch if isinstance(batch, Tensor) else batch[0])
         if not isinstance(y, Tensor):
-            raise ValueError(
+            raise TypeError(
                 f"the outputs of {type(of).__name__} are no tensor: give loss=, a function of model and batch"
             )
         return y

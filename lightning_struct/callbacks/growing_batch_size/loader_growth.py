@@ -121,7 +121,8 @@ class LoaderGrowth:
                 self._set_limits()
             while self._changes and self._changes[0][0] <= self._batches_done:
                 self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
-        if self._replans or self._batches_done > self._trainer.val_check_batch:
+        planned = self._trainer.val_check_batch
+        if self._replans or (planned is not None and self._batches_done > planned):
             self._plan_validation()
             self._replans = False
 

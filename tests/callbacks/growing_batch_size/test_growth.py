@@ -1,5 +1,7 @@
 """Batches that change size within a running epoch, in all the ways in which a Trainer reads them."""
 
+from datetime import timedelta
+
 import lightning as L
 import pytest
 import torch
@@ -121,6 +123,12 @@ def test_validation_counted_in_batches_of_all_epochs_is_left_alone(tmp_path):
     options = {"val_check_interval": 7, "check_val_every_n_epoch": None, "max_epochs": 3, "validation": loader(4)}
     module = fit(tmp_path, loader(), [20], **options)
     assert module.sizes == [4, 20, 16, 20, 20, 20, 20] and module.validated_after == [40]
+
+
+def test_validation_by_time_is_left_alone(tmp_path):
+    options = {"val_check_interval": timedelta(hours=1), "validation": loader(4)}
+    module = fit(tmp_path, loader(), [8, 16], **options)
+    assert module.sizes == [4, 8, 16, 12] and not module.validated_after
 
 
 def test_validation_every_other_epoch(tmp_path):

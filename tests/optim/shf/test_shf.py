@@ -947,7 +947,7 @@ def test_a_second_parameter_group_is_refused() -> None:
     ("options", "message"),
     [
         ({"loss": "hinge"}, "'hinge'"),
-        ({"solver": "minres"}, "solver must be one of 'lsmr', 'lsqr', 'cg', None, got 'minres'"),
+        ({"solver": "minres"}, "solver must be one of 'lsmr', 'lsqr', 'cg', 'exact', None, got 'minres'"),
         ({"preconditioner": "kfac"}, "preconditioner must be one of .*'diagonal'.* got 'kfac'"),
         ({"preconditioner": object()}, "needs solve and solve_transpose"),
         ({"damping_center": "end"}, "damping_center must be one of 'start', 'origin', got 'end'"),

@@ -123,7 +123,7 @@ class KrylovSolver(ResidualSolver):
             all_reduce=all_reduce,
         )
         self.iterations += self._projected.steps
-        self.largest = self._projected.singular_values[0].item()
+        self.largest = max(self._projected.singular_values.tolist(), default=0.0)
         self.name = "maxiter" if self._projected.steps == self._maxiter else "normal_residual"
 
     def direction(self, damping: float) -> Tensor:

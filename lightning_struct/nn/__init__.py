@@ -15,6 +15,7 @@ from lightning_struct.nn.channels import ChannelLinear
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
 from lightning_struct.nn.compress import compress
 from lightning_struct.nn.convolutions import replace_conv
+from lightning_struct.nn.freezing import freeze
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.jacobian import jacobian_norms
@@ -49,6 +50,7 @@ __all__ = [
     "adapter_state_dict",
     "add_adapters",
     "compress",
+    "freeze",
     "jacobian_norms",
     "load_adapter_state_dict",
     "merge_adapters",

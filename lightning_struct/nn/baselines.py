@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
+from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.transforms import circulant_matmul, hadamard_transform
 from lightning_struct.nn.generators import Init, checked_init
 from lightning_struct.nn.structured import StructuredLinear, positive_size
@@ -31,6 +32,8 @@ class CirculantSpectrum:
     size: int
 
     def matmul(self, x: Tensor) -> Tensor:
+        if torch.onnx.is_in_onnx_export():
+            return real_irfft(multiplied(real_rfft(x), as_pair(self.spectrum)), self.size)
         return torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=self.size)
 
 
@@ -79,6 +82,9 @@ class Circulant(StructuredLinear):
     def _prepare(self, batch: int) -> PreparedMatrix:
         if kept_matrix_is_faster(self.out_features, self.in_features, 0, batch):
             return super()._prepare(batch)
+        return self._compressed()
+
+    def _compressed(self) -> PreparedMatrix:
         size = self.column.numel()
         square = CirculantSpectrum(torch.fft.rfft(self.column), size)
         return LeadingSubmatrix(square, size - self.in_features, self.out_features)
@@ -189,8 +195,39 @@ class Fastfood(StructuredLinear):
             return super()._prepare(batch)
         return self._factors()
 
+    def _compressed(self) -> PreparedMatrix:
+        return self._factors()
+
     def _factors(self) -> FastfoodFactors:
         return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
+
+
+@dataclass(frozen=True)
+class SparseEntries:
+    """A matrix by its entries that are not zero: a
+    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+
+    Args:
+        values: (k,).
+        places: (k,) int64, in the flattened matrix.
+        rows: m.
+        columns: n.
+    """
+
+    values: Tensor
+    places: Tensor
+    rows: int
+    columns: int
+
+    is_slow: ClassVar[bool] = True
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.to_dense())
+
+    def to_dense(self) -> Tensor:
+        """(m, n)."""
+        flat = self.values.new_zeros(self.rows * self.columns).index_put((self.places,), self.values)
+        return flat.view(self.rows, self.columns)
 
 
 class PrunedLinear(StructuredLinear):
@@ -246,14 +283,19 @@ class PrunedLinear(StructuredLinear):
         nn.init.normal_(self.values, std=math.sqrt(self.out_features / kept))
 
     def to_dense(self) -> Tensor:
-        flat = self.values.new_zeros(self.in_features * self.out_features).index_put((self.places,), self.values)
-        return flat.view(self.out_features, self.in_features)
+        return self._entries().to_dense()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parameters={self.values.numel()}"
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.to_dense())
+        return self._entries().matmul(x)
+
+    def _compressed(self) -> PreparedMatrix:
+        return self._entries()
+
+    def _entries(self) -> SparseEntries:
+        return SparseEntries(self.values, self.places, self.out_features, self.in_features)
 
     def _start_near(self, weight: Tensor) -> None:
         flat = weight.flatten()

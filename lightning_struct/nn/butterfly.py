@@ -163,6 +163,9 @@ class Butterfly(StructuredLinear):
             return self._of_monarch(L, R)
         return super()._prepare(batch)
 
+    def _compressed(self) -> PreparedMatrix:
+        return self._of_monarch(*butterfly_as_monarch(self.factors))
+
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
         orders = [options.pop("order")] if "order" in options else get_args(Order)

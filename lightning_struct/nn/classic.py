@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster, made_matrix_is_faster
 from lightning_struct.functional.structured.prepared import PreparedMatrix, ReversedColumns
+from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
 from lightning_struct.functional.transforms import (
@@ -72,6 +73,9 @@ class LowRank(GeneratorLinear):
     def _prepare(self, batch: int) -> PreparedMatrix:
         return LowRankFactors(self.G[: self.out_features].detach(), self.H[: self.in_features].detach())
 
+    def _compressed(self) -> PreparedMatrix:
+        return self._prepare(1)
+
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators(self._squared(weight))
 
@@ -124,7 +128,10 @@ class ToeplitzLike(GeneratorLinear):
             return super()._prepare(batch)
         return self._part(self._prepare_square())
 
-    def _prepare_square(self) -> PreparedMatrix:
+    def _compressed(self) -> PreparedMatrix:
+        return self._part(self._prepare_square().compressed())
+
+    def _prepare_square(self) -> ScaledToeplitzSpectra | ReversedColumns:
         return prepare_toeplitz_like(self.G, self.H)
 
     def _start_near(self, weight: Tensor) -> None:
@@ -162,12 +169,56 @@ class HankelLike(ToeplitzLike):
     def _square_to_dense(self) -> Tensor:
         return self._shifted_to_dense(self.H.flip(0)).flip(1)
 
-    def _prepare_square(self) -> PreparedMatrix:
+    def _prepare_square(self) -> ReversedColumns:
         return ReversedColumns(prepare_toeplitz_like(self.G, self.H.flip(0)))
 
     def _start_near_square(self, target: Tensor) -> None:
         super()._start_near_square(target.flip(1))
         self.H.copy_(self.H.flip(0))
+
+
+@dataclass(frozen=True)
+class VandermondeFactors:
+    """A Vandermonde-like matrix by its nodes and generators: a
+    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+
+    Args:
+        nodes: (rows,).
+        G: (rows, r).
+        H: (columns, r).
+    """
+
+    nodes: Tensor
+    G: Tensor
+    H: Tensor
+
+    is_slow: ClassVar[bool] = True
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return vandermonde_like_matmul(self.nodes, self.G, self.H, x)
+
+
+@dataclass(frozen=True)
+class CauchyFactors:
+    """A Cauchy-like matrix by its nodes and generators: a
+    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+
+    Args:
+        row_nodes: (rows,).
+        column_nodes: (columns,).
+        G: (rows, r).
+        H: (columns, r).
+    """
+
+    row_nodes: Tensor
+    column_nodes: Tensor
+    G: Tensor
+    H: Tensor
+
+    is_slow: ClassVar[bool] = True
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
 
 
 class VandermondeLike(GeneratorLinear):
@@ -215,6 +266,9 @@ class VandermondeLike(GeneratorLinear):
 
     def _square_multiply(self, x: Tensor) -> Tensor:
         return vandermonde_like_matmul(self.nodes, self.G, self.H, x)
+
+    def _compressed(self) -> PreparedMatrix:
+        return self._part(VandermondeFactors(self.nodes, self.G, self.H))
 
     def _start_near(self, weight: Tensor) -> None:
         target = self._squared(weight)
@@ -268,6 +322,9 @@ class CauchyLike(GeneratorLinear):
 
     def _square_multiply(self, x: Tensor) -> Tensor:
         return cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
+
+    def _compressed(self) -> PreparedMatrix:
+        return self._part(CauchyFactors(self.row_nodes, self.column_nodes, self.G, self.H))
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators((self.row_nodes[:, None] - self.column_nodes) * self._squared(weight))

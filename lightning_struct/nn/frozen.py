@@ -9,13 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.prepared import PreparedMatrix
+from lightning_struct.functional.structured.cost_model import LARGEST_KEPT_MATRIX, kept_matrix_is_faster
+from lightning_struct.functional.structured.prepared import (
+    DenseMatrix,
+    LeadingSubmatrix,
+    PreparedMatrix,
+    ReversedColumns,
+)
+from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 
 
 class FrozenLinear(nn.Module):
     """The map y = M x + b of a structured layer with nothing left to train: made by :meth:`StructuredLinear.freeze`.
 
-    All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it.
+    All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it. For ONNX, Fourier
+    transforms are products with small real matrices; LDR-TD and Vandermonde-like matrices must be dense there, and LDR-SD
+    with operators for which spectra are not exact.
+
+    Between calls it keeps in memory what multiplies faster, also the matrix. That is no part of ``state_dict``, of copies or of
+    what is exported.
 
     Args:
         in_features, out_features: sizes.
@@ -42,6 +54,7 @@ class FrozenLinear(nn.Module):
         self.out_features = out_features
         self.class_name = class_name
         self._matrix = matrix
+        self._kept: PreparedMatrix | None = None
         for name, tensor in _tensors_of(matrix):
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.register_buffer(name, tensor.detach().clone())
@@ -49,18 +62,90 @@ class FrozenLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features)."""
-        y = _with_buffers_of(self, self._matrix).matmul(x)
+        y = self._multiplied(x)
         return y if self.bias is None else y + self.bias
+
+    def to_dense(self) -> Tensor:
+        """M, (out_features, in_features)."""
+        matrix = _with_buffers_of(self, self._matrix)
+        if isinstance(matrix, DenseMatrix):
+            return matrix.entries
+        reference = next(buffer for buffer in self.buffers() if buffer.is_floating_point())
+        identity = torch.eye(self.in_features, dtype=reference.dtype, device=reference.device)
+        return matrix.matmul(identity).mT.contiguous()
+
+    @property
+    def weight(self) -> Tensor:
+        """M, (out_features, in_features), for code that reads the weight of a layer."""
+        return self.to_dense()
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _with_buffers_of(self, self._matrix).matmul(x)
+        if self._kept is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = self._completed(x.shape[:-1].numel())
+        return self._kept.matmul(x)
+
+    def _completed(self, rows: int) -> PreparedMatrix:
+        """The matrix in the form that multiplies so many rows the fastest."""
+        matrix = _with_buffers_of(self, self._matrix)
+        innermost = _innermost(matrix)
+        is_dense = getattr(innermost, "is_slow", False) and self.in_features * self.out_features <= LARGEST_KEPT_MATRIX
+        if isinstance(innermost, ScaledToeplitzSpectra):
+            is_dense = kept_matrix_is_faster(self.out_features, self.in_features, innermost.left.shape[0], rows)
+        return DenseMatrix(self.to_dense()) if is_dense else _completed(matrix)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
+        self._kept = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # Version 0.1.0 had other names for the same tensors in the same order.
+        # Version 0.1.0 had other names for the same tensors in the same order, or the matrix alone.
         old_names = [name for name in state_dict if name.startswith(f"{prefix}form_")]
-        for old, (new, _) in zip(old_names, _tensors_of(self._matrix), strict=False):
+        own = [name for name, _ in _tensors_of(self._matrix)]
+        if len(old_names) == 1 and state_dict[old_names[0]].shape != getattr(self, own[0]).shape:
+            own = ["matrix_entries"]
+        for old, new in zip(old_names, own, strict=False):
             state_dict[prefix + new] = state_dict.pop(old)
+        self._take_form_of_older_versions(state_dict, prefix)
+        self._kept = None
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _take_form_of_older_versions(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Up to version 0.2 small matrices were kept dense, and spectra together with what is made of them."""
+        for name in [name for name in state_dict if name.startswith(f"{prefix}matrix_") and "_few_rows_" in name]:
+            del state_dict[name]
+        dense = [name for name in state_dict if name.startswith(f"{prefix}matrix_") and name.endswith("_entries")]
+        if len(dense) != 1 or isinstance(self._matrix, DenseMatrix):
+            return
+        entries = state_dict.pop(dense[0])[: self.out_features, : self.in_features]
+        for name, _ in list(_tensors_of(self._matrix)):
+            del self._buffers[name]
+        self._matrix = DenseMatrix(entries)
+        reference = self.bias if self.bias is not None else entries
+        self.register_buffer("matrix_entries", torch.empty_like(entries, device=reference.device))
+        state_dict[f"{prefix}matrix_entries"] = entries
+
+
+def _innermost(matrix: Any) -> Any:
+    """The matrix without the parts and orders in which it is."""
+    while isinstance(matrix, LeadingSubmatrix | ReversedColumns):
+        matrix = matrix.matrix
+    return matrix
+
+
+def _completed(matrix: Any) -> Any:
+    """The matrix with what was left out where it was compressed."""
+    if isinstance(matrix, LeadingSubmatrix | ReversedColumns):
+        return dataclasses.replace(matrix, matrix=_completed(matrix.matrix))
+    return matrix.completed() if hasattr(matrix, "completed") else matrix
 
 
 def _parts_of(matrix: Any) -> dict[str, Any]:

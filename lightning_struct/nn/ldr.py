@@ -19,12 +19,17 @@ from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
     KrylovTrees,
     choose_subdiagonal_method,
+    compress_subdiagonal,
     prepare_subdiagonal,
     subdiagonal_matmul,
     subdiagonal_to_dense,
 )
 from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
-from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
+from lightning_struct.functional.structured.tridiagonal import (
+    TridiagonalFactors,
+    tridiagonal_matmul,
+    tridiagonal_to_dense,
+)
 from lightning_struct.nn.approximation import refine_, relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
 from lightning_struct.nn.method_choice import MethodChoices
@@ -265,6 +270,9 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     def _prepare(self, batch: int) -> PreparedMatrix:
         return self._part(prepare_subdiagonal(*self._all_weights(), method=self.method, batch=batch))
 
+    def _compressed(self) -> PreparedMatrix:
+        return self._part(compress_subdiagonal(*self._all_weights()))
+
     def _chosen(self, batch: int) -> str:
         if not _has_values(self.subdiagonal_a):
             # No values can be read under torch.func: without an earlier choice one that is right for any.
@@ -382,6 +390,9 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     def _square_multiply(self, x: Tensor) -> Tensor:
         return tridiagonal_matmul(*self.operators, self.G, self.H, x, self.method)
+
+    def _compressed(self) -> PreparedMatrix:
+        return self._part(TridiagonalFactors.of(*self.operators, self.G, self.H))
 
     def _set_operators(self, a: SubdiagonalOperator, b: SubdiagonalOperator) -> None:
         self.subdiagonal_a.copy_(a.subdiagonal)

@@ -106,6 +106,9 @@ class Monarch(StructuredLinear):
         self.L.copy_(L)
         self.R.copy_(R)
 
+    def _compressed(self) -> PreparedMatrix:
+        return self._factors()
+
     def _factors(self) -> MonarchFactors:
         return MonarchFactors(self.L, self.R, self.out_features, self.in_features)
 

@@ -192,17 +192,20 @@ class StructuredLinear(nn.Module, ABC):
             y = self._add_bias(self._matmul(x.to(dtype)))
         return y.to(torch.get_autocast_dtype(device))
 
-    def freeze(self, batch: int = 1) -> FrozenLinear:
+    def freeze(self, *, dense: bool = False) -> FrozenLinear:
         """The same map as a module without parameters, that ``torch.export.export`` takes.
 
         Args:
-            batch: vectors in an input, for which the matrix is prepared in the way that is the fastest.
+            dense: keep the matrix M; else what is compressed: factors or spectra.
 
         Raises:
             ValueError: a parameter has NaN or infinite entries.
         """
+        self.check_finite()
+        with torch.inference_mode(False), torch.no_grad():
+            matrix = DenseMatrix(self.to_dense()) if dense else self._compressed()
         bias = None if self.bias is None else self.bias.detach()
-        return FrozenLinear(self.in_features, self.out_features, self._prepared(batch), bias, type(self).__name__)
+        return FrozenLinear(self.in_features, self.out_features, matrix, bias, type(self).__name__)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -254,6 +257,10 @@ class StructuredLinear(nn.Module, ABC):
         with torch.no_grad():
             layer._start_near(weight)
         return layer
+
+    def _compressed(self) -> PreparedMatrix:
+        """M in the form in which it is frozen. Called without gradients, with finite parameters."""
+        return DenseMatrix(self.to_dense())
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""

@@ -188,21 +188,50 @@ def test_frozen_layer_changes_its_dtype(name):
     torch.testing.assert_close(layer.freeze().double()(x), layer.double()(x).detach(), rtol=1e-5, atol=1e-5)
 
 
-# The tensors of frozen layers as version 0.1.0 named them.
-NAMES_OF_0_1_0 = {
-    "toeplitz_like": ["form_weight"],
-    "ldr_sd_padded": ["form_form_matrix"],
-    "low_rank": ["form_G", "form_H"],
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_layer_is_as_small_as_its_parameters_or_dense(name):
+    torch.manual_seed(0)
+    layer = FACTORIES[name](256, 256, bias=False)
+    x = torch.randn(40, 256)
+    with torch.no_grad():
+        expected = x @ layer.to_dense().T
+    for frozen in (layer.freeze(), layer.freeze(dense=True)):
+        size = sum(buffer.numel() for buffer in frozen.state_dict().values())
+        if frozen.state_dict().keys() == {"matrix_entries"}:
+            assert torch.equal(frozen.weight, layer.to_dense()) and size == 256 * 256
+        else:
+            # The factors of a Butterfly are multiplied out to those of a Monarch matrix.
+            assert size <= (8 if name.startswith("butterfly") else 3) * layer.weight_parameters
+        for rows in (x, x[:1]):
+            torch.testing.assert_close(frozen(rows), expected[: len(rows)], rtol=1e-4, atol=1e-4)
+        assert frozen.state_dict().keys() == copy.deepcopy(frozen).state_dict().keys()
+    assert frozen.state_dict().keys() == {"matrix_entries"}
+
+
+# What frozen layers were saved as by versions 0.1.0 and 0.2: small matrices dense, those of padded layers before the cut.
+SAVED_FORMERLY = {
+    ("toeplitz_like", "form_weight"): lambda dense: dense,
+    ("circulant", "form_weight"): lambda dense: dense,
+    ("ldr_sd_padded", "form_form_matrix"): lambda dense: nn.functional.pad(dense, (0, 0, 0, 5), value=3.0),
+    ("ldr_sd", "matrix_entries"): lambda dense: dense,
+    ("ldr_sd_padded", "matrix_matrix_entries"): lambda dense: nn.functional.pad(dense, (0, 0, 0, 5), value=3.0),
 }
 
 
-@pytest.mark.parametrize("name", NAMES_OF_0_1_0)
-def test_frozen_layer_loads_what_version_0_1_0_has_saved(name):
-    source, other = make(name).freeze(), FACTORIES[name](12, 7).freeze()
-    state = nn.Sequential(source).state_dict()
-    tensors = [state.pop(key) for key in list(state) if key != "0.bias"]
-    state |= {f"0.{key}": tensor for key, tensor in zip(NAMES_OF_0_1_0[name], tensors, strict=True)}
+@pytest.mark.parametrize(("name", "key"), SAVED_FORMERLY)
+def test_frozen_layer_loads_the_dense_matrix_of_older_versions(name, key):
+    source, other = make(name), FACTORIES[name](12, 7).freeze()
+    x = torch.randn(3, 12)
+    other(x)
+    state = {f"0.{key}": SAVED_FORMERLY[name, key](source.to_dense().detach()), "0.bias": source.bias.detach()}
     nn.Sequential(other).load_state_dict(state)
+    torch.testing.assert_close(other(x), source(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_layer_loads_the_factors_of_older_versions():
+    source, other = make("low_rank").freeze(), FACTORIES["low_rank"](12, 7).freeze()
+    state = source.state_dict()
+    other.load_state_dict({"form_G": state["matrix_G"], "form_H": state["matrix_H"], "bias": state["bias"]})
     x = torch.randn(3, 12)
     assert torch.equal(other(x), source(x))
 

@@ -13,7 +13,9 @@ class PreparedMatrix(Protocol):
     """A matrix M (m, n) of weights that do not change, ready for products.
 
     Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items
-    of the tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them.
+    of the tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them. A class may say
+    ``is_slow: ClassVar[bool] = True`` where its product takes longer than one with the dense matrix, and have a method
+    ``completed()`` that makes what multiplies faster.
     """
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -63,6 +65,11 @@ class ReversedColumns:
     """
 
     matrix: PreparedMatrix
+
+    def compressed(self) -> ReversedColumns:
+        """The same without what can be made anew."""
+        compressed = getattr(self.matrix, "compressed", None)
+        return self if compressed is None else ReversedColumns(compressed())
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.matrix.matmul(x.flip(-1))

@@ -6,7 +6,7 @@ here in two ways: :func:`plain_product` by differentiable operations, :func:`pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_struct.functional.structured.generator_spectra import (
     middle_scale,
     transformed_length,
 )
+from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.two_step_transform import TwoStepProduct
 
 # Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts.
@@ -63,6 +64,19 @@ class ScaledToeplitzSpectra:
         few_rows = TwoStepProduct.of(g, h, a, f, b, w, middle) if in_two_steps else None
         return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, few_rows)
 
+    def compressed(self) -> ScaledToeplitzSpectra:
+        """The spectra without what can be made of them anew."""
+        return replace(self, few_rows=None)
+
+    def completed(self) -> ScaledToeplitzSpectra:
+        """The spectra with what :meth:`compressed` leaves out."""
+        (m,), (n,) = self.out_scale.shape, self.in_scale.shape
+        if self.few_rows is not None or not two_steps_can_be_faster(m, n, self.left.device):
+            return self
+        g, f = _head_and_factor_of_tail(self.left, m)
+        h, w = _head_and_factor_of_tail(self.right.conj(), n)
+        return replace(self, few_rows=TwoStepProduct.of(g, h, self.out_scale, f, self.in_scale, w, self.middle))
+
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
         return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
@@ -75,7 +89,9 @@ class ScaledToeplitzSpectra:
         return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
     def multiply_plainly(self, rows: Tensor) -> Tensor:
-        """(B, m) for (B, n), by operations that are differentiable themselves."""
+        """(B, m) for (B, n), by operations that are differentiable themselves; for ONNX, in real arithmetic."""
+        if torch.onnx.is_in_onnx_export():
+            return real_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
         return plain_product(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
 
@@ -88,6 +104,23 @@ def plain_product(
     between = torch.fft.irfft(torch.fft.rfft(x * in_scale, n=in_length) * right[:, None], n=in_length)
     spectra = torch.fft.rfft(between[..., :p] * middle, n=out_length) * left[:, None]
     return torch.fft.irfft(_sum_of_ranks(spectra), n=out_length)[..., :m] * out_scale
+
+
+def real_product(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
+    """:func:`plain_product` in real arithmetic."""
+    (m,), (p,) = out_scale.shape, middle.shape
+    in_length, out_length = transformed_length(right), transformed_length(left)
+    of_inputs = real_rfft(F.pad(x * in_scale, (0, in_length - x.shape[1])))
+    between = real_irfft(multiplied(of_inputs, _rows_between(right)), in_length)
+    of_outputs = real_rfft(F.pad(between[..., :p] * middle, (0, out_length - p)))
+    real, imaginary = multiplied(of_outputs, _rows_between(left))
+    return real_irfft((real.sum(0), imaginary.sum(0)), out_length)[..., :m] * out_scale
+
+
+def _rows_between(spectra: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts of spectra (r, F), each (r, 1, F)."""
+    real, imaginary = as_pair(spectra)
+    return real[:, None], imaginary[:, None]
 
 
 def product_in_place(
@@ -183,6 +216,13 @@ class _InputProduct(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
         return _InputProduct.apply(dx, *ctx.saved_tensors)
+
+
+def _head_and_factor_of_tail(spectra: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """g (r, size) and f () for the spectra of [g, 0, f g]."""
+    rows = torch.fft.irfft(spectra, n=transformed_length(spectra))
+    head, tail = rows[:, :size], rows[:, -size:]
+    return head, (head * tail).sum() / head.square().sum().clamp(min=torch.finfo(head.dtype).tiny)
 
 
 def _sum_of_ranks(spectra: Tensor) -> Tensor:

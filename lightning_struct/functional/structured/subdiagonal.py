@@ -252,6 +252,30 @@ def prepare_subdiagonal(
     return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4])
 
 
+def compress_subdiagonal(
+    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
+) -> PreparedMatrix:
+    """The matrix of :func:`subdiagonal_matmul` in few numbers: spectra where these are exact, else trees or the matrix.
+
+    Args:
+        a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H: as for :func:`subdiagonal_matmul`.
+
+    Raises:
+        ValueError, TypeError: as :func:`subdiagonal_matmul`.
+    """
+    parameters = (a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
+    _check(*parameters)
+    method = _exact_scaled_method(*parameters[:4])
+    if method is not None:
+        dtype = _inside(method, *parameters)
+        computed = [tensor.to(dtype) for tensor in parameters]
+        return ScaledToeplitzSpectra.of(*computed[4:], *computed[:4]).compressed()
+    trees = KrylovTrees.of(*(tensor.to(computing_dtype(*parameters)) for tensor in parameters))
+    if trees.left.leaves.numel() + trees.right.leaves.numel() < G.shape[0] * H.shape[0]:
+        return trees
+    return DenseMatrix(subdiagonal_to_dense(*parameters).contiguous())
+
+
 def choose_subdiagonal_method(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, rank: int, batch: int = 1
 ) -> str:

@@ -12,7 +12,6 @@ from lightning_struct.functional.structured.arguments import (
     require_real,
     require_vectors,
 )
-from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 
@@ -51,7 +50,9 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
     return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
-def prepare_toeplitz_like(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> PreparedMatrix:
+def prepare_toeplitz_like(
+    G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0
+) -> ScaledToeplitzSpectra:
     """The matrix of :func:`toeplitz_like_matmul`, prepared for products ``.matmul(x)`` with weights that do not change.
 
     Raises:

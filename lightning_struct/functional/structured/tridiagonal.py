@@ -15,7 +15,9 @@ Powers of an operator whose norm is above 1 may overflow: the result is then not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,34 @@ METHODS = ("recurrence", "giant_steps")
 
 # Columns that a giant step makes at once. A power of two, since A is squared until it makes as many.
 GIANT_STEP = 16
+
+
+@dataclass(frozen=True)
+class TridiagonalFactors:
+    """M by A, B', G and H: a :class:`~.prepared.PreparedMatrix`.
+
+    Args:
+        a: subdiagonal, diagonal, superdiagonal and corners of A.
+        b: those of B'.
+        G: (m, r).
+        H: (n, r).
+    """
+
+    a: tuple[Tensor, ...]
+    b: tuple[Tensor, ...]
+    G: Tensor
+    H: Tensor
+
+    is_slow: ClassVar[bool] = True
+
+    @staticmethod
+    def of(a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor) -> TridiagonalFactors:
+        """The factors of the matrix of :func:`tridiagonal_matmul`."""
+        tensors = tuple(_tensors(a, b))
+        return TridiagonalFactors(tensors[:4], tensors[4:], G, H)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return tridiagonal_matmul(*_operators([*self.a, *self.b]), self.G, self.H, x)
 
 
 def tridiagonal_matmul(

@@ -1,0 +1,43 @@
+"""Models for inference: what is compressed stays compressed."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+from torch import nn
+
+from lightning_struct.nn.structured import StructuredLinear
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def freeze(model: _Model, *, dense: bool = False) -> _Model:
+    """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
+
+    Each becomes a :class:`~lightning_struct.nn.FrozenLinear`. ``torch.export.export`` takes the copy, and
+    ``torch.onnx.export`` with ``dynamo=True``.
+
+    Args:
+        model: stays as it is.
+        dense: keep the matrices, which has the size of the dense model; else what is compressed: factors, or spectra, which
+            are about as many numbers as the parameters.
+
+    Raises:
+        ValueError: a parameter has NaN or infinite entries.
+
+    Example:
+        >>> import torch
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> model = nn.Sequential(LDRSubdiagonal(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        >>> frozen = freeze(model)
+        >>> sum(buffer.numel() for buffer in frozen[0].buffers()), model[0].weight_parameters, 256 * 256
+        (2052, 1024, 65536)
+        >>> torch.allclose(frozen(torch.ones(256)), model(torch.ones(256)), atol=1e-4)
+        True
+    """
+    frozen = {id(layer): layer.freeze(dense=dense) for layer in model.modules() if isinstance(layer, StructuredLinear)}
+    for layer in model.modules():
+        if id(layer) in frozen:
+            frozen[id(layer)].train(layer.training)
+    return copy.deepcopy(model, dict(frozen))  # what is in the second argument counts as copied already

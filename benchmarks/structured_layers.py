@@ -9,6 +9,10 @@ precision ``method="auto"`` takes. Each round times the dense product (``F.linea
 time; the ratios of the rounds are given as median (lowest to highest). Above 1, ours is faster. Tables go to standard output,
 the picture to ``--output``. All sizes take about ten minutes and 9 GiB of memory.
 
+``--classes`` times other classes of structured layers beside, at equal numbers of parameters:
+
+    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --batches 1 64 256 --rounds 5
+
 ``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
 differentiable, which is timed beside.
 """
@@ -28,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import harness
-from lightning_struct.nn import LDRSubdiagonal
+from lightning_struct.nn import Butterfly, LDRSubdiagonal, LowRank, Monarch, StructuredLinear, ToeplitzLike
 from paper_tables import TABLE_14
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -66,12 +70,11 @@ def paired(products: dict[str, Product], rounds: int, at_least: float = 0.01) ->
 
 
 def products_of(
-    layer: LDRSubdiagonal, batch: int, train: bool, dense: Tensor, rival: Callable[..., Tensor] | None
+    layer: StructuredLinear, batch: int, train: bool, dense: Tensor, rival: Callable[..., Tensor] | None
 ) -> dict[str, Product]:
     size = layer.in_features
     x, cotangent = torch.randn(batch, size), torch.randn(batch, size)
     weights: list[Tensor] = list(layer.parameters())
-    entries = (layer.subdiagonal_a, layer.subdiagonal_b, layer.G, layer.H)
 
     def with_backward(forward: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Product:
         inputs = x.clone().requires_grad_()
@@ -84,7 +87,8 @@ def products_of(
         "dense": (lambda inputs: F.linear(inputs, dense), [dense]),
         "ours": (layer, weights),
     }
-    if rival is not None:
+    if rival is not None and isinstance(layer, LDRSubdiagonal):
+        entries = (layer.subdiagonal_a, layer.subdiagonal_b, layer.G, layer.H)
         ours["rival"] = (lambda inputs: rival(*entries, inputs), list(entries))
     return {name: with_backward(*pair) if train else without(pair[0]) for name, pair in ours.items()}
 
@@ -112,6 +116,43 @@ def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[
                 cells = [*milliseconds, *(harness.spread(of_rounds) for of_rounds in speedups.values())]
                 harness.print_row(size, batch, rank, layer.method_in_use, *cells)
     return found
+
+
+def classes_of(size: int) -> dict[str, StructuredLinear]:
+    """Layers to compare, in three groups of about as many parameters: low rank is in each."""
+    torch.manual_seed(0)
+    layers: dict[str, StructuredLinear] = {
+        "LDR-SD, r = 1": layer_of(size, 1, 0.01),
+        "Toeplitz-like, r = 2": ToeplitzLike(size, size, 2, bias=False),
+        "low rank, r = 2": LowRank(size, size, 2, bias=False),
+        "Butterfly, r = 1": Butterfly(size, size, bias=False),
+        "Monarch": Monarch(size, size, bias=False),
+    }
+    for name in ("Butterfly, r = 1", "Monarch"):
+        rank = layers[name].weight_parameters // (2 * size)
+        layers[f"low rank, r = {rank}"] = LowRank(size, size, rank, bias=False)
+    return dict(sorted(layers.items(), key=lambda named: named[1].weight_parameters))
+
+
+def class_table(train: bool, batches: list[int], options: argparse.Namespace) -> None:
+    """Print the milliseconds of the dense product, and how many times faster each class is."""
+    print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}")
+    harness.print_header("n", "class", "parameters", *(f"batch {batch}" for batch in batches))
+    for size in options.sizes:
+        dense = (torch.randn(size, size) / size**0.5).requires_grad_(train)
+        layers = {name: layer.train(train) for name, layer in classes_of(size).items()}
+        cells: dict[str, list[str]] = {name: [] for name in ("dense, ms", *layers)}
+        for batch in batches:
+            products = {name: products_of(layer, batch, train, dense, None) for name, layer in layers.items()}
+            ours = {name: both["ours"] for name, both in products.items()}
+            times = paired(ours | {"dense": next(iter(products.values()))["dense"]}, options.rounds)
+            cells["dense, ms"].append(f"{1e3 * statistics.median(times['dense']):.3f}")
+            for name in layers:
+                ratios = [a / b for a, b in zip(times["dense"], times[name], strict=True)]
+                cells[name].append(harness.spread(ratios))
+        counts = {"dense, ms": size**2} | {name: layer.weight_parameters for name, layer in layers.items()}
+        for name, row in cells.items():
+            harness.print_row(f"{size:,}", name, f"{counts[name]:,}", *row)
 
 
 def load(path: Path) -> Callable[..., Tensor]:
@@ -153,10 +194,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=(1, 4, 16))
     parser.add_argument("--deviation", type=float, default=0.01, help="of the entries of the operators")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 64))
+    parser.add_argument(
+        "--classes", action="store_true", help="other classes beside, in place of LDR-SD at several ranks"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{harness.machine_line()}, float32")
     print(f"{options.rounds} rounds; medians (lowest to highest)")
+    if options.classes:
+        for train in (False, True):
+            class_table(train, list(options.batches), options)
+        return
     forward = table(False, list(options.batches), options)
     if options.output is not None:
         draw(forward).savefig(harness.make_directory(options.output) / "structured_speed.png")

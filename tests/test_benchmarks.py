@@ -196,3 +196,15 @@ def test_a_script_measures_and_prints_its_table(
     found = module.table(False, [1], options)
     assert list(found) == [(64, 1, 1)] and found[64, 1, 1] > 0
     assert "| n | batch | r | method |" in capsys.readouterr().out
+
+
+def test_classes_of_layers_are_timed_beside_low_rank_with_as_many_parameters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = import_module("structured_layers")
+    module.class_table(True, [1], SimpleNamespace(sizes=[64], rounds=1))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 64")]
+    counts = {row[1]: row[2] for row in rows}
+    assert counts["dense, ms"] == "4,096"
+    assert counts["Monarch"] == counts["low rank, r = 8"] == "1,024"
+    assert counts["Butterfly, r = 1"] == counts["low rank, r = 6"] == "768"

@@ -354,9 +354,9 @@ def approximate(arguments: argparse.Namespace, results: Path) -> None:
     """Print the relative errors of the nearest members of each class to the updates of a full fine-tuning."""
     network = trained_on_mnist("perceptron", arguments.data_dir, results)
     assert isinstance(network, Perceptron)
-    print_header("class", "parameters of a layer", *SHIFTS)
+    print_header("class", "parameters of a layer", *arguments.shifts)
     updates: dict[str, list[Tensor]] = {}
-    for shift in SHIFTS:
+    for shift in arguments.shifts:
         tuned = copy.deepcopy(network)
         groups = [{"params": [tuned.get_submodule(layer).weight for layer in tuned.adapted], "lr": 1e-3}]
         fit(tuned, groups, shifted(arguments.data_dir, shift)[0], network.steps, 0)
@@ -376,7 +376,7 @@ def approximate(arguments: argparse.Namespace, results: Path) -> None:
             )
             del nearest["LoKr"]
         for name, measured in nearest.items():
-            errors = [statistics.mean(measured(update) for update in updates[shift]) for shift in SHIFTS]
+            errors = [statistics.mean(measured(update) for update in updates[shift]) for shift in arguments.shifts]
             print_row(name, 512 * rank, *(f"{value:.3f}" for value in errors))
     print(f"\n{machine_line()}")
 
@@ -385,7 +385,7 @@ def error(layer_class: type, update: Tensor, rank: int) -> float:
     """‖M - Δ‖ / ‖Δ‖ of the nearest M that is found."""
     linear = nn.Linear(*update.shape, bias=False)
     linear.weight = nn.Parameter(update)
-    return layer_class.from_linear(linear, rank=rank, refine=60).approximation_error
+    return layer_class.from_linear(linear, rank=rank, refine=40).approximation_error
 
 
 def circulant_blocks_error(update: Tensor, size: int) -> float:

@@ -11,17 +11,14 @@ Powers of operators make a hard problem of it: an entry of a subdiagonal is a fa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
-
-if TYPE_CHECKING:
-    from lightning_struct.nn.ldr import LearnedOperatorLinear
 
 # Singular value decompositions of larger matrices are computed for the leading values alone, at random.
 _LARGEST_DECOMPOSED = 512
@@ -79,6 +76,23 @@ def _fit_rows(W: Tensor, F: Tensor, H: Tensor, with_corner: bool) -> tuple[Subdi
     return SubdiagonalOperator(entries[1:], entries[0]), along_w - entries[:, None] * along_above
 
 
+class LearnedOperators(Protocol):
+    """A layer whose operators are searched for, as far as the search reads it."""
+
+    in_features: int
+    out_features: int
+    subdiagonal_a: nn.Parameter
+    subdiagonal_b: nn.Parameter
+    G: nn.Parameter
+    H: nn.Parameter
+
+    @property
+    def corner(self) -> str: ...
+
+    @property
+    def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]: ...
+
+
 class BalancedCoordinates:
     """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a, whose subdiagonal is constant, and B' likewise.
 
@@ -86,12 +100,12 @@ class BalancedCoordinates:
         layer: in float64. No entry of its subdiagonals may be zero.
     """
 
-    def __init__(self, layer: LearnedOperatorLinear) -> None:
+    def __init__(self, layer: LearnedOperators) -> None:
         self.layer = layer
         self._sides = [_Side(*pair) for pair in zip(layer.operators, (layer.G, layer.H), strict=True)]
 
     @staticmethod
-    def are_exact_for(layer: LearnedOperatorLinear) -> bool:
+    def are_exact_for(layer: LearnedOperators) -> bool:
         """Whether the entries of D range over few orders of magnitude, and none of the subdiagonals' is zero."""
         return all(
             bool(subdiagonal.all()) and _log_range(subdiagonal) < _LARGEST_LOG_RANGE

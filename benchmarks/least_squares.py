@@ -1,6 +1,6 @@
 """Errors of physics-informed networks over CPU time, by SHF, Adam, L-BFGS and torch-levenberg-marquardt.
 
-    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [poisson2d heat1d ...] [--seconds 60] [--seeds 0 1 2] [--methods ...]
+    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60] [--seeds 0 1 2] [--methods ...]
 
 Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what measures
 the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known solution. All
@@ -249,7 +249,7 @@ def print_tables(runs: Sequence[harness.Run]) -> None:
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("problems", nargs="*", choices=[[], *PROBLEMS], default=["poisson2d"])
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["poisson2d"])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

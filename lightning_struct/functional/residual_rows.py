@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -70,9 +71,11 @@ class BatchResiduals:
 
     def values(self, params: Parameters) -> Tensor:
         """r(w), (N,)."""
-        parts = {name: rows.values(params) for name, rows in self._by_rows().items() if rows is not None}
-        if len(parts) < len(self.blocks):
+        by_rows = self._by_rows()
+        if None in by_rows.values():
             parts = self._call(params)
+        else:
+            parts = {name: rows.values(params) for name, rows in by_rows.items() if rows is not None}
         return torch.cat([parts[name].detach().reshape(-1) for name in self.blocks])
 
     def graph(self, params: Parameters) -> Tensor:
@@ -93,11 +96,15 @@ class BatchResiduals:
             blocks = blocks or self._call(point)
             with torch.enable_grad():
                 residuals = blocks[name].reshape(-1)
-            if rows is not None and _is_jacobian(part, residuals, point):
-                rows.record.derivative_is_checked = True
-                continue
             if rows is not None:
-                self._records.refuse(name, "they share a derivative")
+                rows.record.derivative_is_checked = _is_jacobian(part, residuals, point)
+                if not rows.record.derivative_is_checked:
+                    rows.record.remove_detachments()
+                    rows.jacobian(params, part)
+                    rows.record.derivative_is_checked = _is_jacobian(part, residuals, point)
+                if rows.record.derivative_is_checked:
+                    continue
+                self._records.refuse(name, "the derivative of a single row is not that of the batch")
                 self._rows = {**self._by_rows(), name: None}
             _jacobian_by_backward_passes(residuals, point, part)
 
@@ -192,9 +199,17 @@ class _Record:
         derivative_is_checked: whether its Jacobian was compared with the module's.
     """
 
-    def __init__(self, graph: Callable[..., Tensor], scale: float) -> None:
+    def __init__(self, graph: GraphModule, scale: float) -> None:
         self.graph, self.scale = graph, scale
         self.derivative_is_checked = False
+
+    def remove_detachments(self) -> None:
+        """Let derivatives pass where the graph detaches: what autograd kept for a backward pass is recorded so in torch 2.6."""
+        for node in self.graph.graph.nodes:
+            if node.target is torch.ops.aten.detach.default:
+                node.replace_all_uses_with(node.args[0])
+        self.graph.graph.eliminate_dead_code()
+        self.graph.recompile()
 
 
 class _Rows:
@@ -243,7 +258,7 @@ class _Rows:
 
 def _graph_of_single_row(
     module: nn.Module, name: str, params: Parameters, buffers: Parameters, inputs: _Inputs
-) -> Callable[..., Tensor]:
+) -> GraphModule:
     def single_row(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Tensor:
         rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
         returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))

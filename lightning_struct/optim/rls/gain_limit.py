@@ -4,10 +4,11 @@ P starts at the identity and shrinks along mean inputs alone, so that nothing in
 directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times the
 gradient in the outputs, where::
 
-    G = (T/r) X P Xᵀ        r rows, T the mean length of sequences (1 but for recurrent layers)
+    G = (T/r) X P Xᵀ        r rows, T = 1, but for ``sequence_layers`` the mean length of sequences
 
-Where the loss is the squared error of these outputs, the step overshoots as soon as an eigenvalue of G exceeds 2, and
-diverges. One sample at a time the paper's own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step
+Where the loss is the squared error of these outputs, averaged over rows, the step overshoots as soon as an eigenvalue of G
+exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The steps of recurrent layers
+count as rows: what most of them do to the loss dies away.) One sample at a time the paper's own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step
 is scaled by what :meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates. The paper
 has no such bound.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import weakref
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import excluded_modules, is_affine, plain_name, plain_named_modules
 from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.pickling import state_without_hooks
@@ -22,6 +21,7 @@ from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import WeightTable, layers_to_train, refuse_distributed_tensors
 from lightning_struct.optim.rls.settings import GradientScales, InverseSettings
+from lightning_struct.optim.rls.state import check_state, on_device, reduce_statistics
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
 AuxiliaryFactory = Callable[[list[Any]], torch.optim.Optimizer]
@@ -253,7 +253,7 @@ class RLS(torch.optim.Optimizer):
         self._take_in_rest()
         self._share_groups()
         if world_size() > 1:
-            self._reduce_statistics()
+            reduce_statistics(self._weights)
         means = {weight: weight.statistics.mean() for weight in self._group_of if self._takes_part(weight)}
         if not means:
             self._check_parameters()
@@ -339,32 +339,6 @@ class RLS(torch.optim.Optimizer):
             )
 
     # --- the parts of a step -----------------------------------------------------------------------------------------
-
-    def _reduce_statistics(self) -> None:
-        """Sums and counts of all weights over processes, by one collective."""
-        dtype = max((weight.dtype for weight in self._weights), key=lambda dtype: dtype.itemsize)
-        device = self._weights[0].parameter.device
-        totals = [
-            weight.parameter.new_zeros(weight.groups * weight.features, dtype=weight.dtype)
-            if weight.statistics.total is None
-            else weight.statistics.total.flatten()
-            for weight in self._weights
-        ]
-        counts = [count for weight in self._weights for count in weight.statistics.counts]
-        flat = torch.cat(
-            [*(total.to(device, dtype) for total in totals), torch.tensor(counts, dtype=dtype, device=device)]
-        )
-        parts = list(all_reduce(flat).split([*(len(total) for total in totals), len(counts)]))
-        numbers = iter(parts.pop().tolist())
-        for weight, total in zip(self._weights, parts, strict=True):
-            statistics = weight.statistics
-            statistics.counts = [next(numbers) for _ in statistics.counts]
-            statistics.total = (
-                total.to(weight.parameter.device, weight.dtype).view(weight.groups, -1)
-                if statistics.counts[0]
-                else None
-            )
-            statistics.pairs = None  # of this process alone
 
     def _takes_part(self, weight: TrainedWeight) -> bool:
         """Whether the step changes a weight: its layers were called, and a gradient came back."""
@@ -455,7 +429,7 @@ class RLS(torch.optim.Optimizer):
         self._share_groups()
         saved = state_dict["state"].get("rls", {})
         for weight in self._weights:
-            _check_state(weight, saved.get(weight.name, {}))
+            check_state(weight, saved.get(weight.name, {}))
         if unknown := saved.keys() - {weight.name for weight in self._weights}:
             raise ValueError(
                 f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not"
@@ -473,7 +447,7 @@ class RLS(torch.optim.Optimizer):
         # Torch takes over what is under a string key as it is, the tensors of the caller.
         if saved:
             devices = {weight.name: weight.parameter.device for weight in self._weights}
-            self.state["rls"] = {name: _on_device(state, devices[name]) for name, state in saved.items()}  # type: ignore[index]
+            self.state["rls"] = {name: on_device(state, devices[name]) for name, state in saved.items()}  # type: ignore[index]
 
     def _own_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if "ratio" in group]
@@ -561,29 +535,3 @@ def _without_an_optimizer(parameters: Iterable[str]) -> str:
 def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
     if not (holds and math.isfinite(value)):
         raise ValueError(f"{name} must be {expected}, got {value}")
-
-
-def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
-    """Raise unless a state is one of this weight, or empty."""
-    name = {"rank1": "mean", "low_rank": "factors", "full": "root" if weight.forgetting < 1 else "P"}[weight.form]
-    if not state:
-        return
-    if name not in state:
-        raise ValueError(
-            f"the state of {weight.name} is of another form of P than {weight.form!r} with forgetting={weight.forgetting}"
-        )
-    if tuple(state[name].shape) != weight.shape:
-        raise ValueError(
-            f"the state of {weight.name} has P of shape {tuple(state[name].shape)}, expected {weight.shape}"
-        )
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    """A copy, with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, dict):
-        return {name: _on_device(item, device) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_on_device(item, device) for item in value]
-    return copy.copy(value)

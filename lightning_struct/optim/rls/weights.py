@@ -306,7 +306,9 @@ class TrainedWeight:
         return Gain(
             self.inverse(state),
             statistics.samples,
-            statistics.steps / statistics.counts[0] * (1 + statistics.unsampled / max(sampled, 1.0)),
+            (statistics.steps if self.reads_sequences else 1.0)
+            / statistics.counts[0]
+            * (1 + statistics.unsampled / max(sampled, 1.0)),
             state["direction"],
             first,
         )

@@ -1,0 +1,62 @@
+"""State of RLS between steps and processes: what was read, summed over processes; and P, as a checkpoint has it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_struct.collective import all_reduce
+from lightning_struct.optim.rls.weights import TrainedWeight
+
+
+def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
+    """Sums and counts of all weights over processes, by one collective."""
+    dtype = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
+    device = weights[0].parameter.device
+    totals = [
+        weight.parameter.new_zeros(weight.groups * weight.features, dtype=weight.dtype)
+        if weight.statistics.total is None
+        else weight.statistics.total.flatten()
+        for weight in weights
+    ]
+    counts = [count for weight in weights for count in weight.statistics.counts]
+    flat = torch.cat([*(total.to(device, dtype) for total in totals), torch.tensor(counts, dtype=dtype, device=device)])
+    parts = list(all_reduce(flat).split([*(len(total) for total in totals), len(counts)]))
+    numbers = iter(parts.pop().tolist())
+    for weight, total in zip(weights, parts, strict=True):
+        statistics = weight.statistics
+        statistics.counts = [next(numbers) for _ in statistics.counts]
+        statistics.total = (
+            total.to(weight.parameter.device, weight.dtype).view(weight.groups, -1) if statistics.counts[0] else None
+        )
+        statistics.pairs = None  # of this process alone
+
+
+def check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
+    """Raise unless a state is one of this weight, or empty."""
+    name = {"rank1": "mean", "low_rank": "factors", "full": "root" if weight.forgetting < 1 else "P"}[weight.form]
+    if not state:
+        return
+    if name not in state:
+        raise ValueError(
+            f"the state of {weight.name} is of another form of P than {weight.form!r} with forgetting={weight.forgetting}"
+        )
+    if tuple(state[name].shape) != weight.shape:
+        raise ValueError(
+            f"the state of {weight.name} has P of shape {tuple(state[name].shape)}, expected {weight.shape}"
+        )
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A copy, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {name: on_device(item, device) for name, item in value.items()}
+    if isinstance(value, list):
+        return [on_device(item, device) for item in value]
+    return copy.copy(value)

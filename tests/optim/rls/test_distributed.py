@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
@@ -114,8 +116,19 @@ def collectives_of_a_step(max_gain: float | None) -> list[int]:
     return sizes
 
 
+def error_with_sharded_weights() -> str:
+    module = perceptron()
+    fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
+    try:
+        RLS(module)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def work(rank: int) -> dict[str, Any]:
     return {
+        "sharded": error_with_sharded_weights(),
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": [collectives_of_a_step(bound) for bound in (None, 2.0)],
     }
@@ -144,3 +157,7 @@ def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes
     sums = 20 + 30 + numbers + 2
     inputs_and_biases = 21 + 31
     assert processes[0]["collectives"] == [[sums], [sums, *[inputs_and_biases] * FIRST_ITERATIONS]]
+
+
+def test_sharded_weights_are_refused_when_the_optimizer_is_made(processes: list[dict[str, Any]]) -> None:
+    assert "0.weight is a DTensor, spread over processes (FSDP2, tensor parallelism)" in processes[0]["sharded"]

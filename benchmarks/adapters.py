@@ -277,7 +277,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
     """All runs whose files are missing: rates first, then each shift with each seed."""
     data = {shift: shifted(arguments.data_dir, shift) for shift in SHIFTS}
     networks = {name: trained_on_mnist(name, arguments.data_dir, results) for name in arguments.networks}
-    cells = [(name, way, rank) for name in arguments.networks for rank in RANKS for way in WAYS]
+    cells = [(name, way, rank) for name in arguments.networks for rank in RANKS for way in arguments.ways]
     # Learned operators double the parameters: in all layers they need the budget of rank 2.
     cells = [cell for cell in cells if cell[1:] not in LEFT_OUT]
     for name, way, rank in progress(cells, len(cells), "rates"):
@@ -294,6 +294,9 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         train, _, test = data[shift]
         key = {"kind": "shift", "network": name, "way": way, "rank": rank, "shift": shift, "seed": seed}
         rate = best[name, way, rank]
+        if arguments.lower_rates:
+            key["kind"] = "lower"
+            rate = RATES[max(RATES.index(rate) - 1, 0)]
         run = partial(run_way, way, networks[name], rank, rate, train, test, seed)
         run_once(results / file_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
     for name, network in networks.items():
@@ -316,16 +319,16 @@ def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str, int], float]:
     return {cell: run["rate"] for cell, run in best.items()}
 
 
-def report(runs: Sequence[Run]) -> None:
+def report(runs: Sequence[Run], shifts: Sequence[str], kind: str) -> None:
     """A table for each network and budget: the median of the seeds for each shift, and the mean over shifts."""
     for name in NETWORKS:
         before = {run["shift"]: run["accuracy"] for run in runs if run["kind"] == "before" and run["network"] == name}
         for rank in RANKS:
-            chosen = [r for r in runs if r["kind"] == "shift" and r["network"] == name and r["rank"] == rank]
+            chosen = [r for r in runs if r["kind"] == kind and r["network"] == name and r["rank"] == rank]
+            chosen = [r for r in chosen if r["shift"] in shifts]
             if not chosen:
                 continue
             print(f"\n{name}, budget of low rank {rank}")
-            shifts = [shift for shift in SHIFTS if any(run["shift"] == shift for run in chosen)]
             print_header("way", "parameters", "rate", *shifts, "mean", "seconds")
             if before:
                 print_row("before", 0, "", *(f"{before[shift]:.1f}" for shift in shifts), "", "")
@@ -407,6 +410,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--data-dir", default="data", help="where the files of MNIST and USPS are")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--approximation", action="store_true", help="errors of the nearest members of the classes")
@@ -419,7 +424,7 @@ def main() -> None:
         return
     if not arguments.report:
         measure(arguments, results)
-    report(load_runs(results))
+    report(load_runs(results), arguments.shifts, "lower" if arguments.lower_rates else "shift")
 
 
 if __name__ == "__main__":

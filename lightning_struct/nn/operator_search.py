@@ -77,20 +77,34 @@ def _fit_rows(W: Tensor, F: Tensor, H: Tensor, with_corner: bool) -> tuple[Subdi
 
 
 class LearnedOperators(Protocol):
-    """A layer whose operators are searched for, as far as the search reads it."""
+    """What the search reads of a layer: :class:`~lightning_struct.nn.ldr.LearnedOperatorLinear` has it."""
 
     in_features: int
     out_features: int
-    subdiagonal_a: nn.Parameter
-    subdiagonal_b: nn.Parameter
-    G: nn.Parameter
-    H: nn.Parameter
 
     @property
-    def corner(self) -> str: ...
+    def G(self) -> Tensor:
+        """(m, r)."""
 
     @property
-    def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]: ...
+    def H(self) -> Tensor:
+        """(n, r)."""
+
+    @property
+    def subdiagonal_a(self) -> Tensor:
+        """(m - 1,), of A."""
+
+    @property
+    def subdiagonal_b(self) -> Tensor:
+        """(n - 1,), of B."""
+
+    @property
+    def corner(self) -> str:
+        """``"learned"``, if corners are searched too."""
+
+    @property
+    def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]:
+        """A and B; their entries are those of the layer's parameters, or views of them."""
 
 
 class BalancedCoordinates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SWEEPS = 40  # of the least-squares fits from which the search for operators starts
+_LARGEST_SEARCHED = 1024**2  # entries of a matrix above which there are a quarter as many, from the better shifts alone
 _LARGEST_RESTARTED = 256**2  # entries of a matrix up to which that search starts twice,
 _FOUND = 1e-4  # unless it has come this near
 Corner = Literal["learned", "zero"]
+
+
+class _Start(NamedTuple):
+    """Where the search for an LDR matrix starts, and its relative error there."""
+
+    error: float
+    a: SubdiagonalOperator
+    b: SubdiagonalOperator
+    G: Tensor
+    H: Tensor
 
 
 class LearnedOperatorLinear(GeneratorLinear):
@@ -117,29 +128,38 @@ class LearnedOperatorLinear(GeneratorLinear):
         return sum_of_overlaps(self.out_features, self.in_features)
 
     def _start_near(self, weight: Tensor) -> None:
-        target = self._squared(weight)
-        self._start_with(target, *self._starts(target)[0])
+        self._set(self._starts(self._squared(weight))[0])
 
-    def _starts(self, target: Tensor) -> list[tuple[SubdiagonalOperator, SubdiagonalOperator]]:
-        """Operators to start from, those of the least error first: shifts, and what is fitted from there."""
-        starts = []
+    def _starts(self, target: Tensor) -> list[_Start]:
+        """Where the search may start, the least error first: from shifts, and from what is fitted to W from there."""
+        shifts = []
         for corners in [(0.0, 0.0), (1.0, -1.0)] if self.corner == "learned" else [(0.0, 0.0)]:
             a, b = (
                 SubdiagonalOperator(target.new_ones(size - 1), target.new_tensor(corner))
                 for size, corner in zip(target.shape, corners, strict=True)
             )
-            starts += [(a, b), fit_subdiagonals(target, self.rank, a, b, sweeps=_SWEEPS)]
-        errors = [self._start_with(target, *pair) for pair in starts]
-        return [starts[place] for place in sorted(range(len(starts)), key=errors.__getitem__)]
+            shifts.append(self._start(target, a, b))
+        shifts.sort(key=lambda start: start.error)
+        large = target.numel() > _LARGEST_SEARCHED
+        sweeps = _SWEEPS // 4 if large else _SWEEPS
+        fitted = [
+            self._start(target, *fit_subdiagonals(target, self.rank, shift.a, shift.b, sweeps))
+            for shift in (shifts[:1] if large else shifts)
+        ]
+        return sorted([*shifts, *fitted], key=lambda start: start.error)
 
-    def _start_with(self, target: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> float:
-        """The relative error of the start with these operators; infinite where their powers overflow."""
-        self._set_operators(a, b)
-        G, H = leading_factors(stein_residual(target, a, b), self.rank)
-        self.G.copy_(G)
-        self.H.copy_(H)
+    def _start(self, target: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> _Start:
+        """The start with these operators; its error is infinite where their powers overflow."""
+        start = _Start(math.inf, a, b, *leading_factors(stein_residual(target, a, b), self.rank))
+        self._set(start)
         error = relative_error(self._square_to_dense(), target)
-        return error if math.isfinite(error) else math.inf
+        return start._replace(error=error) if math.isfinite(error) else start
+
+    @torch.no_grad()
+    def _set(self, start: _Start) -> None:
+        self._set_operators(start.a, start.b)
+        self.G.copy_(start.G)
+        self.H.copy_(start.H)
 
     def _refine(self, weight: Tensor, iterations: int) -> None:
         self._refine_from_here(weight, iterations)
@@ -147,8 +167,7 @@ class LearnedOperatorLinear(GeneratorLinear):
         if error < _FOUND or weight.numel() > _LARGEST_RESTARTED:
             return
         with torch.no_grad():
-            target = self._squared(weight)
-            self._start_with(target, *self._starts(target)[1])
+            self._set(self._starts(self._squared(weight))[1])
         self._refine_from_here(weight, iterations)
         if not relative_error(self.to_dense(), weight) < error:
             self.load_state_dict(found)
@@ -404,7 +423,7 @@ class LDRTridiagonal(LearnedOperatorLinear):
 
     def _refinement(self) -> int:
         # An evaluation multiplies Krylov matrices: O(m n min(m, n)).
-        return super()._refinement() * 512 // max(512, self.in_features, self.out_features)
+        return super()._refinement() * 512**2 // max(512, self.in_features, self.out_features) ** 2
 
 
 def _has_values(tensor: Tensor) -> bool:

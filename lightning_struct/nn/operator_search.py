@@ -32,7 +32,7 @@ def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)
         U, singular_values, V = U[:, :rank], singular_values[:rank], Vh[:rank].T
     else:
-        U, singular_values, V = torch.svd_lowrank(R, q=rank + 8, niter=6)
+        U, singular_values, V = torch.svd_lowrank(R, q=rank + 8, niter=4)
         U, singular_values, V = U[:, :rank], singular_values[:rank], V[:, :rank]
     root = singular_values.sqrt()
     return U * root, V * root
@@ -59,16 +59,18 @@ def fit_subdiagonals(
 
 def _fit_rows(W: Tensor, F: Tensor, H: Tensor, with_corner: bool) -> tuple[SubdiagonalOperator, Tensor]:
     """The subdiagonal A and the G that minimise ‖W - A F - G Hᵀ‖: for each row one entry of A, and the row of G."""
-    above = F.roll(1, 0)
+    # Row i of A F is the entry of A times row i - 1 of F, cyclically.
+    squared = torch.einsum("ij,ij->i", F, F).roll(1)
+    along = torch.cat([(F[-1] * W[0]).sum()[None], torch.einsum("ij,ij->i", F[:-1], W[1:])])
+    cross, own, target = (F @ H).roll(1, 0), H.T @ H, W @ H
     if not with_corner:
-        above[0] = 0
-    cross, own = above @ H, H.T @ H
-    squared = above.square().sum(1)
+        squared[0] = along[0] = 0
+        cross[0] = 0
     # The row of G is eliminated: what is left of the row above, and of W, when their parts along H are taken away.
     inverse = torch.linalg.pinv(own, hermitian=True)
-    along_above, along_w = cross @ inverse, W @ H @ inverse
+    along_above, along_w = cross @ inverse, target @ inverse
     remaining = squared - (cross * along_above).sum(1)
-    product = (above * W).sum(1) - (along_above * (W @ H)).sum(1)
+    product = along - (along_above * target).sum(1)
     determined = remaining > 1e-12 * squared
     entries = torch.where(determined, product / torch.where(determined, remaining, 1.0), 1.0)
     if not with_corner:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense

@@ -86,6 +86,16 @@ def test_matrices_of_all_methods_are_frozen_and_exported(method):
     torch.testing.assert_close(frozen.double()(x.double()), y.double(), rtol=1e-4, atol=1e-5)
 
 
+def test_frozen_layer_multiplies_few_rows_by_what_it_does_not_save():
+    torch.manual_seed(0)
+    layer = randomised(LDRSubdiagonal(1024, 1024, 2), 0.01).eval()
+    frozen = layer.freeze()
+    x = torch.randn(1, 1024)
+    with torch.no_grad():
+        torch.testing.assert_close(frozen(x), layer(x), rtol=1e-4, atol=1e-4)
+    assert sum(buffer.numel() for buffer in frozen.state_dict().values()) < 3 * layer.weight_parameters
+
+
 def test_automatic_choice_follows_the_operators():
     x = torch.randn(2, 512)
     layer = LDRSubdiagonal(512, 512)

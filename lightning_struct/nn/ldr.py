@@ -150,7 +150,10 @@ class LearnedOperatorLinear(GeneratorLinear):
 
     def _start(self, target: Tensor, a: SubdiagonalOperator, b: SubdiagonalOperator) -> _Start:
         """The start with these operators; its error is infinite where their powers overflow."""
-        start = _Start(math.inf, a, b, *leading_factors(stein_residual(target, a, b), self.rank))
+        residual = stein_residual(target, a, b)
+        if not bool(residual.isfinite().all()):  # the corners are such that equation (2) has no solution
+            return _Start(math.inf, a, b, torch.zeros_like(self.G), torch.zeros_like(self.H))
+        start = _Start(math.inf, a, b, *leading_factors(residual, self.rank))
         self._set(start)
         error = relative_error(self._square_to_dense(), target)
         return start._replace(error=error) if math.isfinite(error) else start

@@ -92,6 +92,12 @@ def test_a_layer_whose_operators_have_zeros_is_refined_all_the_same():
     assert LDRSubdiagonal.from_linear(linear_of(weight), refine=20).approximation_error < 1e-6
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("weight", [torch.zeros(4, 4), torch.ones(1, 1), torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3)])
+def test_weights_without_a_typical_structure_are_members_too(cls, weight):
+    assert cls.from_linear(linear_of(weight.double()), refine=0).approximation_error < 1e-12
+
+
 def test_leading_factors_of_large_matrices_are_those_of_the_decomposition():
     generator = torch.Generator().manual_seed(0)
     G, H = (torch.randn(600, 3, dtype=torch.float64, generator=generator) for _ in range(2))

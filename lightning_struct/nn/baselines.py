@@ -173,13 +173,13 @@ class Fastfood(StructuredLinear):
     @torch.no_grad()
     def _draw_weights(self) -> None:
         """Draw B, G, S and the order."""
+        if self.S.is_meta:  # there are no numbers to draw, and torch has no such distribution there
+            return
         n, k = self.B.numel(), self.G.numel()
         self.order.copy_(torch.randperm(self.length, device=self.order.device)[:k])
         self.B.bernoulli_(0.5).mul_(2).sub_(1)
         nn.init.normal_(self.G)
-        degrees = torch.full_like(self.S, n)
-        # Arguments are not checked, which would read values: on the meta device there are none.
-        chi_squared = torch.distributions.Chi2(degrees, validate_args=False).sample()
+        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n)).sample()
         self.S.copy_(chi_squared.sqrt() / self.G.norm())
         if self.init == "reference":
             self.S.mul_(self.length)

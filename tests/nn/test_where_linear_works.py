@@ -136,6 +136,11 @@ def test_pruning_and_parametrizing_the_matrix_are_refused_by_name():
     assert layer(torch.randn(3, 12)).shape == (3, 7)
 
 
+IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+# fully_shard of torch 2.6 needs a GPU.
+WAYS = ("ddp", "fsdp1") if IS_OLD else ("ddp", "fsdp1", "fsdp2")
+
+
 def wrapped(way, model):
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -172,7 +177,7 @@ INPUTS = torch.linspace(-1, 1, 96).view(8, 12).sin()
 def train_in_ways(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {way: train(wrapped(way, network()), INPUTS.chunk(2)[rank]) for way in ("ddp", "fsdp1", "fsdp2")}
+        return {way: train(wrapped(way, network()), INPUTS.chunk(2)[rank]) for way in WAYS}
 
 
 @pytest.mark.slow
@@ -238,7 +243,8 @@ def test_compiled_layer_follows_its_operators():
         torch.testing.assert_close(compiled(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ldr_sd", "ldr_td", "toeplitz_like"])
+# torch 2.6 takes the number of rows of a Fourier transform as a constant.
+@pytest.mark.parametrize("name", ["ldr_sd", "ldr_td"] if IS_OLD else ["ldr_sd", "ldr_td", "toeplitz_like"])
 def test_model_is_exported_with_any_number_of_rows(name):
     torch.manual_seed(0)
     model = nn.Sequential(FACTORIES[name](12, 7)).eval()

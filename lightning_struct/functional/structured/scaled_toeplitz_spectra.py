@@ -58,7 +58,10 @@ class ScaledToeplitzSpectra:
         sides = [
             GeneratorSpectra.of(*side) for side in by_side((G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner))
         ]
-        (a, f, g, left), (b, w, h, right) = ([tensor[k] for tensor in sides[k][2:]] for k in (0, -1))
+        (a, f, g, left), (b, w, h, right) = (
+            [tensor[k] for tensor in (side.scale, side.corner, side.generators, side.spectra)]
+            for k, side in ((0, sides[0]), (-1, sides[-1]))
+        )
         middle = middle_scale(sides)
         in_two_steps = two_steps_can_be_faster(a.shape[0], b.shape[0], G.device)
         few_rows = TwoStepProduct.of(g, h, a, f, b, w, middle) if in_two_steps else None

@@ -111,8 +111,8 @@ class StructuredLinear(nn.Module, ABC):
         Args:
             linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
             *arguments, **options: of the class, such as ``rank``.
-            refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200, and fewer for large matrices, so
-                that it takes no more than about half a minute of one CPU core.
+            refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200 up to 1,024 x 1,024, and as many
+                fewer as a matrix is larger.
 
         Returns:
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.

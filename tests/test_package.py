@@ -28,6 +28,14 @@ def test_lower_layers_do_not_load_lightning():
     assert run(f"import sys, {packages}; print('lightning' in sys.modules)") == "False"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("set_up", "shown"), [("", True), ("import logging; logging.basicConfig(); ", False)])
+def test_what_an_optimizer_chose_is_shown_where_nobody_has_set_up_logging(set_up, shown):
+    code = f"{set_up}import torch; from lightning_struct.optim import RLS; RLS(torch.nn.Linear(2, 2))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("RLS") == shown
+
+
 LIST_IMPORTS_OF_THE_PACKAGE = """
 import builtins
 

@@ -201,9 +201,9 @@ class RLS(torch.optim.Optimizer):
         self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
         self._share_groups()
         _log.info(
-            "RLS trains %d weights; their P take %s%s",
-            len(self._weights),
+            "RLS takes %s for P; weights that it trains: %d%s",
             as_text(sum(weight.memory for weight in self._weights)),
+            len(self._weights),
             self._inverses.chosen(self._weights),
         )
 

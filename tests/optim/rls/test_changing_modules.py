@@ -267,7 +267,8 @@ def test_p_of_wide_layers_is_of_low_rank_unless_its_form_is_asked_for(caplog: py
         chosen = [line.split()[1] for line in RLS(module).summary().splitlines()[1:-1]]
     assert chosen == ["low_rank", "full", "full"]
     assert (
-        "RLS takes 1.1 MiB for P; weights that it trains: 3; 1 with more than 512 inputs have the low-rank form" in caplog.text
+        "RLS takes 1.1 MiB for P; weights that it trains: 3; 1 with more than 512 inputs have the low-rank form"
+        in caplog.text
     )
     assert RLS(module, form="full").summary().count("full") == 3
     blocks = RLS(module, block_size=256).summary().splitlines()

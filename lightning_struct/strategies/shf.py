@@ -64,6 +64,7 @@ class SHFOptimization(ManualOptimization):
         several_inputs=True,
     )
     _replaced_training_step: str | None = None
+    _returns_residuals = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,7 +109,7 @@ class SHFOptimization(ManualOptimization):
         own = getattr(
             super(ManualOptimization, self), "inputs_and_targets", None
         )  # of the module before which this is put
-        if own is None and isinstance(self.shf.loss, LeastSquares):
+        if own is None and self._returns_residuals:
             return tuple(batch) if isinstance(batch, list) else batch, None
         return super().inputs_and_targets(batch)
 
@@ -135,6 +136,7 @@ class SHFOptimization(ManualOptimization):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        self._returns_residuals = isinstance(self.shf.loss, LeastSquares)
         if self._replaced_training_step is not None:
             rank_zero_info(
                 f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step after it"

@@ -1,6 +1,7 @@
 import math
 from typing import ClassVar
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -8,7 +9,8 @@ from torch import nn
 
 from lightning_struct.data import Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
 from lightning_struct.functional import partial_derivatives
-from lightning_struct.models import PhysicsInformedNetwork, TanhNetwork
+from lightning_struct.models import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
+from tests.processes import two_processes
 from tests.strategies.helpers import make_trainer
 
 COUNTS = {"interior": 40, "boundary": 20}
@@ -145,3 +147,33 @@ def test_loss_that_is_no_number_is_an_error(data, tmp_path):
         model.network.layers[0].weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="train_loss is nan in batch 0"):
         make_trainer(tmp_path, num_sanity_val_steps=0).fit(model, datamodule=data)
+
+
+class Notes(L.Callback):
+    """Writes what each process has at the end to a file."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_end(self, trainer, pl_module):
+        torch.save(pl_module.network.state_dict(), self.directory / f"{trainer.world_size}_{trainer.global_rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_processes_draw_the_same_points_and_take_the_step_of_all_of_them(tmp_path):
+    for processes in ({}, two_processes()):
+        torch.manual_seed(0)
+        data = PointsDataModule(
+            Poisson(2),
+            {"interior": 20, "boundary": 10},
+            redraw_every_n_steps=2,
+            residual_share=0.4,  # of which the places depend on the weights
+            steps_per_epoch=4,
+            eval_count=20,
+        )
+        module = SHFPhysicsInformedNetwork(Poisson(2), hidden_sizes=[6])
+        options = {"precision": "64-true", "max_epochs": 1, "callbacks": [Notes(tmp_path)]}
+        make_trainer(tmp_path, **options, **processes).fit(module, datamodule=data)
+    one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
+    assert all(torch.equal(first[name], second[name]) for name in one)
+    assert all(torch.allclose(one[name], first[name], rtol=0, atol=1e-9) for name in one)

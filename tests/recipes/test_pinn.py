@@ -1,7 +1,5 @@
 """The recipes of physics-informed networks, in every shipped way of training them, on few points."""
 
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -68,28 +66,3 @@ def test_predict_writes_the_field(finished, monkeypatch):
     assert field.shape == (25, 3)  # x, y, u
     torch.testing.assert_close(field[:, 2], cli.model.network(field[:, :2]).detach())
     assert (field[:, 2] - Poisson(2).solution(field[:, :2])).abs().max() < 0.2
-
-
-@pytest.mark.slow
-def test_two_processes_end_where_one_process_ends(tmp_path):
-    """Both draw the same points, also where they depend on the weights, and take the step of all of them."""
-    arguments = [
-        "fit",
-        "--data.counts={interior: 20, boundary: 10}",
-        "--data.residual_share=0.4",
-        "--model.hidden_sizes=[6]",
-    ]
-    arguments += [
-        "--data.redraw_every_n_steps=2",
-        "--data.steps_per_epoch=4",
-        "--data.eval_count=20",
-        "--trainer.max_epochs=1",
-    ]
-    arguments += ["--trainer.callbacks=null", "--trainer.logger=false", *QUIET]
-    one, two = (f"--trainer.default_root_dir={tmp_path / name}" for name in ("one", "two"))
-    import_module("lightning_struct.recipes.poisson_pinn").main([*arguments, "--trainer.devices=1", one])
-    processes = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    command = [sys.executable, "-m", "lightning_struct.recipes.poisson_pinn", *arguments, *processes, two]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    weights, others = (torch.load(next((tmp_path / name).rglob("*.ckpt")))["state_dict"] for name in ("one", "two"))
-    assert all(torch.allclose(weights[name], others[name], rtol=0, atol=1e-9) for name in weights)

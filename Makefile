@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo   train a small autoencoder with SHF and draw its curves (about two minutes)"
 	@echo "make test   all tests, and the examples in docstrings"
-	@echo "make test-oldest  the quick tests, with every sixth of their cases, on the oldest supported versions (tests/oldest.txt)"
+	@echo "make test-oldest  the quick tests, with every twelfth of their cases, on the oldest supported versions (tests/oldest.txt)"
 	@echo "make test-ecosystem  examples of other packages with GrowingBatchSize (tests/ecosystem; installs 7 GB)"
 	@echo "make lint   ruff: rules and format"
 	@echo "make types  mypy"
@@ -45,7 +45,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 test-oldest: $(INSTALLED_OLDEST)
-	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --one-in 6 -W ignore
+	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --one-in 12 -W ignore
 
 test-ecosystem: $(INSTALLED_ECOSYSTEM)
 	OMP_NUM_THREADS=1 $(VENV_ECOSYSTEM)/bin/python -m pytest -W ignore tests/ecosystem

@@ -275,10 +275,10 @@ def of(runs: Sequence[Run], task: str, way: str) -> list[Run]:
     return [run for run in runs if run["task"] == task and run["way"] == way]
 
 
-def best_fixed(runs: Sequence[Run], task: str) -> str:
-    """The fixed batch with the lowest final loss, by its median over seeds."""
+def best_fixed(runs: Sequence[Run], task: str) -> str | None:
+    """The fixed batch with the lowest final loss, by its median over seeds; None if none was run."""
     there = [way for way in FIXED if of(runs, task, way)]
-    return min(there, key=lambda way: statistics.median(best_until(run) for run in of(runs, task, way)))
+    return min(there, key=lambda way: statistics.median(best_until(run) for run in of(runs, task, way)), default=None)
 
 
 def last_size(run: Run, task: Task) -> float:
@@ -320,6 +320,8 @@ def report(runs: Sequence[Run]) -> None:
     )
     for name in tasks:
         best = best_fixed(runs, name)
+        if best is None:
+            continue
         loss = statistics.median(best_until(run) for run in of(runs, name, best))
         harness.print_row(
             name, best, f"{loss:.4f}", *(shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :])

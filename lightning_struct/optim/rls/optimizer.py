@@ -69,8 +69,9 @@ class RLS(torch.optim.Optimizer):
         max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is larger.
             The gradients of layers that RLS trains stay as they are, only their step is scaled.
         max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs for the
-            inputs of the batch by more than about c times the gradient in them: 2 is the limit of stability. See
-            :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which need inputs in [0, 1], or clipping.
+            inputs of the batch by more than about c times the gradient in them. 2 is the limit of stability of a layer that
+            steps alone; what layers do that step together adds up. See :mod:`~lightning_struct.optim.rls.gain_limit`. None:
+            the paper's steps, which need inputs in [0, 1], or clipping.
         interval: P is updated in one of so many steps, by as much as in all of them.
         form: of P: ``"full"``, d² numbers for d inputs, the paper's; ``"low_rank"``, 2rd of them, see
             :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None: full
@@ -114,7 +115,7 @@ class RLS(torch.optim.Optimizer):
         l1: float = 0.0,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
-        max_gain: float | None = 2.0,
+        max_gain: float | None = 1.0,
         interval: int = 1,
         form: InverseForm | None = None,
         rank: int = 32,

@@ -17,12 +17,19 @@ from tests.optim.rls.test_layers import ATTENTION, CONVOLUTIONS, LINEAR, RECURRE
 
 # --- stability -------------------------------------------------------------------------------------------------------
 
+def with_rare_large_entries(x: Tensor) -> Tensor:
+    """As of pixels that are standardised one by one, and are nearly always dark."""
+    rare = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.002
+    return torch.where(rare, 40.0, (x - x.mean()) / x.std())
+
+
 SCALES: dict[str, Callable[[Tensor], Tensor]] = {
     "standardised": lambda x: (x - x.mean()) / x.std(),
     "unit_interval": lambda x: x,
     "badly_scaled": lambda x: x * torch.where(torch.arange(x.shape[1]) % 3 == 0, 1e4, 1.0),
     "large": lambda x: 1e4 * x,
     "constant": lambda x: torch.full_like(x, 3.0),
+    "rare_large_entries": with_rare_large_entries,
 }
 
 

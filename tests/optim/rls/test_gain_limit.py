@@ -17,6 +17,7 @@ from tests.optim.rls.test_layers import ATTENTION, CONVOLUTIONS, LINEAR, RECURRE
 
 # --- stability -------------------------------------------------------------------------------------------------------
 
+
 def with_rare_large_entries(x: Tensor) -> Tensor:
     """As of pixels that are standardised one by one, and are nearly always dark."""
     rare = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.002

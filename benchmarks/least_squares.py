@@ -57,6 +57,7 @@ SQUARE, CUBE = {"interior": 900, "boundary": 120}, {"interior": 3000, "boundary"
 PROBLEMS = {
     "poisson2d": Problem("Poisson 2d, 257 parameters", lambda: Poisson(2), [64], SQUARE),
     "poisson2d_deep": Problem("Poisson 2d, 9,873 parameters", lambda: Poisson(2), [64, 64, 48, 48], SQUARE),
+    "poisson2d_wide": Problem("Poisson 2d, 116,097 parameters", lambda: Poisson(2), [256, 256, 128, 128], SQUARE),
     "heat1d": Problem("heat 1d, 257 parameters", Heat, [64], {"interior": 900, "boundary": 60, "initial": 60}),
     "heat1d_deep": Problem(
         "heat 1d, 9,873 parameters", Heat, [64, 64, 48, 48], {"interior": 900, "boundary": 60, "initial": 60}

@@ -13,6 +13,7 @@ from lightning_struct.functional.displacement import (
 from lightning_struct.functional.factored_least_squares import (
     DampedSolver,
     FactoredLeastSquares,
+    GramLeastSquares,
     geodesic_acceleration,
 )
 from lightning_struct.functional.gauss_newton import Linearization, linearize
@@ -77,6 +78,7 @@ __all__ = [
     "FactoredLeastSquares",
     "GaussNewtonLoss",
     "GradientNormRecorder",
+    "GramLeastSquares",
     "LayerCall",
     "LeastSquares",
     "LeastSquaresResult",

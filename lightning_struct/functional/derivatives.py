@@ -33,6 +33,14 @@ class DifferentiatesItself(Protocol):
         """The derivatives, as :func:`partial_derivatives` returns them."""
 
 
+@runtime_checkable
+class HasLaplacian(Protocol):
+    """A function with a Laplacian of its own, which :func:`laplacian` then takes."""
+
+    def laplacian(self, points: Tensor, coordinates: Sequence[int]) -> Tensor:
+        """The Laplacian, as :func:`laplacian` returns it."""
+
+
 def partial_derivatives(
     function: Callable[[Tensor], Tensor], points: Tensor, *, once: Sequence[int] = (), twice: Sequence[int] = ()
 ) -> Derivatives:
@@ -93,6 +101,8 @@ def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates:
         tensor([6., 6., 6., 6.])
     """
     twice = range(points.shape[1]) if coordinates is None else coordinates
+    if isinstance(function, HasLaplacian):
+        return function.laplacian(points, twice)
     return torch.stack(list(partial_derivatives(function, points, twice=twice).second.values())).sum(0)
 
 
@@ -102,7 +112,7 @@ def tanh_network_derivatives(
     """Derivatives of ``Linear`` layers with ``Tanh`` between them, carried from layer to layer.
 
     The numbers are those of :func:`partial_derivatives`, several times sooner: all derivatives pass a layer in one
-    product.
+    product, the first one at no cost for each point.
 
     Args:
         layers: ``Linear`` and ``Tanh``, the last with one output.
@@ -114,33 +124,66 @@ def tanh_network_derivatives(
         TypeError: another layer.
     """
     coordinates = list(dict.fromkeys(chain(twice, once)))  # those of second derivatives come first
-    count, firsts = len(set(twice)), len(coordinates)
-    # (1 + firsts + count, n, units): values, first derivatives, second derivatives
-    directions = torch.stack([_unit(points, coordinate) for coordinate in coordinates]) if coordinates else None
-    rows = (
-        points[None]
-        if directions is None
-        else torch.cat([points[None], directions, torch.zeros_like(directions[:count])])
+    count = len(set(twice))
+    values, first, second = _through_tanh_network(layers, points, coordinates, lambda squares: squares[:count])
+    return Derivatives(
+        values,
+        dict(zip(coordinates, first, strict=True)),
+        dict(zip(coordinates[:count], second, strict=True)),
     )
+
+
+def tanh_network_laplacian(layers: Sequence[nn.Module], points: Tensor, coordinates: Sequence[int]) -> Tensor:
+    """:func:`laplacian` of such layers, carried as one sum: (n,).
+
+    Args:
+        layers: ``Linear`` and ``Tanh``, the last with one output.
+        points: (n, d).
+        coordinates: those of space, at least one.
+
+    Raises:
+        TypeError: another layer.
+    """
+    return _through_tanh_network(layers, points, coordinates, lambda squares: squares.sum(0, keepdim=True))[2][0]
+
+
+def _through_tanh_network(
+    layers: Sequence[nn.Module],
+    points: Tensor,
+    coordinates: Sequence[int],
+    of_squares: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values (n,), first derivatives (k, n), and second derivatives or sums of them (c, n).
+
+    Args:
+        layers, points: see :func:`tanh_network_derivatives`.
+        coordinates: the k of the first derivatives.
+        of_squares: linear map (k, n, units) -> (c, n, units), from the squares of first derivatives to those sums of
+            them that drive the second derivatives.
+    """
+    first = points.new_zeros(len(coordinates), 1, points.shape[1])  # the same at all points, up to the first Tanh
+    for row, coordinate in enumerate(coordinates):
+        first[row, 0, coordinate] = 1.0
+    parts = [points[None], first, torch.zeros_like(of_squares(first))]
+    of_points = False
     for layer in layers:
         if isinstance(layer, nn.Linear):
-            rows = rows @ layer.weight.mT
+            if of_points and layer.out_features > 1:
+                parts = list((torch.cat(parts) @ layer.weight.mT).split([len(part) for part in parts]))
+            else:
+                parts = [part @ layer.weight.mT for part in parts]
             if layer.bias is not None:
-                rows = torch.cat([rows[:1] + layer.bias, rows[1:]])
+                parts[0] = parts[0] + layer.bias
         elif isinstance(layer, nn.Tanh):
-            value = rows[:1].tanh()
+            value, first, second = parts[0].tanh(), parts[1], parts[2]
             slope = 1 - value * value
-            first, second = rows[1 : 1 + firsts], rows[1 + firsts :]
             # (tanh z)'' = tanh' z'' + tanh'' (z')², tanh'' = -2 tanh tanh'
-            rows = torch.cat([value, slope * first, slope * (second - 2 * value * first[:count] * first[:count])])
+            parts = [value, slope * first, slope * (second - 2 * value * of_squares(first * first))]
+            of_points = True
         else:
             raise TypeError(f"only Linear and Tanh are differentiated so, not {type(layer).__name__}")
-    values, first, second = rows.squeeze(-1).split([1, firsts, count])
-    return Derivatives(
-        values[0],
-        dict(zip(coordinates, first, strict=True)),
-        dict(zip(coordinates, second, strict=False)),
-    )
+    value, first, second = (part.squeeze(-1).expand(-1, len(points)) for part in parts)
+    return value[0], first, second
 
 
 def _unit(points: Tensor, coordinate: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation
-from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives
+from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives, tanh_network_laplacian
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.shf import SHFOptimization
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -45,6 +45,10 @@ class TanhNetwork(nn.Module):
     def partial_derivatives(self, points: Tensor, once: Sequence[int], twice: Sequence[int]) -> Derivatives:
         """Derivatives in the coordinates, see :func:`~lightning_struct.functional.partial_derivatives`."""
         return tanh_network_derivatives(list(self.layers), points, once, twice)
+
+    def laplacian(self, points: Tensor, coordinates: Sequence[int]) -> Tensor:
+        """Sum of the second derivatives along coordinates, see :func:`~lightning_struct.functional.laplacian`."""
+        return tanh_network_laplacian(list(self.layers), points, coordinates)
 
 
 class PhysicsInformedNetwork(L.LightningModule):

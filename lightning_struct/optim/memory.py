@@ -20,14 +20,20 @@ def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch
     Raises:
         MemoryError: it is more; named are the three largest and the remedy.
     """
-    total, free = sum(size for size, _ in needed.values()), available_memory(device)
-    if free is None or total <= free:
+    if fits_memory(needed, device):
         return
+    total, free = sum(size for size, _ in needed.values()), available_memory(device) or 0
     largest = sorted(needed.items(), key=lambda item: -item[1][0])[:3]
     named = ", ".join(f"{name} {as_text(size)} ({description})" for name, (size, description) in largest)
     raise MemoryError(
         f"{what} take {as_text(total)}, but {as_text(free)} are free on {device}; the largest: {named}. {remedy}"
     )
+
+
+def fits_memory(needed: Mapping[str, tuple[int, str]], device: torch.device) -> bool:
+    """Whether so much is free, or cannot be asked."""
+    free = available_memory(device)
+    return free is None or sum(size for size, _ in needed.values()) <= free
 
 
 def available_memory(device: torch.device) -> int | None:

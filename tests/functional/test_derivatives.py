@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_struct.functional import laplacian, partial_derivatives
-from lightning_struct.functional.derivatives import tanh_network_derivatives
+from lightning_struct.functional.derivatives import tanh_network_derivatives, tanh_network_laplacian
 
 
 @pytest.fixture
@@ -41,6 +41,16 @@ def test_network_carries_the_derivatives_of_torch(points, once, twice, bias):
     for ours, reference in zip((found.first, found.second), (expected.first, expected.second), strict=True):
         torch.testing.assert_close(dict(ours), dict(reference), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(found.values, expected.values)
+
+
+@pytest.mark.parametrize("coordinates", [[0], [2, 0], [0, 1, 2]])
+@pytest.mark.parametrize("hidden", [1, 2])
+def test_network_carries_the_laplacian_of_torch(points, coordinates, hidden):
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.Tanh(), *[nn.Linear(4, 4), nn.Tanh()] * (hidden - 1), nn.Linear(4, 1)]
+    network = nn.Sequential(*layers).double()
+    expected = laplacian(lambda x: network(x).squeeze(-1), points, coordinates)
+    torch.testing.assert_close(tanh_network_laplacian(list(network), points, coordinates), expected)
 
 
 def test_derivatives_can_be_differentiated_in_the_weights(points):

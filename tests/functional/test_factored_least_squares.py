@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_struct.functional import FactoredLeastSquares, geodesic_acceleration
+from lightning_struct.functional import FactoredLeastSquares, GramLeastSquares, geodesic_acceleration
 from tests.cases import gaussian
 
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (6, 6)}
@@ -18,10 +18,13 @@ def dense_solution(jacobian: Tensor, b: Tensor, damping: float, center: Tensor) 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("damping", [10.0, 0.1, 1e-3])
-def test_every_damping_and_centre_from_one_factorisation(shape: str, damping: float) -> None:
+@pytest.mark.parametrize("factorisation", [FactoredLeastSquares, GramLeastSquares])
+def test_every_damping_and_centre_from_one_factorisation(
+    factorisation: type[FactoredLeastSquares | GramLeastSquares], shape: str, damping: float
+) -> None:
     rows, columns = SHAPES[shape]
     jacobian, b, center = gaussian(rows, columns, seed=0), gaussian(rows, seed=1), gaussian(columns, seed=2)
-    factored = FactoredLeastSquares(jacobian)
+    factored = factorisation(jacobian)
     torch.testing.assert_close(
         factored.solve(b, damping), dense_solution(jacobian, b, damping, torch.zeros_like(center)), rtol=1e-9, atol=1e-9
     )
@@ -40,6 +43,19 @@ def test_the_condition_is_not_squared(shape: str) -> None:
     values = torch.logspace(0, -12, min(rows, columns), dtype=torch.float64)
     jacobian = left[:, : len(values)] * values @ right[: len(values)]
     assert FactoredLeastSquares(jacobian).singular_values.allclose(values, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gram_matrix_keeps_half_of_the_digits_down_to_its_smallest_damping(shape: str) -> None:
+    rows, columns = SHAPES[shape]
+    left = torch.linalg.qr(gaussian(rows, rows, seed=0))[0]
+    right = torch.linalg.qr(gaussian(columns, columns, seed=1))[0]
+    values = torch.logspace(0, -12, min(rows, columns), dtype=torch.float64)
+    jacobian, b = left[:, : len(values)] * values @ right[: len(values)], gaussian(rows, seed=2)
+    gram = GramLeastSquares(jacobian)
+    exact = FactoredLeastSquares(jacobian).solve(b, gram.smallest_damping)
+    error = (gram.solve(b, gram.smallest_damping) - exact).norm() / exact.norm()
+    assert error < 10 * torch.finfo(torch.float64).eps ** 0.5
 
 
 @pytest.mark.parametrize("shape", ["tall", "wide"])

@@ -315,6 +315,11 @@ class SHF(torch.optim.Optimizer):
             group["warm_start"] * self.settings.warm_start_growth,
             max(self.settings.max_warm_start, group["warm_start"]),
         )
+        if memory["steps"] == 0 and rank() == 0:
+            _log.info(
+                f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
+                f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}"
+            )
         self.damping = update.damping
         self.state["shf"] = {  # type: ignore[index]
             "steps": memory["steps"] + 1,

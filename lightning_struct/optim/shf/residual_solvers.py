@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
-from lightning_struct.functional.factored_least_squares import FactoredLeastSquares
+from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, GramLeastSquares
 from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
-from lightning_struct.optim.memory import check_memory
+from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residual_model import ResidualModel
 
 # Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and each
-# parameter, as it is done by many small operations; and of the SVD of a triangle, for each of its numbers and rows.
-_PRODUCTS, _SVD = 30.0, 20.0
-# Beyond these sizes J is not formed: its bytes, and those of the triangle.
-_LARGEST_JACOBIAN, _LARGEST_TRIANGLE = 2**29, 2**28
+# parameter, as it is done by many small operations; and of the eigenvalues of JᵀJ or J Jᵀ, for each of its numbers and rows.
+_PRODUCTS, _EIGENVALUES = 30.0, 5.0
+# Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
+_LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
+# A step is not likely to try a λ smaller than the last one's by more than this factor.
+_LIKELY_FALL = 4.0
 # A Krylov solver ends where the gradient of the damped problem has fallen to this share.
 _TOLERANCE = 1e-4
 
@@ -30,6 +34,7 @@ class ResidualSolver(ABC):
         variance: ‖Var‖₁ of the gradients of single samples; None where it is not defined.
         largest: the largest singular value of J, or its estimate.
         iterations: iterations so far; 0 for the exact solver.
+        method: ``"exact"``, ``"lsmr"`` or ``"lsqr"``.
         name: why it stops.
     """
 
@@ -37,6 +42,7 @@ class ResidualSolver(ABC):
     variance: float | None
     largest: float
     iterations: int = 0
+    method: str
     name: str
 
     @abstractmethod
@@ -57,39 +63,62 @@ class ResidualSolver(ABC):
 
 
 class ExactSolver(ResidualSolver):
-    """By a factorisation of J, a QR of its shorter side and an SVD of the triangle.
+    """By a factorisation of J: the eigenvalues of the shorter JᵀJ or J Jᵀ, where λ is so small that these lose digits a QR and
+    an SVD.
 
     Raises:
         MemoryError: J and its factors take more than is free.
         ValueError: NaN or infinity in J.
     """
 
-    name = "exact"
+    method = name = "exact"
 
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
-        _check_memory(model)
-        jacobian = model.jacobian()
-        self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(jacobian)
-        self.gradient = all_reduce(jacobian.mT @ model.residual)
-        self.variance = model.variance_from_rows(jacobian)
-        self.largest = self._factored.singular_values[0].item()
+        check_memory(*_memory_of_exact(model))
+        self._jacobian = model.jacobian()
+        self.gradient = all_reduce(self._jacobian.mT @ model.residual)
+        self.variance = model.variance_from_rows(self._jacobian)
+        self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
-        residual, self._start = self._model.residual, start
-        self._coordinates = self._factored.coordinates(
-            -residual if start is None else -residual - self._factored.product(start)
-        )
+        residual = self._model.residual
+        self._start, self._b = start, -residual if start is None else -residual - self.product(start)
+        if self._factored is None:
+            self._factor(by_gram=damping is None or damping > self._smallest_likely_for_gram())
+        else:
+            self._coordinates = self._factored.coordinates(self._b)
 
     def direction(self, damping: float) -> Tensor:
-        step = self._factored.solve_coordinates(self._coordinates, damping)
+        step = self._factored_for(damping).solve_coordinates(self._coordinates, damping)
         return step if self._start is None else step.add_(self._start)
 
     def product(self, d: Tensor) -> Tensor:
-        return self._factored.product(d)
+        return self._jacobian @ d
 
     def solve(self, b: Tensor, damping: float) -> Tensor:
-        return self._factored.solve(b, damping)
+        return self._factored_for(damping).solve(b, damping)
+
+    def _factored_for(self, damping: float) -> FactoredLeastSquares | GramLeastSquares:
+        if isinstance(self._factored, GramLeastSquares) and damping < self._factored.smallest_damping:
+            self._factor(by_gram=False)
+        assert self._factored is not None, "begin() comes first"
+        return self._factored
+
+    def _factor(self, by_gram: bool) -> None:
+        if by_gram:
+            self._factored = GramLeastSquares(
+                self._jacobian, rows=self._model.rows, all_reduce=all_reduce, all_gather=all_gather_unequal
+            )
+        else:
+            self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian)
+        self.largest = self._factored.singular_values[0].item()
+        self._coordinates = self._factored.coordinates(self._b)
+
+    def _smallest_likely_for_gram(self) -> float:
+        """λ from which smaller ones may be tried in this step without losing digits, by ‖J‖, the Frobenius norm, for σ₁."""
+        squared = all_reduce(inner(self._jacobian, self._jacobian)).item()
+        return _LIKELY_FALL * math.sqrt(squared) * torch.finfo(self._jacobian.dtype).eps ** 0.25
 
 
 class KrylovSolver(ResidualSolver):
@@ -105,7 +134,7 @@ class KrylovSolver(ResidualSolver):
     """
 
     def __init__(self, model: ResidualModel, method: str, maxiter: int) -> None:
-        self._model, self._method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
+        self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
         self._products = model.products()
         self.gradient = self._products.backward(model.residual)
         self.variance = model.variance_from_parts(self._products.backward)
@@ -119,7 +148,7 @@ class KrylovSolver(ResidualSolver):
             self._maxiter,
             damping=damping or 0.0,
             tolerance=_TOLERANCE,
-            method=self._method,
+            method=self.method,
             all_reduce=all_reduce,
         )
         self.iterations += self._projected.steps
@@ -172,17 +201,41 @@ def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int) -> s
         ('exact', 'lsmr')
     """
     shorter, longer = sorted((rows, columns))
-    exact = 2.0 * longer * shorter**2 + _SVD * shorter**3
+    exact = longer * shorter**2 + _EIGENVALUES * shorter**3
     krylov = maxiter * _PRODUCTS * rows * columns
-    fits = rows * columns * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_TRIANGLE
+    fits = rows * columns * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
-def _check_memory(model: ResidualModel) -> None:
-    rows, columns = model.samples, len(model.weights.vector)
+def make_solver(model: ResidualModel, name: str | None, maxiter: int) -> ResidualSolver:
+    """The solver of a batch.
+
+    Args:
+        model: the problem.
+        name: of the solver; None for one by :func:`chosen_solver`, which is ``"lsmr"`` where memory is short too.
+        maxiter: bound on the iterations of all but the exact one.
+
+    Raises:
+        MemoryError: ``"exact"`` was asked for, and takes more than is free.
+    """
+    if name is None:
+        name = chosen_solver(model.rows, len(model.weights.vector), model.residual.element_size(), maxiter)
+        if name == "exact" and not _fits_everywhere(model):
+            name = "lsmr"
+    return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
+
+
+def _fits_everywhere(model: ResidualModel) -> bool:
+    _, needed, device, _ = _memory_of_exact(model)
+    return all_reduce(torch.tensor([not fits_memory(needed, device)], dtype=torch.int, device=device)).item() == 0
+
+
+def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
+    """What :func:`~lightning_struct.optim.memory.check_memory` is asked."""
+    rows, columns = model.rows, len(model.weights.vector)
     size = model.residual.element_size()
     matrix, side = size * len(model.residual) * columns, size * min(rows, columns) ** 2
-    check_memory(
+    return (
         f"The matrices of solver='exact' for {rows:,} residuals and {columns:,} parameters",
         {
             "J": (matrix, f"{len(model.residual)} x {columns}"),

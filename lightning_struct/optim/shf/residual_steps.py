@@ -18,7 +18,7 @@ from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
-from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver, ResidualSolver, chosen_solver
+from lightning_struct.optim.shf.residual_solvers import make_solver
 from lightning_struct.optim.shf.settings import PAPER, Settings
 
 _FILLED = {name: value for name, value in PAPER.items() if name != "solver"}
@@ -39,6 +39,7 @@ class ResidualUpdate:
 
     Attributes:
         model: the problem of the batch.
+        solver: its name.
         direction: d, flat; None where the weights stay.
         loss: f at the new weights.
         reduction_ratio: ρ; 0 where the weights stay.
@@ -50,6 +51,7 @@ class ResidualUpdate:
     """
 
     model: ResidualModel
+    solver: str
     direction: Tensor | None
     loss: float
     reduction_ratio: float
@@ -134,7 +136,7 @@ class ResidualSteps:
         settings = self.settings
         with timed("linearize"):
             model = ResidualModel(self._records, self._loss, weights, inputs, names=names)
-            solver = self._solver_of(model)
+            solver = make_solver(model, settings.solver, settings.maxiter)
         self._warn_of_slow_rows()
         squared = inner(solver.gradient, solver.gradient).item()
 
@@ -145,7 +147,16 @@ class ResidualSteps:
                 change = model.value_of(model.residual + solver.product(step.velocity)) - model.value
                 ratio = (loss - model.value) / change if change < 0.0 else 0.0
             return ResidualUpdate(
-                model, direction, loss, ratio, damping, solver.iterations, reason, squared, solver.variance
+                model,
+                solver.method,
+                direction,
+                loss,
+                ratio,
+                damping,
+                solver.iterations,
+                reason,
+                squared,
+                solver.variance,
             )
 
         if squared == 0.0:
@@ -163,12 +174,6 @@ class ResidualSteps:
                 return update(step, step.damping, solver.name)
         self._warn_of_precision(model)
         return update(None, min(around * _RAISED, settings.max_damping), "line_search")
-
-    def _solver_of(self, model: ResidualModel) -> ResidualSolver:
-        columns, size = len(model.weights.vector), model.residual.element_size()
-        maxiter = self.settings.maxiter
-        name = self.settings.solver or chosen_solver(model.samples, columns, size, maxiter)
-        return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
 
     def _warn_of_slow_rows(self) -> None:
         for name, reason in self._records.refused.items():

@@ -142,6 +142,25 @@ def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step(name: str
         assert report.damping == damping
 
 
+def test_a_small_damping_costs_no_digits() -> None:
+    """JᵀJ would lose what is damped by less than √ε of the largest singular value."""
+    rows, solution = gaussian(12, 5, seed=0), gaussian(5, seed=1)
+    left, _, right = torch.linalg.svd(rows, full_matrices=False)
+    rows = left * torch.logspace(0, -7, 5, dtype=torch.float64) @ right
+
+    class Fit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return rows @ self.weight - rows @ solution
+
+    module = Fit()
+    SHF(module, "least_squares", solver="exact", damping=1e-9, drop=None).step(inputs=rows)
+    assert (module.weight - solution).norm() < 1e-3
+
+
 def test_two_arguments_are_enough_for_a_differential_equation() -> None:
     module, inputs = Equation(), points()
     optimizer = SHF(module, "least_squares")
@@ -350,3 +369,9 @@ def test_matrices_that_do_not_fit_are_an_error_with_the_alternative(monkeypatch:
     with pytest.raises(MemoryError, match=message):
         SHF(Equation(), "least_squares", solver="exact").step(inputs=points())
     assert SHF(Equation(), "least_squares", solver="lsmr").step(inputs=points()).step_length == 1.0
+
+
+def test_a_solver_that_is_not_named_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SHF(Equation(), "least_squares").step(inputs=points()).stop_reason == "exact"
+    monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: 1000)
+    assert SHF(Equation(), "least_squares").step(inputs=points()).solver_iterations > 0

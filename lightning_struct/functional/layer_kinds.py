@@ -27,11 +27,11 @@ class Matrix(NamedTuple):
     """A weight that multiplies rows of inputs, and the bias that is added to the products.
 
     Args:
-        weight: its name below the layer; the shape is (out, in), for a convolution (out, in / groups, *kernel).
+        weight: its name below the layer; the shape is (out, in), of a convolution (out, in / groups, *kernel).
         bias: the name of the bias; None without.
         groups: the rows of the weight are so many matrices, each of which reads inputs of its own.
         bias_rows: the part of the bias that is added to these products.
-        transposed: the weight is stored as (in, out).
+        transposed: the weight is stored as (in, out), that of a transposed convolution as (in, out / groups, *kernel).
     """
 
     weight: str
@@ -122,6 +122,18 @@ _OF_TORCH: dict[type[nn.Module], LayerKind] = {
         for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     },
     **{
+        kind: LayerKind(kind, lambda layer: [Matrix("weight", "bias", groups=layer.groups, transposed=True)])
+        for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    },
+    **{
+        kind: LayerKind(
+            kind,
+            lambda layer: [Matrix(f"weight_{of}", f"bias_{of}" if layer.bias else None) for of in ("ih", "hh")],
+            lambda layer: ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
+        )
+        for kind in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+    },
+    **{
         kind: LayerKind(kind, _of_recurrent, lambda layer: layer._flat_weights_names)
         for kind in (nn.RNN, nn.LSTM, nn.GRU)
     },
@@ -131,9 +143,8 @@ _OF_TORCH: dict[type[nn.Module], LayerKind] = {
     **{
         kind: LayerKind(kind)
         for kind in (
-            nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding, nn.PReLU,
-            nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-            nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+            nn.Embedding, nn.PReLU, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
+            nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
         )
     },
 }  # fmt: skip

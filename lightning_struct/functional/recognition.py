@@ -285,6 +285,8 @@ def _inputs_of(base: type[nn.Module], layer: Any, random: Callable[..., Tensor])
         yield (random(2, layer.num_channels, 3, 2),)
     elif issubclass(base, nn.modules.batchnorm._NormBase):
         yield (random(2, layer.num_features, *[3] * int(base.__name__[-2])),)  # the 2 of BatchNorm2d
+    elif issubclass(base, nn.RNNCellBase):
+        yield (random(2, layer.input_size),)
     elif issubclass(base, nn.RNNBase):
         yield (random(2, 3, layer.input_size),)
     elif base is nn.MultiheadAttention:

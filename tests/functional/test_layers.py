@@ -103,7 +103,7 @@ AFFINE = pytest.mark.parametrize("name", list(DECLARATIONS))
 @pytest.fixture(autouse=True)
 def undeclared() -> Iterator[None]:
     yield
-    for layer_type in (Transposed, Renamed, OwnForward, Memory, Scale, RootMeanSquare):
+    for layer_type in (Transposed, Renamed, OwnForward, Memory, Scale, RootMeanSquare, Clipped, Upsampling):
         unregister_layer(layer_type)
 
 
@@ -184,6 +184,18 @@ def test_rls_trains_a_declared_layer_as_a_linear_of_the_same_weights(name: str, 
 
 
 @AFFINE
+@pytest.mark.parametrize("rows", [3, 30])
+def test_rls_trains_a_declared_layer_in_half_precision_as_a_linear(name: str, rows: int) -> None:
+    ours, plain = pair(name)
+    for module in (ours, plain):
+        optimizer = RLS(module)
+        module.bfloat16()
+        module(inputs(rows, 12).bfloat16()).square().mean().backward()
+        optimizer.step()
+    assert largest_difference(ours, plain) <= 1e-2
+
+
+@AFFINE
 def test_kronecker_factors_of_a_declared_layer_are_those_of_a_linear(name: str) -> None:
     ours, plain = pair(name)
     factors = []
@@ -247,6 +259,47 @@ def test_a_declaration_can_be_taken_back() -> None:
 def test_a_recurrent_layer_with_a_forward_of_its_own_is_measured_as_its_base() -> None:
     register_layer(Memory, like=nn.LSTM)
     assert_norms_are_those_of_autograd(Memory(3, 4, num_layers=2, batch_first=True).double(), inputs(5, 6, 3))
+
+
+class Clipped(nn.LSTMCell):
+    """With a forward, and an argument, of its own."""
+
+    def forward(self, x: Tensor, hx: Any = None, bound: float = 1e3) -> Any:  # type: ignore[override]
+        h, c = super().forward(x, hx)
+        return h, c.clamp(-bound, bound)
+
+
+class Upsampling(nn.ConvTranspose2d):
+    def forward(self, x: Tensor, output_size: Any = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x.contiguous(), output_size)
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "arguments", "shape"),
+    [(Clipped, nn.LSTMCell, (3, 4), (5, 3)), (Upsampling, nn.ConvTranspose2d, (3, 4, 3, 2), (5, 3, 4, 4))],
+)
+def test_rls_trains_subclasses_that_are_declared_as_their_bases(
+    own: Any, base: Any, arguments: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    register_layer(own, like=base)
+    weights = []
+    for kind in (own, base):
+        torch.manual_seed(0)
+        layer = kind(*arguments).double()
+        optimizer = RLS(layer)
+        outputs = layer(inputs(*shape))
+        (outputs[0] if isinstance(outputs, tuple) else outputs).square().mean().backward()
+        optimizer.step()
+        weights.append([p.detach() for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_cell_called_with_an_argument_that_the_base_does_not_have_is_refused() -> None:
+    register_layer(Clipped, like=nn.LSTMCell)
+    cell = Clipped(3, 4)
+    RLS(cell)
+    with pytest.raises(ValueError, match="LSTMCell, which has no argument bound"):
+        cell(torch.randn(5, 3), bound=0.5)
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -364,7 +417,7 @@ def test_no_layer_of_torch_derives_from_two_that_are_known() -> None:
     """So the nearest base in the order of inheritance is the only one that ``isinstance`` could find."""
     types = [kind for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
     known = [kind for kind in types if (found := kind_of_type(kind)) is not None and found.base is kind]
-    assert len(known) == 22
+    assert len(known) == 25
     for kind in types:
         assert len([base for base in known if issubclass(kind, base)]) <= 1
 

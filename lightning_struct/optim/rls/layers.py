@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.layer_call import LayerCall
-from lightning_struct.functional.layers import Matrix, kind_of, owned_parameters
+from lightning_struct.functional.layers import Matrix, base_call, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.projections import RecordedCalls, rows_used
 from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
 from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
-from lightning_struct.optim.rls.recurrent import LevelByLevel, kernel_runs, recurrent_rows, watch
+from lightning_struct.optim.rls.recurrent import (
+    LevelByLevel,
+    cell_states,
+    goes_on,
+    kernel_runs,
+    note_states,
+    recurrent_rows,
+    watch,
+)
 from lightning_struct.optim.rls.weights import TrainedWeight, Use
 
 # By the name of the weight below its layer, of those that RLS trains.
@@ -74,10 +82,12 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
     weight = weights["weight"]
     if not call.outputs.numel():
         return []
-    total, rows = patch_sum(call.layer, call.input.to(weight.dtype))
+    positions = call.outputs.shape[-len(call.layer.kernel_size) :]
+    total, rows = patch_sum(call.layer, call.input.to(weight.dtype), positions)
     sample = None
     if weight.limits_gain:
-        sample = patch_sample(call.layer, call.input, sample_size(rows, weight.features)).to(weight.dtype)
+        number = sample_size(rows, weight.features)
+        sample = patch_sample(call.layer, call.input, positions, number).to(weight.dtype)
     bias = _bias(call.layer, weight, "bias")
     return [Use(weight, total, (rows,) * call.layer.groups, bias=bias, sample=sample)]
 
@@ -90,6 +100,20 @@ def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLe
                 bias = _bias(call.layer, weight, f"bias_{kind}_{rows.place}")
                 sample = weight.sample(_rows(read, weight.features)) if weight.limits_gain else None
                 uses.append(Use(weight, total[None], (rows.steps,), rows.sequences, bias, sample=sample))
+    return uses
+
+
+def _read_cell(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
+    call = base_call(call)
+    states = cell_states(call)
+    sequences = 0 if goes_on(call.layer, states) else call.input.numel() // call.layer.input_size
+    note_states(call.layer, call.outputs)
+    uses = []
+    for kind, read in (("ih", call.input), ("hh", states[0].detach())):
+        if (weight := weights.get(f"weight_{kind}")) is not None and read.numel():
+            rows = _rows(read, weight.features)
+            bias, total = _bias(call.layer, weight, f"bias_{kind}"), batch_sum(rows.to(weight.dtype))
+            uses.append(Use(weight, total[None], (len(rows),), sequences, bias, sample=weight.sample(rows)))
     return uses
 
 
@@ -124,15 +148,12 @@ def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedC
 
 
 _CONVOLUTION = LayerReader(_read_convolution)
-_RECURRENT = LayerReader(_read_recurrent, watch)
 # By the base of the kind of layer.
 _READERS: dict[type[nn.Module], LayerReader] = {
     nn.Linear: LayerReader(_read_affine),
-    nn.Conv1d: _CONVOLUTION,
-    nn.Conv2d: _CONVOLUTION,
-    nn.Conv3d: _CONVOLUTION,
-    nn.RNN: _RECURRENT,
-    nn.LSTM: _RECURRENT,
-    nn.GRU: _RECURRENT,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONVOLUTION),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _CONVOLUTION),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), LayerReader(_read_recurrent, watch)),
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), LayerReader(_read_cell)),
     nn.MultiheadAttention: LayerReader(_read_attention, lambda layer: RecordedCalls()),
 }

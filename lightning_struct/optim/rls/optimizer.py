@@ -54,8 +54,8 @@ class RLS(torch.optim.Optimizer):
     the number of steps of each weight by its name.
 
     Args:
-        module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and the projections of
-            ``nn.MultiheadAttention`` are trained by RLS, and layers that
+        module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``,
+            ``nn.GRU``, their cells and the projections of ``nn.MultiheadAttention`` are trained by RLS, and layers that
             :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
         lr: the factor of η that schedulers change.
         ratio: k > 0.

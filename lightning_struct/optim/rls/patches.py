@@ -3,13 +3,17 @@
 Padding, stride and dilation act on each dimension alone, in every padding mode. So the sum over positions is one product
 with a small matrix per dimension, of the sum over the batch: what ``unfold`` would give, to rounding, for the cost of
 reading the images once.
+
+A transposed convolution is the convolution, with stride 1, of images that have zeros between their places: its patch under
+an output position has the places of the image of which the kernel gives something to that position, and zeros.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,45 +22,88 @@ from lightning_struct.functional.layers import padding
 from lightning_struct.optim.rls.gain_limit import sampled_indices
 
 
-def patch_sum(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor) -> tuple[Tensor, int]:
+class Axis(NamedTuple):
+    """One dimension of what a convolution reads.
+
+    Attributes:
+        size: of the images.
+        positions: of the outputs.
+        kernel, stride, dilation, mode: as of the layer; the mode is that of the padding.
+        before: the padding at the start.
+        transposed: the stride is that of the outputs.
+    """
+
+    size: int
+    positions: int
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+    mode: str
+    transposed: bool
+
+    def places_read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of the image, (p, kernel), that the kernel meets at output positions (p,), and whether there are such."""
+        steps = self.dilation * torch.arange(self.kernel)
+        if self.transposed:
+            strides = positions[:, None] + self.before - steps
+            places = strides.div(self.stride, rounding_mode="floor")
+            return places.clamp(0, self.size - 1), (strides % self.stride == 0) & (places >= 0) & (places < self.size)
+        places = positions[:, None] * self.stride - self.before + steps
+        if self.mode == "circular":
+            places = places % self.size
+        elif self.mode == "reflect":
+            places = self.size - 1 - (self.size - 1 - places.abs()).abs()
+        elif self.mode == "replicate":
+            places = places.clamp(0, self.size - 1)
+        return places.clamp(0, self.size - 1), (places >= 0) & (places < self.size)
+
+
+def _axes(layer: Any, images: Tensor, positions: Sequence[int]) -> tuple[Axis, ...]:
+    of_layer = zip(layer.kernel_size, layer.stride, layer.dilation, padding(layer), strict=True)
+    return tuple(
+        Axis(size, number, kernel, stride, dilation, before, layer.padding_mode, layer.transposed)
+        for size, number, (kernel, stride, dilation, (before, _)) in zip(
+            images.shape[2:], positions, of_layer, strict=True
+        )
+    )
+
+
+def _batched(layer: Any, images: Tensor) -> Tensor:
+    return images[None] if images.ndim == len(layer.kernel_size) + 1 else images
+
+
+def patch_sum(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequence[int]) -> tuple[Tensor, int]:
     """Sum of the patches, and their number, by which it is divided for x̄ (equation (72)).
 
     Args:
-        layer: any convolution that is not transposed.
+        layer: any convolution.
         images: (N, C, *size) or (C, *size), as the layer read them.
+        positions: the size of its outputs.
 
     Returns:
         (groups, C/groups · kernel), in the dtype of the images, in the weight's order; and N times the number of output
         positions.
     """
-    dimensions = len(layer.kernel_size)
-    if images.ndim == dimensions + 1:
-        images = images[None]
-    total, rows = batch_sum(images), images.shape[0]
-    for size, kernel, stride, dilation, pads in zip(
-        images.shape[2:], layer.kernel_size, layer.stride, layer.dilation, padding(layer), strict=True
-    ):
-        reads = _reads(size, kernel, stride, dilation, pads, layer.padding_mode, total.dtype, total.device)
-        total = torch.tensordot(total, reads, ([1], [1]))  # the dimension moves to the end
-        rows *= _positions(size, kernel, stride, dilation, pads)
-    return total.reshape(layer.groups, -1), rows
+    images = _batched(layer, images)
+    total = batch_sum(images)
+    for axis in _axes(layer, images, positions):
+        # the dimension moves to the end
+        total = torch.tensordot(total, _reads(axis, total.dtype, total.device), ([1], [1]))
+    return total.reshape(layer.groups, -1), images.shape[0] * math.prod(positions)
 
 
-def patch_sample(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor, number: int) -> Tensor:
+def patch_sample(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequence[int], number: int) -> Tensor:
     """(groups, number, C/groups · kernel), that many patches, evenly spread over images and output positions.
 
     Args:
-        layer: any convolution that is not transposed.
+        layer: any convolution.
         images: (N, C, *size) or (C, *size), as the layer read them.
+        positions: the size of its outputs.
         number: not above N times the number of output positions.
     """
-    dimensions = len(layer.kernel_size)
-    if images.ndim == dimensions + 1:
-        images = images[None]
-    geometry = tuple(
-        zip(images.shape[2:], layer.kernel_size, layer.stride, layer.dilation, padding(layer), strict=True)
-    )
-    indices, inside = _sampled_places(geometry, images.shape[0], layer.padding_mode, number, images.device)
+    images = _batched(layer, images)
+    indices, inside = _sampled_places(_axes(layer, images, positions), images.shape[0], number, images.device)
     image, *places = indices
     index: Any = (image, slice(None), *places)
     patches = images[index]  # (number, *kernel, C)
@@ -68,20 +115,19 @@ def patch_sample(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, images: Tensor, numbe
 
 @lru_cache(maxsize=1024)
 def _sampled_places(
-    geometry: tuple[Any, ...], images: int, mode: str, number: int, device: torch.device
+    axes: tuple[Axis, ...], images: int, number: int, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
     """Indices of images and of places of each dimension, that broadcast to (number, *kernel); and whether each is inside."""
-    counts = [_positions(size, *of_layer) for size, *of_layer in geometry]
+    counts = [axis.positions for axis in axes]
     flat = sampled_indices(number, images * math.prod(counts), torch.device("cpu"))
     coordinates = torch.unravel_index(flat, (images, *counts))
-    ones = [1] * len(geometry)
+    ones = [1] * len(axes)
     indices = [coordinates[0].view(-1, *ones)]
     inside = torch.ones(number, *ones, dtype=torch.bool)
-    for dimension, (size, kernel, stride, dilation, pads) in enumerate(geometry):
-        starts = coordinates[1 + dimension] * stride - pads[0]
-        places, within = _places_read(starts[:, None] + dilation * torch.arange(kernel), size, mode)
+    for dimension, axis in enumerate(axes):
+        places, within = axis.places_read(coordinates[1 + dimension])
         shape = [number, *ones]
-        shape[1 + dimension] = kernel
+        shape[1 + dimension] = axis.kernel
         indices.append(places.view(shape))
         inside = inside & within.view(shape)
     return [index.to(device) for index in indices], None if inside.all() else inside.to(device)
@@ -98,39 +144,10 @@ def batch_sum(tensor: Tensor) -> Tensor:
     return total.permute([order.index(dimension) for dimension in range(1, tensor.ndim)])
 
 
-def _positions(size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int]) -> int:
-    """Output positions along one dimension."""
-    return (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
-
-
 @lru_cache(maxsize=1024)
-def _reads(
-    size: int,
-    kernel: int,
-    stride: int,
-    dilation: int,
-    padding: tuple[int, int],
-    mode: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """(kernel, size): how often each place of the kernel reads each place of the image along one dimension."""
-    starts = torch.arange(_positions(size, kernel, stride, dilation, padding)) * stride - padding[0]
-    places = (
-        starts + dilation * torch.arange(kernel)[:, None]
-    )  # (kernel, positions), outside of the image at the border
-    places, inside = _places_read(places, size, mode)
-    reads = torch.zeros(kernel, size, dtype=dtype)
-    reads.scatter_add_(1, places, inside.to(dtype))
+def _reads(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(kernel, size): how often each place of the kernel meets each place of the image."""
+    places, inside = axis.places_read(torch.arange(axis.positions))
+    reads = torch.zeros(axis.kernel, axis.size, dtype=dtype)
+    reads.scatter_add_(1, places.t(), inside.t().to(dtype))
     return reads.to(device)
-
-
-def _places_read(places: Tensor, size: int, mode: str) -> tuple[Tensor, Tensor]:
-    """Places of the image of which places of the padded image are copies, and whether there are such."""
-    if mode == "circular":
-        places = places % size
-    elif mode == "reflect":
-        places = size - 1 - (size - 1 - places.abs()).abs()
-    elif mode == "replicate":
-        places = places.clamp(0, size - 1)
-    return places.clamp(0, size - 1), (places >= 0) & (places < size)

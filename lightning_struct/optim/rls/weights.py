@@ -137,7 +137,7 @@ class Statistics:
     @property
     def steps(self) -> float:
         """T."""
-        return self.counts[0] / self.counts[self.groups]
+        return self.counts[0] / (self.counts[self.groups] or self.counts[0])
 
 
 class TrainedWeight:
@@ -145,9 +145,9 @@ class TrainedWeight:
 
     Args:
         name: of the parameter below the module.
-        parameter: of shape (groups·outputs, ...), each group reading inputs of its own.
+        parameter: of shape (groups·outputs, *features), each group reading inputs of its own.
         groups: see ``parameter``.
-        transposed: ``parameter`` is (n, outputs) instead, of one group.
+        transposed: the shape of ``parameter`` is (groups·inputs, outputs, *kernel), and n is inputs times kernel.
         form: of P.
         forgetting: λ.
 
@@ -249,7 +249,7 @@ class TrainedWeight:
             self.form == "full"
             and self.layers == self.groups == 1
             and len(inputs) < self.most_rows
-            and inputs.dtype == self.parameter.dtype
+            and inputs.dtype == self.parameter.dtype == self.dtype
             and inputs.device.type == "cpu"
             and world_size() == 1
         )
@@ -441,7 +441,7 @@ class TrainedWeight:
     def _features(self, tensor: Tensor) -> Tensor:
         """(groups, outputs, n) of a tensor of the parameter's shape, a view where its strides allow one."""
         if self.transposed:
-            return tensor.t()[None]
+            return tensor.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(2)
         return tensor.reshape(self.groups, self.outputs, self.features)
 
     def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -459,6 +459,9 @@ class TrainedWeight:
     def _write(self, features: Tensor, constants: Tensor) -> None:
         weight = self.parameter.detach()
         if self.parameter.grad is not None and features.data_ptr() != weight.data_ptr():
+            if self.transposed:  # the inverse of _features
+                inputs = len(weight) // self.groups
+                features = features.unflatten(2, (inputs, *weight.shape[2:])).transpose(1, 2).flatten(0, 1)
             weight.copy_(features.view(weight.shape))
         for bias, values in zip(self.biases, constants.unbind(2), strict=True):
             if bias.parameter.grad is not None:

@@ -20,7 +20,7 @@ from lightning_struct.functional.kronecker import (
     second_moments,
     squared_shares,
 )
-from lightning_struct.functional.layers import called_layers, kind_of, owned_parameters
+from lightning_struct.functional.layers import LayerKind, called_layers, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution
 from lightning_struct.functional.per_sample.rules import has_rule
 
@@ -293,7 +293,7 @@ def _uses_of(trained: set[nn.Parameter], module: nn.Module, excluded: set[nn.Mod
         own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
         kind = kind_of(layer) if layer not in excluded and has_rule(layer) else None
         factored: set[str] = set()
-        for matrix in () if kind is None else kind.matrices(layer):
+        for matrix in () if kind is None or _is_transposed_convolution(kind) else kind.matrices(layer):
             weight, bias = own.get(matrix.weight), own.get(matrix.bias or "")
             whole = matrix.bias_rows == slice(None)
             if weight is not None:
@@ -311,6 +311,11 @@ def _uses_of(trained: set[nn.Parameter], module: nn.Module, excluded: set[nn.Mod
             for name in own.keys() - factored:
                 uses[own[name]].others.add((layer, name))
     return uses
+
+
+def _is_transposed_convolution(kind: LayerKind) -> bool:
+    """Its contributions have the inputs in the place of the cotangents, and no factors."""
+    return kind.base in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _joined_biases(uses: Mapping[nn.Parameter, _Uses]) -> dict[nn.Parameter, nn.Parameter]:

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from lightning_struct.optim import RLS
 from lightning_struct.optim.rls.patches import patch_sample
 from tests.optim.rls.reference import Rows, convolution_rows, recorded_rows
-from tests.optim.rls.test_layers import ATTENTION, CONVOLUTIONS, LINEAR, RECURRENT
+from tests.optim.rls.test_layers import (
+    ATTENTION,
+    CONVOLUTIONS,
+    LINEAR,
+    RECURRENT,
+    TRANSPOSED,
+    Unrolled,
+    as_convolution,
+    in_the_order_of_a_convolution,
+)
 
 # --- stability -------------------------------------------------------------------------------------------------------
 
@@ -152,19 +161,39 @@ def test_steps_of_recurrent_layers_are_scaled_too(name: str) -> None:
     assert all(step.norm() < 0.5 * free[parameter].norm() for parameter, step in bounded.items())
 
 
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_steps_of_cells_are_scaled_too(cell: Any) -> None:
+    torch.manual_seed(0)
+    module, batch = Unrolled(cell).double(), torch.randn(4, 5, 3, dtype=torch.float64)
+    bounded, free = first_step(module, batch, 1e-3), first_step(module, batch, None)
+    assert all(bounded[name].norm() < 0.5 * free[name].norm() for name in bounded if name.startswith("cell"))
+
+
+@pytest.mark.parametrize("name", ["2d", "groups"])
+def test_steps_of_a_transposed_convolution_are_scaled_as_those_of_the_convolution(name: str) -> None:
+    build, batches = next(c[1:] for c in TRANSPOSED if c[0] == name)
+    torch.manual_seed(0)
+    layer, batch = build().double(), 10 * batches(0)
+    bounded = first_step(layer, batch, 0.1)["weight"]
+    expected = first_step(as_convolution(layer), batch, 0.1)["weight"]
+    # Power iteration begins in another direction.
+    torch.testing.assert_close(in_the_order_of_a_convolution(layer, bounded), expected, rtol=0.1, atol=0)
+
+
 @pytest.mark.parametrize(("build", "batches"), [c[1:] for c in CONVOLUTIONS], ids=[c[0] for c in CONVOLUTIONS])
 def test_all_sampled_patches_are_those_that_a_convolution_reads(
     build: Callable[[], Any], batches: Callable[[int], Tensor]
 ) -> None:
     layer = build().double()
     expected = torch.stack(convolution_rows(layer, batches(0))[0].groups)
-    assert torch.equal(patch_sample(layer, batches(0), expected.shape[1]), expected)
+    positions = layer(batches(0)).shape[-len(layer.kernel_size) :]
+    assert torch.equal(patch_sample(layer, batches(0), positions, expected.shape[1]), expected)
 
 
 def test_a_sample_of_patches_is_spread_over_images_and_positions() -> None:
     layer = nn.Conv2d(1, 1, 1)
     images = torch.arange(64 * 32 * 32.0).view(64, 1, 32, 32)
-    places = patch_sample(layer, images, 512).long().flatten()
+    places = patch_sample(layer, images, (32, 32), 512).long().flatten()
     assert all(len(torch.unique(part)) == count for part, count in ((places, 512), (places // 1024, 64)))
     assert len(torch.unique(places % 32)) == len(torch.unique(places // 32 % 32)) == 32
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.optim import RLS
@@ -141,6 +142,78 @@ ATTENTION: list[tuple[str, Callable[[], nn.Module], Callable[[int], Tensor]]] = 
     ("other_dimensions", lambda: Attention(cross=True, batch_first=True, kdim=6, vdim=6), inputs(3, 5, 4)),
 ]
 
+
+def as_convolution(layer: Any) -> nn.Module:
+    """The convolution, of images with zeros between their places, that computes what a transposed convolution does."""
+    dimensions = len(layer.kernel_size)
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
+    plain = kind(layer.in_channels, layer.out_channels, layer.kernel_size, 1, 0, layer.dilation, layer.groups)
+    plain.weight = nn.Parameter(in_the_order_of_a_convolution(layer, layer.weight.detach()))
+    plain.bias = copy.deepcopy(layer.bias)
+    steps = [slice(None, None, stride) for stride in layer.stride]
+    edges = [d * (k - 1) - p for d, k, p in zip(layer.dilation, layer.kernel_size, layer.padding, strict=True)]
+    pads = [(edge, edge + more) for edge, more in zip(edges, layer.output_padding, strict=True)]
+
+    def spread(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+        (images,) = args
+        sizes = [(n - 1) * s + 1 for n, s in zip(images.shape[-dimensions:], layer.stride, strict=True)]
+        with_zeros = images.new_zeros(*images.shape[:-dimensions], *sizes)
+        with_zeros[(..., *steps)] = images
+        return F.pad(with_zeros, [p for pair in reversed(pads) for p in pair])
+
+    plain.register_forward_pre_hook(spread)
+    return plain
+
+
+def in_the_order_of_a_convolution(layer: Any, weight: Tensor) -> Tensor:
+    turned = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+    return turned.flip(tuple(range(2, turned.ndim)))
+
+
+TRANSPOSED: list[tuple[str, Callable[[], Any], Callable[[int], Tensor]]] = [
+    ("1d", lambda: nn.ConvTranspose1d(3, 4, 3), inputs(5, 3, 6)),
+    ("2d", lambda: nn.ConvTranspose2d(3, 4, 3, 2, padding=1, output_padding=1), inputs(4, 3, 4, 3)),
+    ("3d", lambda: nn.ConvTranspose3d(2, 3, (1, 2, 3), (1, 2, 1), padding=(0, 1, 0)), inputs(3, 2, 2, 3, 3)),
+    ("groups", lambda: nn.ConvTranspose2d(4, 6, 3, 2, groups=2), inputs(4, 4, 3, 3)),
+    ("dilated", lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), dilation=(2, 1)), inputs(4, 2, 4, 3)),
+    ("cropped", lambda: nn.ConvTranspose1d(2, 3, 3, 2, padding=3), inputs(4, 2, 6)),
+    ("no_bias", lambda: nn.ConvTranspose1d(2, 3, 4, 2, bias=False), inputs(4, 2, 5)),
+    ("no_batch", lambda: nn.ConvTranspose2d(2, 3, 3), inputs(2, 3, 4)),
+]
+
+
+class Unrolled(nn.Module):
+    """A cell along sequences (N, T, features), that gives all its states.
+
+    Args:
+        start: the state at first: "none", "zeros", or made of the first inputs by "weights".
+        between: what happens to the states: "none", they are "masked", or "detach" after the second step.
+    """
+
+    def __init__(self, kind: Any, start: str = "none", between: str = "none", **options: Any) -> None:
+        super().__init__()
+        self.cell = kind(3, 4, **options)
+        self.start, self.between = start, between
+        self.first = nn.Parameter(torch.randn(4, 3), requires_grad=start == "weights")
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_lstm = isinstance(self.cell, nn.LSTMCell)
+        state: Any = {"none": None, "zeros": x.new_zeros(len(x), 4), "weights": x[:, 0] @ self.first.t()}[self.start]
+        if is_lstm and state is not None:
+            state = (state, state)
+        outputs = []
+        for step, inputs in enumerate(x.unbind(1)):
+            state = self.cell(inputs, state)
+            outputs.append(state[0] if is_lstm else state)
+            if self.between == "masked":
+                state = tuple(s * 0.5 for s in state) if is_lstm else state * 0.5
+            if self.between == "detach" and step == 1:
+                state = tuple(s.detach() for s in state) if is_lstm else state.detach()
+        return torch.stack(outputs, 1)
+
+
+CELLS: list[tuple[Any, Any]] = [(nn.RNNCell, nn.RNN), (nn.LSTMCell, nn.LSTM), (nn.GRUCell, nn.GRU)]
+
 CASES = LINEAR + CONVOLUTIONS + RECURRENT + ATTENTION
 OPTIONS: dict[str, float] = {"ratio": 0.3, "gradient_scale": 0.5, "momentum": 0.4, "l1": 1e-3}
 
@@ -157,6 +230,18 @@ def largest_difference(
     torch.manual_seed(0)
     module = build().double()
     plain = copy.deepcopy(module)
+    train(module, plain, batches, micro_batches, **options)
+    return max((p - q).abs().max().item() for p, q in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+def train(
+    module: nn.Module,
+    plain: nn.Module,
+    batches: Callable[[int], Tensor],
+    micro_batches: int = 1,
+    **options: Any,
+) -> None:
+    """A module by the optimizer, and another, that computes the same, by its definition."""
     optimizer, reference = RLS(module, max_gain=None, **options), Reference(**options)
     for step in range(STEPS):
         module.zero_grad()
@@ -167,12 +252,65 @@ def largest_difference(
                 loss(plain, batches(step * micro_batches + i)).backward()
         reference.step(rows)
         optimizer.step()
-    return max((p - q).abs().max().item() for p, q in zip(module.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("build", "batches"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_steps_are_those_of_the_definition(build: Callable[[], nn.Module], batches: Callable[[int], Tensor]) -> None:
     assert largest_difference(build, batches, **OPTIONS) <= 1e-12
+
+
+@pytest.mark.parametrize(("build", "batches"), [c[1:] for c in TRANSPOSED], ids=[c[0] for c in TRANSPOSED])
+def test_a_transposed_convolution_is_trained_as_the_convolution_that_computes_the_same(
+    build: Callable[[], Any], batches: Callable[[int], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    layer = build().double()
+    plain = as_convolution(layer)
+    torch.testing.assert_close(layer(batches(0)), plain(batches(0)), rtol=0, atol=1e-12)
+    train(layer, plain, batches)
+    torch.testing.assert_close(in_the_order_of_a_convolution(layer, layer.weight), plain.weight, rtol=0, atol=1e-12)
+    if layer.bias is not None:
+        torch.testing.assert_close(layer.bias, plain.bias, rtol=0, atol=1e-12)
+
+
+def test_the_size_of_the_outputs_may_be_given_to_a_transposed_convolution() -> None:
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose1d(2, 3, 3, 2).double()
+    larger = copy.deepcopy(layer)
+    larger.output_padding = (1,)
+    for module, options in ((layer, {"output_size": [10]}), (larger, {})):
+        optimizer = RLS(module)
+        module(inputs(4, 2, 4)(0), **options).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(layer.weight, larger.weight)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("cell", "layer"), CELLS)
+def test_a_cell_along_sequences_is_trained_as_the_layer(cell: Any, layer: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    unrolled, whole = Unrolled(cell, bias=bias).double(), Recurrent(layer, bias=bias, batch_first=True).double()
+    for name, parameter in unrolled.cell.named_parameters():
+        getattr(whole.layer, f"{name}_l0").data.copy_(parameter.detach())
+    train(unrolled, whole, inputs(4, 5, 3), micro_batches=2)
+    for name, parameter in unrolled.cell.named_parameters():
+        torch.testing.assert_close(parameter, getattr(whole.layer, f"{name}_l0"), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("start", "between", "length"),
+    [("none", "none", 6), ("zeros", "none", 6), ("weights", "none", 6), ("none", "masked", 6), ("none", "detach", 3)],
+)
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_the_length_of_the_sequences_of_a_cell_is_seen(cell: Any, start: str, between: str, length: int) -> None:
+    """T, of an input weight that reads ones: P along them is 1/(1 + kT·3)."""
+    module = Unrolled(cell, start, between, bias=False).double()
+    optimizer = RLS(module, ratio=1.0, auxiliary=torch.optim.SGD if start == "weights" else None)
+    for _ in range(2):  # two backward passes before the step
+        module(torch.ones(4, 6, 3, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    along = optimizer.state["rls"]["cell.weight_ih"]["P"][0].sum() / 3  # type: ignore[index]
+    assert along.item() == pytest.approx(1 / (1 + 3 * length), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["linear", "few_rows", "twice", "tied", "groups", "LSTM_stacked", "cross_attention"])

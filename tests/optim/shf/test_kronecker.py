@@ -280,6 +280,10 @@ def test_a_side_above_the_largest_size_is_a_diagonal() -> None:
     assert factors(optimizer)["2.weight"]["inputs"].shape == (1, 6)
 
 
+def test_a_transposed_convolution_has_a_diagonal() -> None:
+    assert set(forms(make(nn.Sequential(nn.ConvTranspose1d(2, 3, 3)))).values()) == {"diagonal"}
+
+
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_excluded_layer_has_a_diagonal(by_name: bool) -> None:
     module = network()

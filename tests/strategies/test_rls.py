@@ -235,17 +235,42 @@ def test_a_module_may_have_a_loss_of_its_own(tmp_path):
     make_trainer(tmp_path, max_epochs=1).fit(WithLoss(), loader())
 
 
-@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
-def test_backbone_finetuning_trains_the_backbone_from_its_epoch_on(network, tmp_path):
+def finetuned(network):
     class Finetuned(network):
         @property
         def backbone(self):
             return self.layers[:2]
 
-    module, start = Finetuned(), Finetuned()
+    return Finetuned()
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+def test_backbone_finetuning_trains_the_backbone_from_its_epoch_on(network, tmp_path):
+    module, start = finetuned(network), finetuned(network)
     trainer = fit(module, tmp_path, max_epochs=3, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)])
     (head, backbone) = trainer.optimizers[0].param_groups
     assert backbone["params"] == [*module.backbone.parameters()] and backbone["lr"] != head["lr"]
     states = trainer.optimizers[0].state["rls"]
     assert (states["layers.2.weight"]["steps"], states["layers.0.weight"]["steps"]) == (18, 6)
     assert not torch.equal(module.backbone[0].weight, start.backbone[0].weight)
+
+
+class Unfreezing(BackboneFinetuning):
+    """Lightning's own freezes the backbone again when a run is resumed, and leaves it so, whatever the optimizer is."""
+
+    def on_fit_start(self, trainer, pl_module):
+        super().on_fit_start(trainer, pl_module)
+        for group in trainer.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(True)
+
+
+def test_backbone_finetuning_goes_on_bitwise_after_the_backbone_has_been_unfrozen(tmp_path):
+    whole, stopped, resumed = (finetuned(AutomaticNetwork) for _ in range(3))
+    fit(whole, tmp_path, max_epochs=3, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)])
+    fit(stopped, tmp_path, max_epochs=2, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)]).save_checkpoint(
+        tmp_path / "stopped.ckpt"
+    )
+    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)])
+    trainer.fit(resumed, loader(), validation_loader(), ckpt_path=tmp_path / "stopped.ckpt")
+    assert torch.equal(weights(resumed), weights(whole))

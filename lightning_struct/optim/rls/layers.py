@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,12 @@ from lightning_struct.optim.rls.recurrent import (
     recurrent_rows,
     watch,
 )
-from lightning_struct.optim.rls.weights import TrainedWeight, Use
+from lightning_struct.optim.rls.statistics import Use
+from lightning_struct.optim.rls.weights import TrainedWeight
 
 # By the name of the weight below its layer, of those that RLS trains.
-TrainedWeights = Mapping[str, TrainedWeight]
+TrainedWeights: TypeAlias = Mapping[str, TrainedWeight]
+Uses: TypeAlias = list[tuple[TrainedWeight, Use]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class LayerReader:
         watch: what a call must be made under for ``read`` to see everything; it may make None.
     """
 
-    read: Callable[[LayerCall, TrainedWeights, Any], list[Use]]
+    read: Callable[[LayerCall, TrainedWeights, Any], Uses]
     watch: Callable[[Any], AbstractContextManager[Any] | None] | None = None
 
 
@@ -65,7 +67,7 @@ def _rows(inputs: Tensor, features: int) -> Tensor:
     return inputs.reshape(inputs.numel() // features, features)
 
 
-def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
+def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     (matrix,) = _matrices(call.layer)
     weight = weights[matrix.weight]
     inputs = _rows(call.input, weight.features)
@@ -75,10 +77,11 @@ def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> lis
     kept = inputs if weight.keeps_rows(inputs) else None
     bias = _bias(call.layer, weight, matrix.bias)
     sequences = len(call.input) if weight.reads_sequences and call.input.ndim > 2 else None
-    return [Use(weight, total[None], (len(inputs),), sequences, bias, inputs=kept, sample=weight.sample(inputs))]
+    use = Use(total[None], (len(inputs),), sequences, bias, inputs=kept, sample=weight.sample(inputs))
+    return [(weight, use)]
 
 
-def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
+def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     weight = weights["weight"]
     if not call.outputs.numel():
         return []
@@ -89,35 +92,36 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
         number = sample_size(rows, weight.features)
         sample = patch_sample(call.layer, call.input, positions, number).to(weight.dtype)
     bias = _bias(call.layer, weight, "bias")
-    return [Use(weight, total, (rows,) * call.layer.groups, bias=bias, sample=sample)]
+    return [(weight, Use(total, (rows,) * call.layer.groups, bias=bias, sample=sample))]
 
 
-def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> list[Use]:
-    uses = []
+def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> Uses:
+    uses: Uses = []
     for rows in (rows for run in kernel_runs(call, watched) for rows in recurrent_rows(call.layer, run)):
         for kind, total, read in (("ih", rows.inputs, rows.read), ("hh", rows.states, rows.output)):
             if (weight := weights.get(f"weight_{kind}_{rows.place}")) is not None and rows.steps:
                 bias = _bias(call.layer, weight, f"bias_{kind}_{rows.place}")
                 sample = weight.sample(_rows(read, weight.features)) if weight.limits_gain else None
-                uses.append(Use(weight, total[None], (rows.steps,), rows.sequences, bias, sample=sample))
+                uses.append((weight, Use(total[None], (rows.steps,), rows.sequences, bias, sample=sample)))
     return uses
 
 
-def _read_cell(call: LayerCall, weights: TrainedWeights, watched: None) -> list[Use]:
+def _read_cell(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     call = base_call(call)
     states = cell_states(call)
     sequences = 0 if goes_on(call.layer, states) else call.input.numel() // call.layer.input_size
     note_states(call.layer, call.outputs)
-    uses = []
+    uses: Uses = []
     for kind, read in (("ih", call.input), ("hh", states[0].detach())):
         if (weight := weights.get(f"weight_{kind}")) is not None and read.numel():
             rows = _rows(read, weight.features)
             bias, total = _bias(call.layer, weight, f"bias_{kind}"), batch_sum(rows.to(weight.dtype))
-            uses.append(Use(weight, total[None], (len(rows),), sequences, bias, sample=weight.sample(rows)))
+            use = Use(total[None], (len(rows),), sequences, bias, sample=weight.sample(rows))
+            uses.append((weight, use))
     return uses
 
 
-def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> list[Use]:
+def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedCalls) -> Uses:
     """Uses from the calls that the layer makes of ``linear``; dropout of the attention is in what they read."""
     bias_of = {matrix.weight: matrix.bias for matrix in _matrices(call.layer)}
     read: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -128,7 +132,7 @@ def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedC
             size = weights[name].outputs
             for group in range(rows.start // size, rows.stop // size):
                 read[name][group] = inputs
-    uses = []
+    uses: Uses = []
     for name, by_group in read.items():
         weight, of_groups = weights[name], [by_group[group] for group in sorted(by_group)]
         counts = tuple(map(len, of_groups))
@@ -141,9 +145,8 @@ def _read_attention(call: LayerCall, weights: TrainedWeights, watched: RecordedC
             samples = {id(rows): sample_rows(rows, number).to(weight.dtype) for rows in of_groups}
             sample = torch.stack([samples[id(rows)] for rows in of_groups])
         bias = weight.bias_index(owned_parameters(call.layer).get(bias_of[name] or ""))
-        uses.append(
-            Use(weight, torch.stack([totals[id(rows)] for rows in of_groups]), counts, bias=bias, sample=sample)
-        )
+        total = torch.stack([totals[id(rows)] for rows in of_groups])
+        uses.append((weight, Use(total, counts, bias=bias, sample=sample)))
     return uses
 
 

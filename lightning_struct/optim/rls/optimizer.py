@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +12,20 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
-from lightning_struct.functional.layers import excluded_modules, is_affine, plain_name, plain_named_modules
+from lightning_struct.functional.layers import excluded_modules, plain_name, plain_named_modules
 from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.pickling import state_without_hooks
-from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
+from lightning_struct.optim.rls.all_weights import gain_limits, not_finite
 from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
-from lightning_struct.optim.rls.selection import WeightTable, layers_to_train, refuse_distributed_tensors
-from lightning_struct.optim.rls.settings import GradientScales, InverseSettings
-from lightning_struct.optim.rls.state import check_state, on_device, reduce_statistics
+from lightning_struct.optim.rls.selection import (
+    WeightTable,
+    affine_layers,
+    layers_to_train,
+    refuse_distributed_tensors,
+)
+from lightning_struct.optim.rls.settings import GradientScales, InverseSettings, check_options
+from lightning_struct.optim.rls.state import check_states, on_device, reduce_statistics
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
 AuxiliaryFactory = Callable[[list[Any]], torch.optim.Optimizer]
@@ -131,22 +135,11 @@ class RLS(torch.optim.Optimizer):
                 "In Lightning return RLS(self, ...) from configure_optimizers, also with LightningCLI or hydra, which hand "
                 "parameters to the optimizers that they configure themselves"
             )
-        _check_range("lr", lr, lr >= 0, ">= 0")
-        _check_range("ratio", ratio, ratio > 0, "> 0")
-        _check_range("forgetting", forgetting, 0 < forgetting <= 1, "in (0, 1]")
-        for scale in gradient_scale.values() if isinstance(gradient_scale, Mapping) else [gradient_scale]:
-            _check_range("gradient_scale", scale, scale > 0, "> 0")
-        _check_range("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
-        _check_range("l1", l1, l1 >= 0, ">= 0")
-        _check_range("weight_decay", weight_decay, weight_decay >= 0, ">= 0")
-        _check_range("interval", interval, interval >= 1, ">= 1")
-        _check_range("rank", rank, rank >= 1, ">= 1")
-        for name, bound, least in (
-            ("max_grad_norm", max_grad_norm, 0), ("max_gain", max_gain, 0), ("block_size", block_size, 0),
-            ("max_size", max_size, -1),
-        ):  # fmt: skip
-            if bound is not None:
-                _check_range(name, bound, bound > least, "> 0, or None" if least == 0 else ">= 0, or None")
+        check_options(
+            lr=lr, ratio=ratio, forgetting=forgetting, gradient_scale=gradient_scale, momentum=momentum, l1=l1,
+            weight_decay=weight_decay, max_grad_norm=max_grad_norm, max_gain=max_gain, interval=interval, rank=rank,
+            block_size=block_size, max_size=max_size,
+        )  # fmt: skip
         if form not in (None, "full", "low_rank", "rank1"):
             raise ValueError(f"form must be 'full', 'low_rank', 'rank1' or None, got {form!r}")
         if form == "low_rank" and forgetting < 1:
@@ -167,7 +160,7 @@ class RLS(torch.optim.Optimizer):
         self._left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         layers = layers_to_train(module, excluded)
         self._table = WeightTable(layers, forgetting)
-        self._sequence_layers = _affine_layers(module, sequence_layers, self._table)
+        self._sequence_layers = affine_layers(module, sequence_layers, self._table)
         self._weights = self._table.extend(lambda p: p.requires_grad and p not in self._left_alone)
         if not self._weights:
             raise ValueError(
@@ -259,7 +252,7 @@ class RLS(torch.optim.Optimizer):
         if not means:
             self._check_parameters()
         coefficient = self._checked_clip_coefficient(means)
-        limits = self._gain_limits(means)
+        limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
         for weight, mean in means.items():
             group = self._group_of[weight]
             weight.step_(
@@ -368,22 +361,9 @@ class RLS(torch.optim.Optimizer):
             return 1.0
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def _gain_limits(self, weights: Collection[TrainedWeight]) -> dict[TrainedWeight, GainLimit]:
-        """The limits of the gain of each step, but of those whose gain is small for sure."""
-        if self.max_gain is None:
-            return {}
-        gains = {weight: weight.gain(self._state_of(weight)) for weight in weights}
-        # Waiting for a device would cost more than it saves; processes must go on together.
-        if self._weights[0].parameter.device.type == "cpu" and world_size() == 1:
-            gains = {w: g for w, g in gains.items() if w.forgetting < 1 or g.trace() > self.max_gain}
-        largest = largest_gains(gains)
-        return {weight: GainLimit(gain, self.max_gain, len(weights)) for weight, gain in largest.items()}
-
     def _raise_not_finite(self, means: Mapping[TrainedWeight, Tensor]) -> None:
-        names = {parameter: plain_name(name) for name, parameter in self.module.named_parameters()}
-        wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
-        wrong += [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
         step = 1 + max((self._steps(weight) for weight in means), default=0)
+        wrong = not_finite(self.module, means)
         self._forget_statistics()
         raise ValueError(
             f"RLS step {step}: NaN or infinity in {', '.join(wrong) or 'the norm of the gradients'}; no weight and no P was "
@@ -429,12 +409,7 @@ class RLS(torch.optim.Optimizer):
         """
         self._share_groups()
         saved = state_dict["state"].get("rls", {})
-        for weight in self._weights:
-            check_state(weight, saved.get(weight.name, {}))
-        if unknown := saved.keys() - {weight.name for weight in self._weights}:
-            raise ValueError(
-                f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not"
-            )
+        check_states(saved, self._weights)
         if ("auxiliary" in state_dict) != (self._auxiliary is not None):
             raise ValueError(
                 "the state is of an RLS with an auxiliary optimizer, and this one has none, or the reverse"
@@ -510,29 +485,8 @@ class RLS(torch.optim.Optimizer):
             self._share_groups()
 
 
-def _affine_layers(module: nn.Module, layers: Sequence[str | nn.Module], table: WeightTable) -> set[nn.Module]:
-    """The layers that are named or given.
-
-    Raises:
-        ValueError: one of them is no linear layer that RLS trains.
-    """
-    given = [layers] if isinstance(layers, str | nn.Module) else layers
-    found: set[nn.Module] = set()
-    for item in given:
-        (layer, *below) = excluded_modules(module, [item], "sequence_layers")
-        if below or layer not in table.of_layers or not is_affine(layer):
-            raise ValueError(f"sequence_layers has {item!r}, which is no linear layer that RLS trains")
-        found.add(layer)
-    return found
-
-
 def _without_an_optimizer(parameters: Iterable[str]) -> str:
     return (
         f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary=functools.partial(torch.optim.Adam, "
         "lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
     )
-
-
-def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
-    if not (holds and math.isfinite(value)):
-        raise ValueError(f"{name} must be {expected}, got {value}")

@@ -112,9 +112,8 @@ class InputRecorder:
 
         def arrive(cotangent: Tensor) -> None:
             with torch.no_grad():
-                for use in uses:
-                    use.weight.forget_cleared()
-                    use.weight.statistics.add(use, cotangent.detach() if alone else None, use.weight.most_rows)
+                for weight, use in uses:
+                    weight.add_use(use, cotangent.detach() if alone else None)
 
         if alone:
             tensors[0].register_hook(arrive)
@@ -131,7 +130,7 @@ class _GradientHook:
     def __call__(self, parameter: Tensor) -> None:
         weight = self._weight()
         if weight is not None:
-            weight.note_gradient(parameter)
+            weight.statistics.note_gradient(parameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _left_behind, ()

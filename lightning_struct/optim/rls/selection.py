@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.layers import Matrix, hidden_layers, kind_of, plain_named_modules
+from lightning_struct.functional.layers import (
+    Matrix,
+    excluded_modules,
+    hidden_layers,
+    is_affine,
+    kind_of,
+    plain_named_modules,
+)
 from lightning_struct.optim.rls.layers import LayerReader, layer_reader
-from lightning_struct.optim.rls.weights import Bias, TrainedWeight
+from lightning_struct.optim.rls.statistics import Bias
+from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[str, nn.Module, LayerReader]]:
@@ -113,3 +121,19 @@ def refuse_distributed_tensors(module: nn.Module) -> None:
                 f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): P needs whole "
                 "weights and inputs. Use DDP"
             )
+
+
+def affine_layers(module: nn.Module, layers: Sequence[str | nn.Module], table: WeightTable) -> set[nn.Module]:
+    """The layers that are named or given.
+
+    Raises:
+        ValueError: one of them is no linear layer that RLS trains.
+    """
+    given = [layers] if isinstance(layers, str | nn.Module) else layers
+    found: set[nn.Module] = set()
+    for item in given:
+        (layer, *below) = excluded_modules(module, [item], "sequence_layers")
+        if below or layer not in table.of_layers or not is_affine(layer):
+            raise ValueError(f"sequence_layers has {item!r}, which is no linear layer that RLS trains")
+        found.add(layer)
+    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.optim.rls.memory import check_memory
@@ -12,6 +14,49 @@ from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 # A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the rest
 # of its step.
 LARGEST_FULL = 512
+# Of an option: whether a number is in it, and its text.
+_Range: TypeAlias = tuple[Callable[[float], bool], str]
+
+
+def check_options(gradient_scale: float | Mapping[str, float], **options: float | None) -> None:
+    """Raise unless the numbers that RLS is made with are in their ranges.
+
+    Raises:
+        ValueError: one is not; it is named.
+    """
+    for scale in gradient_scale.values() if isinstance(gradient_scale, Mapping) else [gradient_scale]:
+        _check_range("gradient_scale", scale, scale > 0, "> 0")
+    for name, value in options.items():
+        holds, expected = _RANGES[name]
+        if value is None and name in _OPTIONAL:
+            continue
+        assert value is not None
+        _check_range(name, value, holds(value), expected + (", or None" if name in _OPTIONAL else ""))
+
+
+def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
+    if not (holds and math.isfinite(value)):
+        raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+_POSITIVE: _Range = (lambda value: value > 0, "> 0")
+_NOT_NEGATIVE: _Range = (lambda value: value >= 0, ">= 0")
+_AT_LEAST_ONE: _Range = (lambda value: value >= 1, ">= 1")
+_OPTIONAL = {"max_grad_norm", "max_gain", "block_size", "max_size"}
+_RANGES: dict[str, _Range] = {
+    "lr": _NOT_NEGATIVE,
+    "ratio": _POSITIVE,
+    "forgetting": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "l1": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "max_grad_norm": _POSITIVE,
+    "max_gain": _POSITIVE,
+    "interval": _AT_LEAST_ONE,
+    "rank": _AT_LEAST_ONE,
+    "block_size": _POSITIVE,
+    "max_size": _NOT_NEGATIVE,
+}
 
 
 @dataclass(frozen=True)

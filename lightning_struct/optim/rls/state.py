@@ -36,8 +36,19 @@ def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
         statistics.pairs = None  # of this process alone
 
 
-def check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
-    """Raise unless a state is one of this weight, or empty."""
+def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> None:
+    """Raise unless states by name are of these weights, or empty.
+
+    Raises:
+        ValueError: one is of another weight, form or shape.
+    """
+    for weight in weights:
+        _check_state(weight, states.get(weight.name, {}))
+    if unknown := states.keys() - {weight.name for weight in weights}:
+        raise ValueError(f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not")
+
+
+def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
     name = {"rank1": "mean", "low_rank": "factors", "full": "root" if weight.forgetting < 1 else "P"}[weight.form]
     if not state:
         return

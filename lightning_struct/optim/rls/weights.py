@@ -1,10 +1,9 @@
-"""A weight that RLS trains, with its biases: what its layers read in a step, and the step."""
+"""A weight that RLS trains, with its biases: its P, and its step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,125 +18,11 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
-from lightning_struct.optim.rls.gain_limit import Gain, GainLimit, Sample, sample_rows
+from lightning_struct.optim.rls.factored_gradient import factored_gradient
+from lightning_struct.optim.rls.gain_limit import Gain, GainLimit, sample_rows
+from lightning_struct.optim.rls.statistics import Bias, Statistics, Use
 
 InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
-
-# A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last place.
-_ROUNDING = 32.0
-# Rows that are kept of all uses of a weight since the last step; the last use that is kept may exceed it.
-MOST_SAMPLED = 2048
-
-
-class Bias(NamedTuple):
-    """``parameter[rows]``, which is added to the products of a weight."""
-
-    parameter: nn.Parameter
-    rows: slice = slice(None)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The bias's part of a tensor of the parameter's shape, a view."""
-        return tensor[self.rows]
-
-
-@dataclass(frozen=True, eq=False)
-class Use:
-    """The rows X that one call of a layer multiplied by one weight, of each group.
-
-    Attributes:
-        weight: that weight.
-        total: (groups, n), the sum of the rows.
-        rows: their number in each group.
-        sequences: T is rows[0] / sequences; None if T = 1.
-        bias: the place among the weight's biases of the one that was added; None without.
-        inputs: (rows, n), X itself, where the step may want it.
-        sample: (groups, s, n), rows of X that stand for all of them, where the step's gain is bounded.
-    """
-
-    weight: TrainedWeight
-    total: Tensor
-    rows: tuple[int, ...]
-    sequences: int | None = None
-    bias: int | None = None
-    inputs: Tensor | None = None
-    sample: Tensor | None = None
-
-
-@dataclass(eq=False)
-class Statistics:
-    """Sums over the uses of a weight since the last step.
-
-    Attributes:
-        total: (groups, n); None before the first use.
-        counts: by group the rows, then the sequences, then by bias and group the rows to which it was added.
-        pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
-        samples: rows of the first uses, up to :data:`MOST_SAMPLED` of them.
-        unsampled: rows of the uses after these.
-        versions: of the gradients that the uses have got into, as autograd counts their changes.
-    """
-
-    groups: int
-    biases: int
-    total: Tensor | None = None
-    counts: list[float] = field(default_factory=list)
-    pairs: list[tuple[Tensor, Tensor]] | None = None
-    samples: list[Sample] = field(default_factory=list)
-    unsampled: float = 0.0
-    versions: dict[nn.Parameter, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.total, self.pairs, self.samples, self.unsampled, self.versions = None, [], [], 0.0, {}
-        self.counts = [0.0] * (self.groups * (1 + self.biases) + 1)
-
-    def add(self, use: Use, cotangent: Tensor | None, most_rows: float) -> None:
-        """Count one use, whose output has got this gradient; of more than ``most_rows`` rows no pairs are kept."""
-        self.total = use.total if self.total is None else self.total + use.total
-        for group, rows in enumerate(use.rows):
-            self.counts[group] += rows
-            if use.bias is not None:
-                self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
-        self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
-        if use.sample is not None:
-            if sum(sample.rows.shape[1] for sample in self.samples) < MOST_SAMPLED:
-                self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))
-            else:
-                self.unsampled += use.rows[0]
-        if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
-            self.pairs = None
-            return
-        self.pairs.append((use.inputs, cotangent.reshape(len(use.inputs), -1)))
-        if sum(len(inputs) for inputs, _ in self.pairs) >= most_rows:
-            self.pairs = None
-
-    def _with_biases(self, rows: Tensor, bias: int | None) -> Tensor:
-        if not self.biases:
-            return rows
-        entries = rows.new_zeros(self.biases)
-        if bias is not None:
-            entries[bias] = 1
-        return torch.cat([rows, entries.expand(*rows.shape[:2], -1)], 2)
-
-    def mean(self) -> Tensor:
-        """x̄ of each group, (groups, n + biases), the biases' entries being the share of rows to which they are added."""
-        assert self.total is not None
-        rows = self.counts[: self.groups]
-        if len(set(rows)) == 1:
-            features = self.total / rows[0]
-        else:
-            features = torch.stack([total / number for total, number in zip(self.total, rows, strict=True)])
-        shares = [count / rows[i % self.groups] for i, count in enumerate(self.counts[self.groups + 1 :])]
-        if set(shares) <= {1.0}:
-            return nn.functional.pad(features, (0, self.biases), value=1.0)
-        constants = torch.tensor(shares, dtype=features.dtype, device=features.device)
-        return torch.cat([features, constants.view(self.biases, self.groups).t()], 1)
-
-    @property
-    def steps(self) -> float:
-        """T."""
-        return self.counts[0] / (self.counts[self.groups] or self.counts[0])
 
 
 class TrainedWeight:
@@ -219,16 +104,10 @@ class TrainedWeight:
         """The weight and the biases, each once."""
         return list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
 
-    def note_gradient(self, parameter: Tensor) -> None:
-        """Called when a backward pass has added to the gradient of the weight or of a bias."""
-        if parameter.grad is not None:
-            self.statistics.versions[parameter] = parameter.grad._version  # type: ignore[index]
-
-    def forget_cleared(self) -> None:
-        """Reset the statistics if the gradients that belong to them have been cleared by whomever."""
-        versions = self.statistics.versions
-        if versions and all(_is_cleared(parameter, version) for parameter, version in versions.items()):
-            self.statistics.reset()
+    def add_use(self, use: Use, cotangent: Tensor | None) -> None:
+        """Count a use of the weight, whose output has got this gradient; None where it was not kept."""
+        self.statistics.forget_cleared()
+        self.statistics.add(use, cotangent, self.most_rows)
 
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
         """The place of a bias among those of the weight; None if it is none of them."""
@@ -410,33 +289,16 @@ class TrainedWeight:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.parameter.device)
 
-    # The gradient ∇ of a weight is dZᵀX, of rank r for r rows. Where r is small, ∇P = dZᵀ(XP) costs less than multiplying
-    # the whole gradient by P. That X and dZ were recorded does not mean that the gradient is still their product: it may
-    # have got a penalty's share, or been scaled since by clipping or by accumulation. One vector z tells: ∇z = c dZᵀ(Xz), to
-    # rounding, for one number c shows that ∇ = c dZᵀX (but for a set of z of measure zero), and c is the scale.
-
     def _few_rows(self) -> tuple[Tensor, Tensor] | None:
         """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it up."""
         pairs, weight = self.statistics.pairs, self.parameter.grad
         if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
             return None
-        inputs, cotangents = (sides[0] if len(pairs) == 1 else torch.cat(sides) for sides in zip(*pairs, strict=True))
         if self._test_vector is None or self._test_vector.device != weight.device:
             self._test_vector = self._random(self.size)
-        features, constants = self._test_vector[: self.features], self._test_vector[self.features :]
-        gradient = self._features(weight)[0] @ features
-        for bias, value in zip(self.biases, constants, strict=True):
-            assert bias.parameter.grad is not None
-            gradient.addcmul_(bias.of(bias.parameter.grad), value)
-        rows = inputs @ features + constants.sum()
-        expected = cotangents.t() @ rows
-        squared = torch.dot(expected, expected)
-        scale = torch.dot(expected, gradient) / squared.clamp(min=torch.finfo(squared.dtype).tiny)
-        norm = torch.linalg.vector_norm
-        rounding = _ROUNDING * torch.finfo(gradient.dtype).eps * scale.abs() * norm(rows) * norm(cotangents)
-        if not norm(gradient - scale * expected) <= rounding:
-            return None
-        return inputs[None], (cotangents * scale)[None]
+        columns = [bias.of(bias.parameter.grad) for bias in self.biases if bias.parameter.grad is not None]
+        rows = factored_gradient(pairs, self._features(weight)[0], columns, self._test_vector)
+        return None if rows is None else (rows[0][None], rows[1][None])
 
     def _features(self, tensor: Tensor) -> Tensor:
         """(groups, outputs, n) of a tensor of the parameter's shape, a view where its strides allow one."""
@@ -467,8 +329,3 @@ class TrainedWeight:
             if bias.parameter.grad is not None:
                 part = bias.of(bias.parameter.detach())
                 part.copy_(values.reshape(part.shape))
-
-
-def _is_cleared(parameter: nn.Parameter, version: int) -> bool:
-    gradient = parameter.grad
-    return gradient is None or (gradient._version != version and not gradient.any())

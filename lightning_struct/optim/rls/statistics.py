@@ -1,0 +1,138 @@
+"""What the layers of a weight read since the last step: sums of rows, their numbers, and samples of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.optim.rls.gain_limit import Sample
+
+# Rows that are kept of all uses of a weight since the last step; the last use that is kept may exceed it.
+MOST_SAMPLED = 2048
+
+
+class Bias(NamedTuple):
+    """``parameter[rows]``, which is added to the products of a weight."""
+
+    parameter: nn.Parameter
+    rows: slice = slice(None)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The bias's part of a tensor of the parameter's shape, a view."""
+        return tensor[self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """The rows X that one call of a layer multiplied by one weight, of each group.
+
+    Attributes:
+        total: (groups, n), the sum of the rows.
+        rows: their number in each group.
+        sequences: T is rows[0] / sequences; None if T = 1.
+        bias: the place among the weight's biases of the one that was added; None without.
+        inputs: (rows, n), X itself, where the step may want it.
+        sample: (groups, s, n), rows of X that stand for all of them, where the step's gain is bounded.
+    """
+
+    total: Tensor
+    rows: tuple[int, ...]
+    sequences: int | None = None
+    bias: int | None = None
+    inputs: Tensor | None = None
+    sample: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Statistics:
+    """Sums over the uses of a weight since the last step.
+
+    Attributes:
+        total: (groups, n); None before the first use.
+        counts: by group the rows, then the sequences, then by bias and group the rows to which it was added.
+        pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
+        samples: rows of the first uses, up to :data:`MOST_SAMPLED` of them.
+        unsampled: rows of the uses after these.
+        versions: of the gradients that the uses have got into, as autograd counts their changes.
+    """
+
+    groups: int
+    biases: int
+    total: Tensor | None = None
+    counts: list[float] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] | None = None
+    samples: list[Sample] = field(default_factory=list)
+    unsampled: float = 0.0
+    versions: dict[nn.Parameter, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.pairs, self.samples, self.unsampled, self.versions = None, [], [], 0.0, {}
+        self.counts = [0.0] * (self.groups * (1 + self.biases) + 1)
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Called when a backward pass has added to the gradient of the weight or of a bias."""
+        if parameter.grad is not None:
+            self.versions[parameter] = parameter.grad._version  # type: ignore[index]
+
+    def forget_cleared(self) -> None:
+        """Reset everything if the gradients that belong to it have been cleared by whomever."""
+        if self.versions and all(_is_cleared(parameter, version) for parameter, version in self.versions.items()):
+            self.reset()
+
+    def add(self, use: Use, cotangent: Tensor | None, most_rows: float) -> None:
+        """Count one use, whose output has got this gradient; of more than ``most_rows`` rows no pairs are kept."""
+        self.total = use.total if self.total is None else self.total + use.total
+        for group, rows in enumerate(use.rows):
+            self.counts[group] += rows
+            if use.bias is not None:
+                self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
+        self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
+        if use.sample is not None:
+            if sum(sample.rows.shape[1] for sample in self.samples) < MOST_SAMPLED:
+                self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))
+            else:
+                self.unsampled += use.rows[0]
+        if use.inputs is None or cotangent is None or cotangent.dtype != use.inputs.dtype or self.pairs is None:
+            self.pairs = None
+            return
+        self.pairs.append((use.inputs, cotangent.reshape(len(use.inputs), -1)))
+        if sum(len(inputs) for inputs, _ in self.pairs) >= most_rows:
+            self.pairs = None
+
+    def _with_biases(self, rows: Tensor, bias: int | None) -> Tensor:
+        if not self.biases:
+            return rows
+        entries = rows.new_zeros(self.biases)
+        if bias is not None:
+            entries[bias] = 1
+        return torch.cat([rows, entries.expand(*rows.shape[:2], -1)], 2)
+
+    def mean(self) -> Tensor:
+        """x̄ of each group, (groups, n + biases), the biases' entries being the share of rows to which they are added."""
+        assert self.total is not None
+        rows = self.counts[: self.groups]
+        if len(set(rows)) == 1:
+            features = self.total / rows[0]
+        else:
+            features = torch.stack([total / number for total, number in zip(self.total, rows, strict=True)])
+        shares = [count / rows[i % self.groups] for i, count in enumerate(self.counts[self.groups + 1 :])]
+        if set(shares) <= {1.0}:
+            return nn.functional.pad(features, (0, self.biases), value=1.0)
+        constants = torch.tensor(shares, dtype=features.dtype, device=features.device)
+        return torch.cat([features, constants.view(self.biases, self.groups).t()], 1)
+
+    @property
+    def steps(self) -> float:
+        """T."""
+        return self.counts[0] / (self.counts[self.groups] or self.counts[0])
+
+
+def _is_cleared(parameter: nn.Parameter, version: int) -> bool:
+    gradient = parameter.grad
+    return gradient is None or (gradient._version != version and not gradient.any())

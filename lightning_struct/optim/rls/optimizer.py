@@ -22,10 +22,11 @@ from lightning_struct.optim.rls.selection import (
     WeightTable,
     affine_layers,
     layers_to_train,
+    only_linear_layer,
     refuse_distributed_tensors,
 )
 from lightning_struct.optim.rls.settings import GradientScales, InverseSettings, check_options
-from lightning_struct.optim.rls.state import check_states, on_device, reduce_statistics
+from lightning_struct.optim.rls.state import check_states, on_device, reduce_statistics, refuse_rows_of_processes
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
 AuxiliaryFactory = Callable[[list[Any]], torch.optim.Optimizer]
@@ -129,12 +130,7 @@ class RLS(torch.optim.Optimizer):
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got {type(module).__name__}. "
-                "In Lightning return RLS(self, ...) from configure_optimizers, also with LightningCLI or hydra, which hand "
-                "parameters to the optimizers that they configure themselves"
-            )
+        _check_module(module)
         check_options(
             lr=lr, ratio=ratio, forgetting=forgetting, gradient_scale=gradient_scale, momentum=momentum, l1=l1,
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, max_gain=max_gain, interval=interval, rank=rank,
@@ -160,7 +156,7 @@ class RLS(torch.optim.Optimizer):
         self._left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         layers = layers_to_train(module, excluded)
         self._table = WeightTable(layers, forgetting)
-        self._sequence_layers = affine_layers(module, sequence_layers, self._table)
+        self._sequence_layers = affine_layers(module, sequence_layers, self._table.of_layers, "sequence_layers")
         self._weights = self._table.extend(lambda p: p.requires_grad and p not in self._left_alone)
         if not self._weights:
             raise ValueError(
@@ -200,6 +196,68 @@ class RLS(torch.optim.Optimizer):
             len(self._weights),
             self._inverses.chosen(self._weights),
         )
+
+    @classmethod
+    def exact(
+        cls,
+        module: nn.Module,
+        layer: str | nn.Module | None = None,
+        *,
+        forgetting: float = 1.0,
+        regularization: float = 1.0,
+        auxiliary: AuxiliaryFactory | None = None,
+    ) -> RLS:
+        """Recursive least squares itself, for one linear layer: after each step the weights are the minimum over all data.
+
+        With the loss ½‖outputs - targets‖² averaged over a batch, and outputs Θx of the layer with x the input and a one for
+        the bias, the weights after batches 1 to s are, to rounding, where the P below stays under its bound::
+
+            argmin_Θ  Σᵢ λˢ⁻ⁱ Σ_{x, y in batch i} ‖Θx - y‖² + δ λˢ ‖Θ - Θ₀‖²
+
+        P = δ (Σᵢ λˢ⁻ⁱ Σ xxᵀ + δ λˢ I)⁻¹ is updated by every row, which takes d² multiply-adds for d inputs; batches of any
+        size. Where λ < 1 its diagonal is bounded by 2: of an input that has not come for long, half of δ stays. In float32
+        the rounding of P adds up over long streams: take ``module.double()``.
+
+        Args:
+            module: the layer, or a network with it.
+            layer: that layer or its name; None: the only layer below ``module`` that RLS could train.
+            forgetting: λ in (0, 1], for each step. 1/(1 - λ) steps are remembered.
+            regularization: δ > 0.
+            auxiliary: makes the optimizer of all other parameters from their list. The layer follows features that change
+                if λ < 1.
+
+        Raises:
+            ValueError: no linear layer, or several and ``layer`` names none; several processes; as of :class:`RLS`.
+            TypeError: ``module`` is none.
+
+        Example:
+            >>> import torch
+            >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+            >>> _ = torch.nn.init.zeros_(layer.weight)
+            >>> optimizer = RLS.exact(layer, regularization=1e-3)
+            >>> for x in torch.randn(50, 1, 2, dtype=torch.float64):
+            ...     optimizer.zero_grad()
+            ...     (0.5 * (layer(x) - x @ torch.tensor([[3.0], [-1.0]], dtype=torch.float64)).square().sum()).backward()
+            ...     optimizer.step()
+            >>> torch.allclose(layer.weight, torch.tensor([[3.0, -1.0]], dtype=torch.float64), atol=1e-3)
+            True
+        """
+        _check_module(module)
+        check_options(regularization=regularization, gradient_scale={})
+        if layer is None:
+            chosen = only_linear_layer(module)
+        else:
+            trained = [known for _, known, _ in layers_to_train(module, set())]
+            (chosen,) = affine_layers(module, [layer], trained, "layer")
+        others = [other for other in module.modules() if chosen not in other.modules()]
+        optimizer = cls(
+            module, ratio=1 / regularization, gradient_scale=1 / regularization, forgetting=forgetting, max_gain=None,
+            form="full", exclude=others, auxiliary=auxiliary,
+        )  # fmt: skip
+        for weight in optimizer._weights:
+            weight.by_rows = True
+        refuse_rows_of_processes(optimizer._weights)
+        return optimizer
 
     def summary(self) -> str:
         """Table of the trained weights, with the form and size of P and the memory that it takes."""
@@ -490,3 +548,12 @@ def _without_an_optimizer(parameters: Iterable[str]) -> str:
         f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary=functools.partial(torch.optim.Adam, "
         "lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
     )
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got {type(module).__name__}. "
+            "In Lightning return RLS(self, ...) from configure_optimizers, also with LightningCLI or hydra, which hand "
+            "parameters to the optimizers that they configure themselves"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -123,17 +123,35 @@ def refuse_distributed_tensors(module: nn.Module) -> None:
             )
 
 
-def affine_layers(module: nn.Module, layers: Sequence[str | nn.Module], table: WeightTable) -> set[nn.Module]:
+def affine_layers(
+    module: nn.Module, layers: Sequence[str | nn.Module], trained: Container[nn.Module], argument: str
+) -> list[nn.Module]:
     """The layers that are named or given.
 
     Raises:
-        ValueError: one of them is no linear layer that RLS trains.
+        ValueError: one of them is no linear layer that RLS trains; the message calls what was given by ``argument``.
     """
     given = [layers] if isinstance(layers, str | nn.Module) else layers
-    found: set[nn.Module] = set()
+    found = []
     for item in given:
-        (layer, *below) = excluded_modules(module, [item], "sequence_layers")
-        if below or layer not in table.of_layers or not is_affine(layer):
-            raise ValueError(f"sequence_layers has {item!r}, which is no linear layer that RLS trains")
-        found.add(layer)
+        (layer, *below) = excluded_modules(module, [item], argument)
+        if below or layer not in trained or not is_affine(layer):
+            raise ValueError(f"{argument} has {item!r}, which is no linear layer that RLS trains")
+        found.append(layer)
     return found
+
+
+def only_linear_layer(module: nn.Module) -> nn.Module:
+    """The linear layer of a module that has no other layer for RLS.
+
+    Raises:
+        ValueError: there are none, or several.
+    """
+    layers = {name or "the module": layer for name, layer, _ in layers_to_train(module, set())}
+    linear = [layer for layer in layers.values() if is_affine(layer)]
+    if len(layers) != 1 or not linear:
+        raise ValueError(
+            f"RLS.exact trains one linear layer, and {type(module).__name__} has {', '.join(layers) or 'none'}: name the "
+            "one whose outputs are compared with the targets, layer='head' or the like"
+        )
+    return linear[0]

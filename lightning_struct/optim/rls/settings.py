@@ -56,6 +56,7 @@ _RANGES: dict[str, _Range] = {
     "rank": _AT_LEAST_ONE,
     "block_size": _POSITIVE,
     "max_size": _NOT_NEGATIVE,
+    "regularization": _POSITIVE,
 }
 
 

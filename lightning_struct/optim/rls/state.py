@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_struct.collective import all_reduce
+from lightning_struct.collective import all_reduce, world_size
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
-    """Sums and counts of all weights over processes, by one collective."""
+    """Sums and counts of all weights over processes, by one collective.
+
+    Raises:
+        ValueError: a weight needs the rows themselves.
+    """
+    refuse_rows_of_processes(weights)
     dtype = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
     device = weights[0].parameter.device
     totals = [
@@ -34,6 +39,18 @@ def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
             total.to(weight.parameter.device, weight.dtype).view(weight.groups, -1) if statistics.counts[0] else None
         )
         statistics.pairs = None  # of this process alone
+
+
+def refuse_rows_of_processes(weights: Sequence[TrainedWeight]) -> None:
+    """Raise where there are several processes and a weight needs the rows of all.
+
+    Raises:
+        ValueError: see above.
+    """
+    if world_size() > 1 and any(weight.by_rows for weight in weights):
+        raise ValueError(
+            "RLS.exact reads every row in one process, and there are several: train in one, or use RLS(...)"
+        )
 
 
 def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> None:

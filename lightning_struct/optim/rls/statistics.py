@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_struct.optim.rls.gain_limit import Sample
 
-# Rows that are kept of all uses of a weight since the last step; the last use that is kept may exceed it.
+# Rows that are kept of all uses of a weight since the last step, for the bound on the gain.
 MOST_SAMPLED = 2048
 
 
@@ -54,7 +54,7 @@ class Statistics:
         total: (groups, n); None before the first use.
         counts: by group the rows, then the sequences, then by bias and group the rows to which it was added.
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
-        samples: rows of the first uses, up to :data:`MOST_SAMPLED` of them.
+        samples: rows of the first uses.
         unsampled: rows of the uses after these.
         versions: of the gradients that the uses have got into, as autograd counts their changes.
     """
@@ -85,8 +85,15 @@ class Statistics:
         if self.versions and all(_is_cleared(parameter, version) for parameter, version in self.versions.items()):
             self.reset()
 
-    def add(self, use: Use, cotangent: Tensor | None, most_rows: float) -> None:
-        """Count one use, whose output has got this gradient; of more than ``most_rows`` rows no pairs are kept."""
+    def add(self, use: Use, cotangent: Tensor | None, most_rows: float, most_sampled: float) -> None:
+        """Count one use, whose output has got this gradient.
+
+        Args:
+            use: one call of a layer.
+            cotangent: that gradient; None if it was not kept.
+            most_rows: of more rows no pairs are kept.
+            most_sampled: rows that are kept of the samples; the last use that is kept may exceed it.
+        """
         self.total = use.total if self.total is None else self.total + use.total
         for group, rows in enumerate(use.rows):
             self.counts[group] += rows
@@ -94,7 +101,7 @@ class Statistics:
                 self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
         self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
         if use.sample is not None:
-            if sum(sample.rows.shape[1] for sample in self.samples) < MOST_SAMPLED:
+            if sum(sample.rows.shape[1] for sample in self.samples) < most_sampled:
                 self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))
             else:
                 self.unsampled += use.rows[0]

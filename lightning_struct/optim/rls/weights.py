@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,7 +22,7 @@ from lightning_struct.functional.recursive_least_squares import (
 )
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.gain_limit import Gain, GainLimit, sample_rows
-from lightning_struct.optim.rls.statistics import Bias, Statistics, Use
+from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Bias, Statistics, Use
 
 InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
 
@@ -42,6 +44,7 @@ class TrainedWeight:
         interval: P is updated in the first of so many steps.
         limits_gain: whether samples of the rows are wanted.
         reads_sequences: the positions of a linear layer's inputs are steps of sequences.
+        by_rows: P is updated by every row, not by their mean, and that before the step; for linear layers and the full form.
     """
 
     rank = 32
@@ -49,6 +52,7 @@ class TrainedWeight:
     interval = 1
     limits_gain = False
     reads_sequences = False
+    by_rows = False
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class TrainedWeight:
     def add_use(self, use: Use, cotangent: Tensor | None) -> None:
         """Count a use of the weight, whose output has got this gradient; None where it was not kept."""
         self.statistics.forget_cleared()
-        self.statistics.add(use, cotangent, self.most_rows)
+        self.statistics.add(use, cotangent, self.most_rows, math.inf if self.by_rows else MOST_SAMPLED)
 
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
         """The place of a bias among those of the weight; None if it is none of them."""
@@ -134,7 +138,9 @@ class TrainedWeight:
         )
 
     def sample(self, rows: Tensor) -> Tensor | None:
-        """(1, s, n) of the rows (r, n) for the bound on the gain; None where there is none."""
+        """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None where there is none."""
+        if self.by_rows:
+            return rows.to(self.dtype)[None]
         return sample_rows(rows.to(self.dtype))[None] if self.limits_gain else None
 
     def initial_state(self) -> dict[str, Any]:
@@ -219,8 +225,13 @@ class TrainedWeight:
             limit: of the gain; None where it is small for sure.
         """
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
-        applied = inverse.apply(mean)
-        h = gain(mean, applied, weight, self.forgetting)
+        if self.by_rows:
+            inverse = self._update_by_rows_(inverse, ratio)
+            applied, h = mean, torch.ones_like(mean[:, 0])
+            scale = scale * self.statistics.counts[self.groups]  # the loss is averaged over so many samples
+        else:
+            applied = inverse.apply(mean)
+            h = gain(mean, applied, weight, self.forgetting)
         rate = scale / h  # η/h
         if limit is not None:
             rate = rate * limit.coefficient(h, scale)
@@ -243,7 +254,7 @@ class TrainedWeight:
             constants.add_(velocity[1])
         else:
             self._add_step_([features, constants], 1.0, inverse, -rate)  # equations (62), (63) and (97)
-        if state["steps"] % self.interval == 0:  # equations (53), (84) and (94)
+        if not self.by_rows and state["steps"] % self.interval == 0:  # equations (53), (84) and (94)
             # A step that updates P does it for those that do not.
             of_update = weight * self.interval
             inverse.update_(
@@ -259,6 +270,16 @@ class TrainedWeight:
                 part.sub_(shrinkage, alpha=l1)
         state["steps"] += 1
         self._write(features, constants)
+
+    def _update_by_rows_(self, inverse: InverseAutocorrelation, ratio: float) -> FullInverse | SquareRootInverse:
+        """P⁻¹ ← λ P⁻¹ + k XᵀX, one row after the other; returned is the P that forgets no more."""
+        assert isinstance(inverse, FullInverse | SquareRootInverse)
+        for row in torch.cat([sample.rows for sample in self.statistics.samples], 1).unbind(1):
+            applied = inverse.apply(row)
+            inverse.update_(row, applied, gain(row, applied, ratio, inverse.forgetting), ratio)
+            if isinstance(inverse, SquareRootInverse):
+                inverse = replace(inverse, forgetting=1.0)
+        return inverse
 
     def _add_step_(
         self, targets: Sequence[Tensor], beta: float, inverse: InverseAutocorrelation, factor: Tensor

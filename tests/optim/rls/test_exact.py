@@ -1,0 +1,182 @@
+"""RLS.exact: least squares over all data, after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.optim import RLS
+from tests.cases import gaussian
+
+STEPS = 60
+
+
+def batch(step: int, rows: int = 3) -> tuple[Tensor, Tensor]:
+    return gaussian(rows, 6, seed=step) + 0.5, gaussian(rows, 2, seed=1000 + step)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (outputs - targets).square().sum() / len(outputs)
+
+
+def train(
+    module: nn.Module, optimizer: RLS, steps: range, read: Callable[..., tuple[Tensor, Tensor]] = batch, **options: Any
+) -> None:
+    for step in steps:
+        inputs, targets = read(step, **options)
+        optimizer.zero_grad()
+        squared_error(module(inputs), targets).backward()
+        optimizer.step()
+
+
+def joined(layer: nn.Linear) -> Tensor:
+    return torch.cat([layer.weight.detach(), layer.bias.detach()[:, None]], 1)
+
+
+def with_ones(inputs: Tensor) -> Tensor:
+    return torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
+
+
+def least_squares(
+    start: Tensor, batches: list[tuple[Tensor, Tensor]], forgetting: float, regularization: float
+) -> Tensor:
+    """By the normal equations."""
+    penalty = regularization * forgetting ** len(batches)
+    matrix = penalty * torch.eye(start.shape[1], dtype=start.dtype)
+    right = penalty * start.t()
+    for age, (inputs, targets) in enumerate(reversed(batches)):
+        matrix += forgetting**age * with_ones(inputs).t() @ with_ones(inputs)
+        right += forgetting**age * with_ones(inputs).t() @ targets
+    return torch.linalg.solve(matrix, right).t()
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(6, 2).double()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("regularization", [1.0, 0.01])
+@pytest.mark.parametrize("forgetting", [1.0, 0.98])
+def test_the_weights_are_the_least_squares_solution(forgetting: float, regularization: float, rows: int) -> None:
+    layer = linear()
+    start = joined(layer)
+    train(layer, RLS.exact(layer, forgetting=forgetting, regularization=regularization), range(STEPS), rows=rows)
+    expected = least_squares(start, [batch(step, rows) for step in range(STEPS)], forgetting, regularization)
+    torch.testing.assert_close(joined(layer), expected, rtol=0, atol=1e-10)
+
+
+def test_batches_need_not_be_of_one_size() -> None:
+    layer = linear()
+    start = joined(layer)
+
+    def read(step: int) -> tuple[Tensor, Tensor]:
+        return batch(step, rows=1 + step % 4)
+
+    train(layer, RLS.exact(layer), range(9), read)
+    torch.testing.assert_close(
+        joined(layer), least_squares(start, [read(step) for step in range(9)], 1.0, 1.0), rtol=0, atol=1e-10
+    )
+
+
+def test_micro_batches_are_one_batch() -> None:
+    layer, whole = linear(), linear()
+    optimizer = RLS.exact(layer, forgetting=0.9)
+    (inputs, targets), exact = batch(0, rows=4), RLS.exact(whole, forgetting=0.9)
+    for part in (slice(2), slice(2, 4)):
+        (squared_error(layer(inputs[part]), targets[part]) / 2).backward()
+    optimizer.step()
+    squared_error(whole(inputs), targets).backward()
+    exact.step()
+    torch.testing.assert_close(joined(layer), joined(whole), rtol=0, atol=1e-12)
+
+
+def test_many_rows_in_one_batch_all_count() -> None:
+    layer = linear()
+    start, many = joined(layer), batch(0, rows=2100)
+    train(layer, RLS.exact(layer), range(1), lambda step: many)
+    torch.testing.assert_close(joined(layer), least_squares(start, [many], 1.0, 1.0), rtol=0, atol=1e-10)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.body(inputs))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_last_layer_of_a_network_is_exact_on_features_that_others_train(by_name: bool) -> None:
+    network = Network().double()
+    body, start = [p.detach().clone() for p in network.body.parameters()], joined(network.head)
+    layer = "head" if by_name else network.head
+    optimizer = RLS.exact(network, layer, auxiliary=partial(torch.optim.Adam, lr=1e-2))
+    features = []
+    network.body.register_forward_hook(lambda layer, args, outputs: features.append(outputs.detach()))
+    train(network, optimizer, range(9))
+    batches = [(read, batch(step)[1]) for step, read in enumerate(features)]
+    torch.testing.assert_close(joined(network.head), least_squares(start, batches, 1.0, 1.0), rtol=0, atol=1e-10)
+    assert not any(torch.equal(p, q) for p, q in zip(network.body.parameters(), body, strict=True))
+
+
+def test_the_only_linear_layer_needs_no_name() -> None:
+    alone = nn.Sequential(nn.Flatten(), linear(), nn.Identity())
+    assert RLS.exact(alone).summary().splitlines()[1].startswith("1.weight  full")
+
+
+def test_an_input_that_does_not_come_keeps_half_of_the_penalty() -> None:
+    layer = linear()
+    optimizer = RLS.exact(layer, forgetting=0.5)
+
+    def read(step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch(step)
+        return inputs * (torch.arange(6) > 0), targets
+
+    train(layer, optimizer, range(30), read)
+    root = optimizer.state["rls"]["weight"]["root"][0]  # type: ignore[index]
+    assert (root @ root.t())[0, 0].item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("forgetting", [1.0, 0.95])
+def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting: float) -> None:
+    whole, stopped, resumed = linear(), linear(), linear()
+    train(whole, RLS.exact(whole, forgetting=forgetting), range(10))
+    optimizer = RLS.exact(stopped, forgetting=forgetting)
+    train(stopped, optimizer, range(6))
+    resumed.load_state_dict(stopped.state_dict())
+    again = RLS.exact(resumed, forgetting=forgetting)
+    again.load_state_dict(optimizer.state_dict())
+    train(resumed, again, range(6, 10))
+    assert torch.equal(joined(resumed), joined(whole))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: RLS.exact(Network()), ValueError, "one linear layer, and Network has body.0, body.2, head: name the one"),
+        (lambda: RLS.exact(nn.Conv1d(2, 2, 2)), ValueError, "Conv1d has the module: name"),
+        (lambda: RLS.exact(nn.Sequential(nn.ReLU())), ValueError, "Sequential has none"),
+        (lambda: RLS.exact(nn.Sequential(nn.Conv1d(2, 2, 2)), "0"), ValueError, "layer has '0', which is no linear layer"),
+        (lambda: RLS.exact(Network(), "head"), ValueError, "RLS does not train body.0.weight.*give auxiliary"),
+        (lambda: RLS.exact(nn.Linear(2, 2), regularization=0.0), ValueError, "regularization must be > 0, got 0"),
+        (lambda: RLS.exact(nn.Linear(2, 2).parameters()), TypeError, "RLS takes the module"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with pytest.raises(ValueError, match=r"RLS.exact reads every row in one process"):
+        RLS.exact(linear())

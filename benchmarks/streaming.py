@@ -1,0 +1,386 @@
+"""Learning from a stream in one pass: exact RLS of a linear model, or of a last layer, against SGD, Adam and river.
+
+    OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2] [--batch 1]
+    OMP_NUM_THREADS=1 python benchmarks/streaming.py table [--batch 1]
+
+Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by all
+but river one at a time. The tasks need no files; river brings the first two, and makes the third:
+
+    trump       approval of a president, 1,001 days in their order, from the date and five polls: absolute error
+    segments    patches of images, 2,310 samples of 18 features, seven classes; a seed is an order: wrong answers
+    hyperplane  two classes on the sides of a plane that turns, 2,000 samples of 10 features, 5 % noise; a seed is a stream
+
+Features are standardised by the mean and the variance so far, but for exact linear models, which read them less those of the
+first sample: their scale does not matter there. Targets of a regression are less the first one, too. Exact models learn
+classes by the squared error of one-hot targets, all others by the cross-entropy. The network has 64 hidden units; "head"
+trains its last layer by exact RLS and the other by Adam. Each way has the best of its settings in hindsight (the sum of errors
+over all seeds): rates 1e-3 to 3e-1 in steps of about three, λ of 1, .999, .995, .99, .98, .95, .9. All tasks take about four
+minutes of one core. It needs
+
+    river        pip install river
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import harness
+from harness import Run
+from lightning_struct import RLS
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+FORGETTING = (1.0, 0.999, 0.995, 0.99, 0.98, 0.95, 0.9)
+HIDDEN = 64
+WINDOW = 20  # samples whose errors are averaged before they are kept
+TASKS = ("trump", "segments", "hyperplane")
+
+
+# --- the streams ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Samples in their order.
+
+    Attributes:
+        inputs: (n, d), features less those of the first sample.
+        standardised: (n, d), by the mean and the variance of all samples up to each.
+        targets: (n,) numbers, or (n,) classes.
+        classes: their number; 0 for a regression.
+    """
+
+    inputs: Tensor
+    standardised: Tensor
+    targets: Tensor
+    classes: int
+
+    @property
+    def outputs(self) -> int:
+        return self.classes or 1
+
+    def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(n,): absolute errors, or 1 for a wrong class."""
+        if self.classes:
+            return (outputs.argmax(1) != targets).double()
+        return (outputs[:, 0] - targets).abs()
+
+
+def stream(task: str, seed: int) -> Stream:
+    from river import datasets
+    from river.datasets import synth
+
+    samples: list[Any]
+    if task == "trump":
+        samples = list(datasets.TrumpApproval())
+    elif task == "segments":
+        samples = list(datasets.ImageSegments())
+        samples = [samples[i] for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))]
+    else:
+        plane = synth.Hyperplane(seed=seed, n_features=10, n_drift_features=5, mag_change=0.005, noise_percentage=0.05)
+        samples = list(islice(plane, 2000))
+    inputs = torch.tensor([[float(value) for value in x.values()] for x, _ in samples], dtype=torch.float64)
+    answers = [y for _, y in samples]
+    if task == "trump":
+        targets = torch.tensor(answers, dtype=torch.float64)
+        return Stream(inputs - inputs[0], standardised(inputs), targets - targets[0], 0)
+    names = sorted(set(answers))
+    classes = torch.tensor([names.index(y) for y in answers])
+    return Stream(inputs - inputs[0], standardised(inputs), classes, len(names))
+
+
+def standardised(inputs: Tensor) -> Tensor:
+    """By the mean and the variance of all rows up to each."""
+    numbers = torch.arange(1, len(inputs) + 1, dtype=inputs.dtype)[:, None]
+    means = inputs.cumsum(0) / numbers
+    variances = (inputs.square().cumsum(0) / numbers - means.square()).clamp(min=0)
+    return torch.where(
+        variances > 1e-12, (inputs - means) / variances.clamp(min=1e-12).sqrt(), torch.zeros(()).double()
+    )
+
+
+# --- who learns -------------------------------------------------------------------------------------------------------
+
+
+class Learner(Protocol):
+    def predict(self, inputs: Tensor) -> Tensor:
+        """(n, outputs)"""
+
+    def learn(self, inputs: Tensor, targets: Tensor) -> None: ...
+
+
+class Trained:
+    """A torch module and its optimizer."""
+
+    def __init__(self, module: nn.Module, make: Callable[[nn.Module], Any], loss: Callable[..., Tensor]) -> None:
+        self.module, self.optimizer, self.loss = module, make(module), loss
+
+    @torch.no_grad()
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def learn(self, inputs: Tensor, targets: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.module(inputs), targets).backward()
+        self.optimizer.step()
+
+
+class OfRiver:
+    """A model of river, one sample at a time."""
+
+    def __init__(self, model: Any, classes: int) -> None:
+        self.model, self.classes = model, classes
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        if not self.classes:
+            return torch.tensor([[float(self.model.predict_one(x))] for x in features(inputs)], dtype=torch.float64)
+        found = [self.model.predict_one(x) for x in features(inputs)]
+        return F.one_hot(torch.tensor([int(y or 0) for y in found]), self.classes)
+
+    def learn(self, inputs: Tensor, targets: Tensor) -> None:
+        for x, y in zip(features(inputs), targets.tolist(), strict=True):
+            self.model.learn_one(x, bool(y) if self.classes == 2 else y)
+
+
+class LastTarget:
+    """The target before, or the class that came most often."""
+
+    def __init__(self, outputs: int, is_class: bool) -> None:
+        self.last, self.is_class = torch.zeros(outputs, dtype=torch.float64), is_class
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.last.expand(len(inputs), -1)
+
+    def learn(self, inputs: Tensor, targets: Tensor) -> None:
+        if self.is_class:
+            self.last = self.last + torch.bincount(targets, minlength=len(self.last))
+        else:
+            self.last = targets[-1:].clone()
+
+
+def features(inputs: Tensor) -> Iterator[dict[int, float]]:
+    """As river reads them; the last one is a constant."""
+    return (dict(enumerate([*row, 1.0])) for row in inputs.tolist())
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    if targets.dtype == torch.int64:
+        targets = F.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
+    return 0.5 * (outputs - targets.view_as(outputs)).square().sum() / len(outputs)
+
+
+def linear(data: Stream, seed: int) -> nn.Module:
+    module = nn.Linear(data.inputs.shape[1], data.outputs).double()
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
+def network(data: Stream, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(data.inputs.shape[1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, data.outputs)).double()
+
+
+@dataclass(frozen=True)
+class Way:
+    """Learners of one kind, by a setting; exact linear ones need no standardised features."""
+
+    settings: Sequence[Any]
+    make: Callable[[Stream, int, Any], Learner]
+    standardised: bool = True
+
+
+def of_torch(model: Callable[[Stream, int], nn.Module], make: Callable[..., Any], loss: Callable[..., Tensor]) -> Any:
+    return lambda data, seed, setting: Trained(model(data, seed), partial(make, setting=setting), loss)
+
+
+def exact(module: nn.Module, setting: float) -> RLS:
+    return RLS.exact(module, forgetting=setting)
+
+
+def head(module: nn.Module, setting: tuple[float, float]) -> RLS:
+    forgetting, rate = setting
+    return RLS.exact(module, "2", forgetting=forgetting, auxiliary=partial(torch.optim.Adam, lr=rate))
+
+
+def sgd(module: nn.Module, setting: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=setting)
+
+
+def adam(module: nn.Module, setting: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=setting)
+
+
+def ways(task: str) -> dict[str, Way]:
+    loss = squared_error if task == "trump" else F.cross_entropy
+    linear_exactly = of_torch(linear, exact, squared_error)
+    found = {
+        "the last target, or the most frequent class": Way(
+            [None], lambda data, seed, _: LastTarget(data.outputs, data.classes > 0)
+        ),
+        "RLS.exact, λ = 1": Way([1.0], linear_exactly, False),
+        "RLS.exact, λ = 0.99": Way([0.99], linear_exactly, False),
+        "RLS.exact": Way(FORGETTING, linear_exactly, False),
+        "SGD": Way(RATES, of_torch(linear, sgd, loss)),
+        "Adam": Way(RATES, of_torch(linear, adam, loss)),
+        **ways_of_river(task),
+    }
+    if task == "hyperplane":
+        return found
+    settings = [(λ, rate) for λ in (1.0, 0.999, 0.99) for rate in (1e-3, 1e-2)]
+    return found | {
+        "network: RLS.exact head": Way(settings, of_torch(network, head, squared_error)),
+        "network: SGD": Way(RATES[:5], of_torch(network, sgd, loss)),
+        "network: Adam": Way(RATES[:5], of_torch(network, adam, loss)),
+    }
+
+
+def ways_of_river(task: str) -> dict[str, Way]:
+    from river import linear_model, optim
+
+    def way(settings: Sequence[Any], make: Callable[[Any], Any], standardised: bool = True) -> Way:
+        return Way(settings, lambda data, seed, setting: OfRiver(make(setting), data.classes), standardised)
+
+    if task == "trump":
+        bayesian = linear_model.BayesianLinearRegression
+        return {
+            "river LinearRegression": way(RATES, lambda rate: linear_model.LinearRegression(optim.SGD(rate))),
+            "river BayesianLinearRegression": way((None, *FORGETTING[1:]), lambda λ: bayesian(smoothing=λ), False),
+            "river PARegressor": way((0.01, 0.1, 1.0), lambda c: linear_model.PARegressor(C=c)),
+        }
+    if task == "segments":
+        return {"river SoftmaxRegression": way(RATES, lambda rate: linear_model.SoftmaxRegression(optim.SGD(rate)))}
+    return {
+        "river LogisticRegression": way(RATES, lambda rate: linear_model.LogisticRegression(optim.SGD(rate))),
+        "river PAClassifier": way((0.01, 0.1, 1.0), lambda c: linear_model.PAClassifier(C=c)),
+        "river ALMAClassifier": way((0.5, 0.9), lambda alpha: linear_model.ALMAClassifier(alpha=alpha)),
+    }
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def run(task: str, name: str, setting: Any, seed: int, data: Stream, batch: int) -> Run:
+    way = ways(task)[name]
+    learner, read = way.make(data, seed, setting), data.standardised if way.standardised else data.inputs
+    errors, began = [], time.process_time()
+    for inputs, targets in zip(read.split(batch), data.targets.split(batch), strict=True):
+        errors.append(data.errors(learner.predict(inputs), targets))
+        learner.learn(inputs, targets)
+    seconds = time.process_time() - began
+    joined = torch.cat(errors).nan_to_num(nan=1e3).clamp(max=1e3)
+    return {
+        "task": task,
+        "way": name,
+        "setting": setting,
+        "seed": seed,
+        "batch": batch,
+        "error": joined.mean().item(),
+        "late": joined[-len(joined) // 4 :].mean().item(),
+        "curve": [round(part.mean().item(), 4) for part in joined.split(WINDOW)],
+        "microseconds": 1e6 * seconds / len(joined),
+    }
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+def best_settings(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """By way, the runs of its best setting, one for each seed."""
+    by_way: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for each in runs:
+        by_way[each["way"]][str(each["setting"])].append(each)
+    return {
+        way: min(by_setting.values(), key=lambda of_setting: sum(r["error"] for r in of_setting))
+        for way, by_setting in by_way.items()
+    }
+
+
+def print_table(task: str, runs: Sequence[Run]) -> None:
+    form = "{:.3f}" if task == "trump" else "{:.1%}"
+    harness.print_header(f"{task}: way", "setting", "error", "error of the last quarter", "µs a sample")
+    for way, best in best_settings(runs).items():
+        errors, late = ([r[key] for r in best] for key in ("error", "late"))
+        cost = harness.spread([r["microseconds"] for r in runs if r["way"] == way], "{:.0f}").split(" (")[0]
+        setting = "" if best[0]["setting"] is None else best[0]["setting"]
+        harness.print_row(way, setting, harness.spread(errors, form), harness.spread(late, form), cost)
+
+
+SHOWN = {
+    "RLS.exact, λ = 1": "C0",
+    "RLS.exact": "C3",
+    "SGD": "C1",
+    "Adam": "C2",
+    "network: RLS.exact head": "C4",
+    "network: Adam": "C5",
+    "river LinearRegression": "C6",
+    "river SoftmaxRegression": "C6",
+    "river LogisticRegression": "C6",
+}
+
+
+@harness.readable
+def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
+    """Errors over samples, averaged over the last 200 of them and over seeds."""
+    figure = Figure(figsize=(harness.WIDTH, 2.9 * len(by_task)), layout="constrained")
+    for axes, (task, runs) in zip(figure.subplots(len(by_task), squeeze=False)[:, 0], by_task.items(), strict=True):
+        for way, best in best_settings(runs).items():
+            if way not in SHOWN:
+                continue
+            curve = torch.tensor([r["curve"] for r in best]).mean(0)
+            smooth = F.avg_pool1d(F.pad(curve[None], (9, 0), "replicate"), 10, 1)[0]
+            axes.plot([WINDOW * (i + 1) for i in range(len(smooth))], smooth, color=SHOWN[way], label=way)
+        axes.set_ylim(0, None)
+        if task == "trump":
+            axes.set_ylim(0, 1.5)
+        axes.set_title(task, loc="left")
+        axes.set_ylabel("absolute error" if task == "trump" else "wrong answers")
+        axes.legend(fontsize=8, ncols=2)
+    axes.set_xlabel("samples")
+    return figure
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    parser.add_argument(
+        "tasks", nargs="+", choices=(*TASKS, "table"), help="table: what has been run so far, drawn too"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--batch", type=int, default=1, help="samples that are predicted before they are learnt")
+    parser.add_argument("--output-dir", type=Path, default=harness.RESULTS / "streaming")
+    options: argparse.Namespace = parser.parse_args()
+    output = harness.make_directory(options.output_dir)
+    asked = [task for task in TASKS if task in options.tasks]
+    for task in asked:
+        all_ways = ways(task)
+        for seed in options.seeds:
+            data = stream(task, seed)
+            jobs = [(name, setting) for name, way in all_ways.items() for setting in way.settings]
+            for name, setting in harness.progress(jobs, len(jobs), f"{task}, seed {seed}"):
+                if task == "trump" and seed != options.seeds[0] and not name.startswith("network"):
+                    continue  # one order, and nothing random
+                file = output / harness.file_name(task, name.replace("/", "_"), setting, seed, options.batch)
+                harness.run_once(file, partial(run, task, name, setting, seed, data, options.batch))
+    runs = [each for each in harness.load_runs(output) if each["batch"] == options.batch]
+    by_task = {task: [r for r in runs if r["task"] == task] for task in asked or TASKS}
+    harness.print_machines(runs)
+    for task, of_task in by_task.items():
+        print_table(task, of_task)
+    if len(by_task) > 1:
+        draw(by_task, options.batch).savefig(output / f"streaming_{options.batch}.png")
+
+
+if __name__ == "__main__":
+    main()

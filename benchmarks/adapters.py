@@ -277,7 +277,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
     """All runs whose files are missing: rates first, then each shift with each seed."""
     data = {shift: shifted(arguments.data_dir, shift) for shift in SHIFTS}
     networks = {name: trained_on_mnist(name, arguments.data_dir, results) for name in arguments.networks}
-    cells = [(name, way, rank) for name in arguments.networks for rank in RANKS for way in arguments.ways]
+    cells = [(name, way, rank) for name in arguments.networks for rank in arguments.ranks for way in arguments.ways]
     # Learned operators double the parameters: in all layers they need the budget of rank 2.
     cells = [cell for cell in cells if cell[1:] not in LEFT_OUT]
     for name, way, rank in progress(cells, len(cells), "rates"):
@@ -411,6 +411,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data", help="where the files of MNIST and USPS are")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS), help="budgets, of low rank")
     parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
     parser.add_argument("--seeds", type=int, default=3)

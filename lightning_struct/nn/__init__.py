@@ -11,7 +11,7 @@ from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.baselines import Circulant, Fastfood, PrunedLinear, reduced_hidden_units
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.butterfly import Butterfly
-from lightning_struct.nn.channels import ChannelLinear
+from lightning_struct.nn.channels import ChannelLinear, PatchLinear
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
 from lightning_struct.nn.compress import compress
 from lightning_struct.nn.convolutions import replace_conv
@@ -19,6 +19,7 @@ from lightning_struct.nn.freezing import freeze
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.jacobian import jacobian_norms
+from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
@@ -40,6 +41,7 @@ __all__ = [
     "LDRTridiagonal",
     "LowRank",
     "Monarch",
+    "PatchLinear",
     "PrunedLinear",
     "StructuredAttention",
     "StructuredLSTM",
@@ -49,9 +51,11 @@ __all__ = [
     "adapter_parameter_groups",
     "adapter_state_dict",
     "add_adapters",
+    "apply_structure",
     "compress",
     "freeze",
     "jacobian_norms",
+    "layer_structure",
     "load_adapter_state_dict",
     "merge_adapters",
     "reduced_hidden_units",

@@ -190,7 +190,7 @@ def with_projections(
     layers = {name: replacement(name, linear) for name, linear in linears.items()}
     if not any(layers.values()):
         return None
-    q_proj, k_proj, v_proj, out_proj = (layers[name] or _own_linear(linears[name]) for name in PROJECTIONS)
+    q_proj, k_proj, v_proj, out_proj = (layers[name] or own_linear(linears[name]) for name in PROJECTIONS)
     return StructuredAttention(
         q_proj,
         k_proj,
@@ -203,7 +203,7 @@ def with_projections(
     ).train(attention.training)
 
 
-def _own_linear(linear: nn.Linear) -> nn.Linear:
+def own_linear(linear: nn.Linear) -> nn.Linear:
     """An ``nn.Linear`` with the same weights in memory of its own."""
     twin = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     for name, parameter in linear.named_parameters():

@@ -1,10 +1,16 @@
-"""Linear layers between the channels of images: 1 x 1 convolutions."""
+"""Linear layers between the channels of images, of each pixel or of patches: convolutions."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_struct.functional.layers import as_linear, is_affine
+from lightning_struct.nn.classic import LowRank
+from lightning_struct.nn.frozen import FrozenLinear
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -42,6 +48,101 @@ class ChannelLinear(nn.Module):
         return f"stride={self.stride}"
 
 
+class PatchLinear(nn.Module):
+    """A linear layer from the patches of images to new channels: it stands where a convolution with a larger kernel stood.
+
+    :func:`~lightning_struct.nn.compress` makes it. A matrix of low rank G Hᵀ is two convolutions, with r filters and then
+    1 x 1; of other classes the matrix is made for each call, and its rows are the filters.
+
+    Args:
+        linear: maps (..., in_channels * pixels of a patch) to (..., out_channels); it has ``weight`` and ``bias``.
+        kernel_size, stride, padding, dilation: of the convolution, one number for each dimension of an image.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> layer = PatchLinear(LowRank(3 * 3 * 3, 16, rank=4), (3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1))
+        >>> layer(torch.randn(5, 3, 8, 8)).shape
+        torch.Size([5, 16, 4, 4])
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        kernel_size: tuple[int, ...],
+        stride: tuple[int, ...],
+        padding: tuple[int, ...] | str,
+        dilation: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.linear = linear
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.padding = padding
+        self.dilation = dilation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, out_channels, height, width) for x (n, in_channels, height, width), with as many dimensions as the kernel."""
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
+        bias: Any = self.linear.bias
+        factors = low_rank_factors(self.linear)
+        if factors is None:
+            with torch.autocast(x.device.type, enabled=False):  # structured products need the dtype of their parameters
+                rows: Any = self.linear.weight
+            return convolve(x, self._filters(rows), bias, self.stride, self.padding, self.dilation)
+        G, H = factors
+        x = convolve(x, self._filters(H.T), None, self.stride, self.padding, self.dilation)
+        return convolve(x, G.view(*G.shape, *[1] * len(self.kernel_size)), bias)
+
+    def _filters(self, rows: Tensor) -> Tensor:
+        """(filters, in_channels, *kernel_size) of the rows of a matrix."""
+        return rows.reshape(len(rows), -1, *self.kernel_size)
+
+    def extra_repr(self) -> str:
+        names = ("kernel_size", "stride", "padding", "dilation")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+def low_rank_factors(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """G (m, r) and H (n, r) of a layer with the matrix G Hᵀ, frozen or not; None for other layers."""
+    if isinstance(linear, LowRank) and linear.pad is None:
+        return linear.G, linear.H
+    frozen: Any = linear
+    if isinstance(linear, FrozenLinear) and hasattr(linear, "matrix_G"):
+        return frozen.matrix_G, frozen.matrix_H
+    return None
+
+
+def as_matrix(layer: nn.Module) -> nn.Linear | None:
+    """An ``nn.Linear`` with the matrix and the bias of a layer, sharing their memory; None for layers that have none.
+
+    The matrix of a convolution maps the patches of images, (in_channels * pixels of a patch), to the channels.
+    """
+    if is_affine(layer):
+        return as_linear(layer)
+    return _as_patch_linear(layer) if type(layer) in CONVOLUTIONS and why_not_patches(layer) is None else None
+
+
+def in_place_of(layer: nn.Module, linear: nn.Module) -> nn.Module:
+    """What stands where ``layer`` stood and computes with ``linear``, whose matrix is near to that of :func:`as_matrix`."""
+    if type(layer) not in CONVOLUTIONS:
+        return linear
+    convolution: Any = layer
+    if is_pointwise(layer):
+        return ChannelLinear(linear, convolution.stride).train(layer.training)
+    geometry = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.dilation)
+    return PatchLinear(linear, *geometry).train(layer.training)
+
+
+def why_not_patches(layer: nn.Module) -> str | None:
+    """The reason for which :class:`PatchLinear` cannot stand in place of a convolution; None if it can."""
+    convolution: Any = layer
+    if convolution.groups != 1:
+        return f"it has {convolution.groups} groups"
+    if convolution.padding_mode != "zeros":
+        return f"it has padding_mode={convolution.padding_mode!r}"
+    return None
+
+
 def is_pointwise(layer: nn.Module) -> bool:
     """Whether the layer is a 1 x 1 convolution: a linear map of the channels of each pixel."""
     return why_not_pointwise(layer) is None
@@ -63,9 +164,13 @@ def why_not_pointwise(layer: nn.Module) -> str | None:
 
 def as_pointwise_linear(layer: nn.Module) -> nn.Linear:
     """An ``nn.Linear`` with the weight and the bias of a 1 x 1 convolution, sharing their memory."""
+    return _as_patch_linear(layer)
+
+
+def _as_patch_linear(layer: nn.Module) -> nn.Linear:
     convolution: Any = layer
-    linear = nn.Linear(convolution.in_channels, convolution.out_channels, convolution.bias is not None, device="meta")
     weight, bias = convolution.weight, convolution.bias
+    linear = nn.Linear(weight[0].numel(), len(weight), bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=weight.requires_grad)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)

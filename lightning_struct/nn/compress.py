@@ -1,83 +1,84 @@
-"""Compression of a trained model to a number of parameters: which layers, which class and which rank, by what they cost."""
+"""Compression of a trained model to a size or to a loss: which layers, which class and which rank, by what they cost."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.hub import tqdm
 
-from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine
-from lightning_struct.nn.classic import LowRank
+from lightning_struct.functional.layers import hidden_layers
+from lightning_struct.nn.attention import StructuredAttention, own_linear, why_not_called, with_projections
+from lightning_struct.nn.budget import Option, least_increase, smallest_within
+from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.monarch import Monarch
+from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.replace import LayerFactory, Selection, _Selector, put_in_place, replacement, take_hooks
+from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
 
-_SIZES = 2000  # steps of the budget in the search
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, ()."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to store a layer.
-
-    Attributes:
-        layer: what stands in its place; None: it stays.
-        parameters: numbers in its weight.
-        loss_increase: of the whole model on the data, when this layer alone is replaced; 0 where the loss falls.
-    """
-
-    layer: nn.Module | None
-    parameters: int
-    loss_increase: float
+Candidates = Callable[[nn.Linear], Iterable[LayerFactory]]
+_Measure = Callable[[nn.Module], float]
 
 
 def compress(
     model: nn.Module,
     data: Iterable[Any],
     *,
-    budget: float,
+    budget: float | None = None,
+    max_loss_increase: float | None = None,
     loss: BatchLoss | None = None,
-    candidates: Callable[[nn.Linear], Iterable[LayerFactory]] | None = None,
+    candidates: Candidates | None = None,
     include: Selection | Iterable[Selection] | None = None,
     exclude: Selection | Iterable[Selection] | None = None,
 ) -> nn.Module:
-    """Replace linear layers of a trained model by near structured ones, such that it has no more parameters than a budget. ::
+    """Make a trained model smaller by structured layers: to a number of parameters, or until its loss has risen so far. ::
 
-        model = compress(model, itertools.islice(loader, 8), budget=0.25)
+        batches = list(itertools.islice(loader, 8))
+        model = compress(model, batches, budget=0.25)    # a quarter of its parameters
+        model = compress(model, batches, max_loss_increase=0.02, loss=error_rate)    # or two points of accuracy
         print(replacement_report(model))
-        trainer.fit(module, data)    # the nearest matrices are a start: train on
+        trainer.fit(module, loader)    # near matrices are a start: train on
 
-    For each linear layer (``nn.Linear``, and what is declared or recognised as one) and each candidate the nearest member
-    of the class is made, and the loss is measured with that layer alone replaced: its sensitivity. The choice is that
-    with the least sum of increases within the budget, by dynamic programming over sizes rounded up to 1/2000 of the
-    budget. Increases of several layers need not add up; measured losses say what came out, in what is logged at level INFO.
+    Layers are ``nn.Linear`` and what is declared or recognised as one, convolutions without groups (a matrix from patches
+    to channels), and the projections of ``nn.MultiheadAttention``. For each layer and each candidate the loss is measured
+    with that layer alone replaced: its sensitivity. The choice is that with the least sum of increases within the
+    budget, by dynamic programming over sizes rounded up to 1/2000 of the budget. For ``max_loss_increase`` budgets are
+    bisected, and each choice is measured as a whole.
 
-    That takes a pass over the data for each layer and candidate, and the searches of the classes for the nearest member.
+    Low rank is taken near to the *outputs* on the data, not to the weight: the span of their principal components.
+
+    That takes a pass over the data for each layer and candidate; a progress bar shows it on a terminal. Losses before and
+    after are logged at level INFO. A layer whose weight another module has too, as a head tied to an embedding, stays.
 
     Args:
         model: changed in place. It is measured in eval mode, without gradients, and has its modes again afterwards.
         data: batches, some hundred samples; all are kept.
         budget: parameters of the whole compressed model: from 0 to 1 as a part of those it has, above as a number.
-        loss: called as ``loss(model, batch)``, () for a batch. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where
-            x is the batch or its first item; it needs no labels.
-        candidates: what may take the place of an ``nn.Linear``: ``from_linear`` of classes, in partials. None: low rank with
-            1/2, 1/4, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
+        max_loss_increase: instead of ``budget``: how much larger the mean of ``loss`` over the data may be.
+        loss: called as ``loss(model, batch)``, () for a batch; a share of errors makes ``max_loss_increase`` a loss of
+            accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its first item; it
+            needs no labels.
+        candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. None: low rank
+            with 1/2, 1/4, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
         include, exclude: as in :func:`~lightning_struct.nn.replace_linear`.
 
     Returns:
-        ``model``; the new layer if it is a linear layer itself.
+        ``model``; the new layer if it is a layer itself.
 
     Raises:
-        ValueError: the budget is not positive, or less than what can be reached, which is named; there are no data; a name
-            is not in the model.
+        ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; the budget is
+            less than what can be reached, which is named; there are no data, or the loss on them is not finite; a name is
+            not in the model.
         TypeError: ``loss`` is not given, and the outputs are no tensor.
 
     Example:
@@ -88,132 +89,214 @@ def compress(
         >>> sum(parameter.numel() for parameter in model.parameters()) <= 0.5 * 4810
         True
     """
+    parameters = _count(model)
+    allowed = _checked_budget(budget, max_loss_increase, parameters)
     batches = list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    allowed = _checked_budget(budget, parameters)
-    places = _linear_places(model, include, exclude)
-    measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
-    start = measured(model)
-    options = [_options(model, names, candidates or default_candidates, measured, start) for names in places]
-    others = parameters - sum(of_layer[0].parameters for of_layer in options)  # the first is the layer as it is
-    smallest = others + sum(min(option.parameters for option in of_layer) for of_layer in options)
-    if allowed < smallest:
-        raise ValueError(
-            f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest model has "
-            f"{smallest:,} of {parameters:,}: {others:,} are in other layers"
-        )
-    chosen = [
-        of_layer[index] for of_layer, index in zip(options, least_increase(options, allowed - others), strict=True)
-    ]
-    new = [
-        (name, option.layer)
-        for names, option in zip(places, chosen, strict=True)
-        for name in names
-        if option.layer is not None
-    ]
-    put_in_place(model, new)
+    is_selected = _selection(model, include, exclude)
+    with _called_attention(model) as owners:
+        places = _places(model, owners, is_selected)
+        layers = [model.get_submodule(names[0]) for names in places]
+        measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
+        with observed_outputs(layers if candidates is None else []) as moments:
+            start = measured(model)
+        if start == float("inf"):
+            raise ValueError(
+                "the loss of the model on data is not finite: compress needs a trained model, and finite data"
+            )
+
+        def of_layer(linear: nn.Linear, layer: nn.Module) -> Iterable[LayerFactory]:
+            return default_candidates(linear, moments.get(layer)) if candidates is None else candidates(linear)
+
+        options = _measured_options(model, places, of_layer, measured, start)
+        others = parameters - sum(of[0].parameters for of in options)  # the first is the layer as it is
+
+        def replaced_by(choice: Sequence[int]) -> list[tuple[str, nn.Module]]:
+            picked = zip(places, options, choice, strict=True)
+            return [(name, layer) for names, of, i in picked if (layer := of[i].layer) is not None for name in names]
+
+        def increase(choice: Sequence[int]) -> float:
+            with _replaced(model, replaced_by(choice)) as compressed:
+                return measured(compressed) - start
+
+        if allowed is not None:
+            smallest = others + sum(min(option.parameters for option in of) for of in options)
+            if allowed < smallest:
+                raise ValueError(
+                    f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest model "
+                    f"has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger budget, or "
+                    "further candidates="
+                )
+            choice = least_increase(options, allowed - others)
+        else:
+            assert max_loss_increase is not None
+            choice = smallest_within(options, max_loss_increase, increase)
+        new = replaced_by(choice)
+        by_single_layers = sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
+        put_in_place(model, new)
     compressed = next((layer for name, layer in new if not name), model)
     _log.info(
-        "compressed from %s to %s parameters: loss %.4g before, %.4g now, %.4g by the sum of single layers",
+        "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single layers",
         f"{parameters:,}",
-        f"{sum(parameter.numel() for parameter in compressed.parameters()):,}",
+        f"{_count(compressed):,}",
+        sum(index > 0 for index in choice),
+        len(places),
         start,
         measured(compressed),
-        start + sum(option.loss_increase for option in chosen),
+        start + by_single_layers,
     )
     return compressed
 
 
-def default_candidates(linear: nn.Linear) -> list[LayerFactory]:
-    """Low rank with 1/2 to 1/64 of the numbers of ``linear``, and Monarch matrices of 2 to 16 blocks."""
-    m, n = linear.out_features, linear.in_features
-    ranks = {max(1, m * n // ((m + n) * part)) for part in (2, 4, 8, 16, 32, 64)}
-    low_rank: list[LayerFactory] = [functools.partial(LowRank.from_linear, rank=rank) for rank in sorted(ranks)]
-    blocks = [count for count in (2, 4, 8, 16) if count <= min(m, n)]
-    return low_rank + [functools.partial(Monarch.from_linear, blocks=count) for count in blocks]
-
-
-def least_increase(options: Sequence[Sequence[Option]], allowed: int) -> list[int]:
-    """The option of each layer such that the sum of the increases of the loss is least within ``allowed`` parameters.
-
-    The knapsack problem of multiple choice, solved by dynamic programming with sizes rounded up: the choice is within
-    the budget, and the best but for what rounding leaves unused.
+def default_candidates(linear: nn.Linear, moment: Tensor | None = None) -> list[LayerFactory]:
+    """Low rank with 1/2 to 1/64 of the numbers of ``linear``, and Monarch matrices of 2 to 16 blocks.
 
     Args:
-        options: of each layer.
-        allowed: at least the sum of the smallest options.
+        linear: the layer.
+        moment: of its outputs, see :func:`~lightning_struct.nn.output_moments.observed_outputs`.
     """
-    step = max(1, math.ceil(allowed / _SIZES))
-    room = allowed // step
-    best: list[tuple[float, list[int]]] = [(0.0, [])] * (room + 1)  # by the room that may be used
-    for of_layer in options:
-        sizes = [math.ceil(option.parameters / step) for option in of_layer]
-        best = [
-            min(
-                (
-                    (best[used - size][0] + option.loss_increase, [*best[used - size][1], index])
-                    for index, (option, size) in enumerate(zip(of_layer, sizes, strict=True))
-                    if size <= used
-                ),
-                default=(math.inf, []),
-            )
-            for used in range(room + 1)
-        ]
-    increase, choice = best[room]
-    if math.isinf(increase):  # rounding leaves no room: the smallest have it
-        return [min(range(len(of)), key=lambda index, of=of: of[index].parameters) for of in options]  # type: ignore
-    return choice
+    m, n = linear.out_features, linear.in_features
+    ranks = {max(1, m * n // ((m + n) * part)) for part in (2, 4, 8, 16, 32, 64)}
+    blocks = [count for count in (2, 4, 8, 16) if count <= min(m, n)]
+    monarch = [functools.partial(Monarch.from_linear, blocks=count, refine=0) for count in blocks]
+    return [*low_rank_near_outputs(linear, sorted(ranks), moment), *monarch]
 
 
-def _checked_budget(budget: float, parameters: int) -> int:
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _checked_budget(budget: float | None, max_loss_increase: float | None, parameters: int) -> int | None:
+    if (budget is None) == (max_loss_increase is None):
+        both = "both are" if budget is not None else "neither is"
+        raise ValueError(
+            f"compress needs one goal, but {both} given: budget=0.25 for a quarter of the parameters, or "
+            "max_loss_increase=0.02 for the smallest model whose loss has risen by no more"
+        )
+    if budget is None:
+        if not (max_loss_increase is not None and max_loss_increase >= 0):
+            raise ValueError(f"max_loss_increase must not be negative, but is {max_loss_increase}")
+        return None
     if not budget > 0:
         raise ValueError(f"budget must be positive, a number of parameters or a part of them, but is {budget}")
     return int(budget * parameters) if budget <= 1 else int(budget)
 
 
-def _linear_places(model: nn.Module, include: Any, exclude: Any) -> list[list[str]]:
-    """The names of each selected linear layer; several where it stands at several places."""
+@contextmanager
+def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
+    """The model with attention that calls its projections; where none of them was replaced, it is put back at the end.
+
+    Yields:
+        For each of these, the attention that it stands for.
+    """
+    called: dict[int, StructuredAttention] = {}
+    places: list[tuple[str, nn.Module]] = []
+    named = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.MultiheadAttention)]
+    for name, attention in named:
+        if name and why_not_called(attention) is None:
+            if id(attention) not in called:
+                made = with_projections(attention, lambda _, linear: own_linear(linear))
+                assert made is not None
+                take_hooks(made, attention)
+                called[id(attention)] = made
+            places.append((name, attention))
+    put_in_place(model, [(name, called[id(attention)]) for name, attention in places])
+    owners: dict[nn.Module, nn.Module] = {called[id(attention)]: attention for _, attention in places}
+    try:
+        yield owners
+    finally:
+        back = [
+            (name, attention)
+            for name, attention in places
+            if not any(isinstance(layer, StructuredLinear) for layer in called[id(attention)].modules())
+        ]
+        put_in_place(model, back)
+
+
+def _selection(model: nn.Module, include: Any, exclude: Any) -> Callable[..., bool]:
     included = None if include is None else _Selector("include", include, model)
     excluded = _Selector("exclude", () if exclude is None else exclude, model)
-    in_attention = hidden_layers(model, of_other_forwards=True)
-    names: dict[int, list[str]] = {}
+
+    def is_selected(name: str, layer: nn.Module, owner: nn.Module | None) -> bool:
+        return (included is None or included.has(name, layer, owner)) and not excluded.has(name, layer, owner)
+
+    return is_selected
+
+
+def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], is_selected: Callable[..., bool]) -> list[list[str]]:
+    """The names of each selected layer; several where it stands at several places."""
+    owner_of = {part: owner for called, owner in owners.items() for part in called.children()}
+    left = hidden_layers(model, of_other_forwards=True)
+    left |= {part for module in model.modules() if isinstance(module, StructuredLinear) for part in module.modules()}
+    shared = _shared_elsewhere(model)
+    names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if layer in in_attention or not is_affine(layer):
+        if layer in left or as_matrix(layer) is None or not is_selected(name, layer, owner_of.get(layer)):
             continue
-        if (included is None or included.has(name, layer)) and not excluded.has(name, layer):
-            names.setdefault(id(layer), []).append(name)
+        if layer in shared:
+            _log.info("%s is left as it is: another module has its weight, too", name)
+        else:
+            names.setdefault(layer, []).append(name)
     if not names:
-        raise ValueError(f"compress finds no linear layer that is included and not excluded in {type(model).__name__}")
+        raise ValueError(
+            f"compress finds no layer in {type(model).__name__} that is included and not excluded: no linear layer, no "
+            "convolution without groups, no projection of attention with a weight of its own"
+        )
     return list(names.values())
 
 
-def _options(
+def _shared_elsewhere(model: nn.Module) -> set[nn.Module]:
+    """The modules with a parameter that another module has, too."""
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    return {module for of in holders.values() if len(of) > 1 for module in of}
+
+
+def _measured_options(
     model: nn.Module,
-    names: list[str],
-    candidates: Callable[[nn.Linear], Iterable[LayerFactory]],
-    measured: Callable[[nn.Module], float],
+    places: Sequence[list[str]],
+    candidates: Callable[[nn.Linear, nn.Module], Iterable[LayerFactory]],
+    measured: _Measure,
     start: float,
-) -> list[Option]:
-    """The layer as it is, and the candidates that are smaller, each with what it costs."""
-    old = model.get_submodule(names[0])
-    linear = as_linear(old)
-    options = [Option(None, linear.weight.numel(), 0.0)]
-    for factory in candidates(linear):
-        new = replacement(names[0], linear, factory)
-        size = sum(parameter.numel() for name, parameter in new.named_parameters() if name != "bias")
-        if size >= linear.weight.numel():
-            continue
-        take_hooks(new, old)
-        if names[0]:
-            put_in_place(model, [(name, new) for name in names])
-        loss = measured(model if names[0] else new)
-        if names[0]:
-            put_in_place(model, [(name, old) for name in names])
-        options.append(Option(new, size, max(0.0, loss - start)))
-        _log.info("%s as %s: loss %+.4g", names[0] or "the model", new, loss - start)
-    return sorted(options, key=lambda option: -option.parameters)  # of those that cost the same the largest is taken
+) -> list[list[Option]]:
+    """For each layer: as it is, and the candidates that are smaller, each with what it costs."""
+    every: list[list[Option]] = []
+    bar: Any = tqdm(total=len(places), unit="layer", delay=3.0, leave=False, disable=not sys.stderr.isatty())
+    with bar:
+        for names in places:
+            bar.set_description(names[0] or "the model", refresh=False)
+            old = model.get_submodule(names[0])
+            linear = as_matrix(old)
+            assert linear is not None
+            options = [Option(None, linear.weight.numel(), 0.0)]
+            for factory in candidates(linear, old):
+                structured = replacement(names[0], linear, factory)
+                size = sum(parameter.numel() for name, parameter in structured.named_parameters() if name != "bias")
+                if size >= linear.weight.numel():
+                    continue
+                new = in_place_of(old, structured)
+                take_hooks(new, old)
+                with _replaced(model, [(name, new) for name in names]) as changed:
+                    loss = measured(changed)
+                options.append(Option(new, size, max(0.0, loss - start)))
+                _log.info("%s as %s: loss %+.4g", names[0] or "the model", structured, loss - start)
+            every.append(sorted(options, key=lambda option: -option.parameters))  # of equal costs the largest is taken
+            bar.update(1)
+    return every
+
+
+@contextmanager
+def _replaced(model: nn.Module, new: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+    """The model with other layers at some places."""
+    old = [(name, model.get_submodule(name)) for name, _ in new]
+    put_in_place(model, new)
+    try:
+        yield next((layer for name, layer in new if not name), model)
+    finally:
+        put_in_place(model, old)
 
 
 def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
@@ -223,7 +306,8 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
         y = of(batch if isinstance(batch, Tensor) else batch[0])
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"the outputs of {type(of).__name__} are no tensor: give loss=, a function of model and batch"
+                f"the outputs of {type(of).__name__} are no tensor, but a {type(y).__name__}: give loss=, a function of "
+                "model and batch"
             )
         return y
 
@@ -251,4 +335,4 @@ def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> flo
     finally:
         for module, mode in modes:
             module.training = mode
-    return value if math.isfinite(value) else math.inf
+    return value if abs(value) < float("inf") else float("inf")

@@ -142,14 +142,17 @@ class ReplacementReport(str):
 def replacement_report(model: nn.Module) -> ReplacementReport:
     """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
 
-    Its columns are the name, the class, the parameters, those of a dense layer, the compression ratio, and the relative
-    error of those that were made from a trained layer.
+    Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one, the
+    compression ratio, and the relative error of those that were made from a trained layer. The last row has all parameters
+    of the model, biases and other layers too.
 
     Example:
         >>> from lightning_struct.nn import Circulant
         >>> report = replacement_report(nn.Sequential(Circulant(64, 64), nn.Conv2d(3, 5, 3)))
         >>> report.splitlines()[1].split()
         ['0', 'Circulant', '64', '4,096', '64.0']
+        >>> report.splitlines()[2].split()
+        ['the', 'whole', 'model', '268', '4,300', '16.0']
         >>> report.skipped
         {'1': 'its kernel is larger than one pixel: replace_conv'}
     """
@@ -160,8 +163,13 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
             dense = layer.in_features * layer.out_features
             ratio = f"{layer.compression_ratio:.1f}"
             rows.append(
-                (name or "(model)", type(layer).__name__, f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error)
+                (name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error)
             )
+    structured = {layer for layer in model.modules() if isinstance(layer, StructuredLinear)}
+    if structured:
+        now = sum(parameter.numel() for parameter in model.parameters())
+        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in structured)
+        rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -329,6 +337,12 @@ def _is_from_linear(factory: LayerFactory) -> bool:
     while isinstance(factory, functools.partial):
         factory = factory.func
     return getattr(factory, "__name__", "") == "from_linear"
+
+
+def _class_of(layer: StructuredLinear) -> str:
+    """The class and what tells the layer from others of it, as ``LowRank(rank=2)``."""
+    arguments = layer.extra_repr().partition(f"bias={layer.bias is not None}")[2].lstrip(", ").replace(" ", "")
+    return f"{type(layer).__name__}({arguments})" if arguments else type(layer).__name__
 
 
 def _described(layer: nn.Module) -> str:

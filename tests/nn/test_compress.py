@@ -1,4 +1,6 @@
+import copy
 import itertools
+import json
 import logging
 from functools import partial
 
@@ -6,8 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_struct.nn import LowRank, Monarch, StructuredLinear, compress
-from lightning_struct.nn.compress import Option, least_increase
+from lightning_struct.nn import (
+    LowRank,
+    Monarch,
+    PatchLinear,
+    StructuredLinear,
+    apply_structure,
+    compress,
+    freeze,
+    layer_structure,
+)
+from lightning_struct.nn.budget import Option, least_increase
+from lightning_struct.nn.channels import as_matrix, in_place_of
 
 
 def low_rank_network():
@@ -130,9 +142,13 @@ def test_losses_before_and_after_are_logged(caplog):
     ("options", "message"),
     [
         ({"budget": 0}, "budget must be positive"),
+        ({}, "needs one goal, but neither is given"),
+        ({"budget": 0.5, "max_loss_increase": 0.1}, "needs one goal, but both are given"),
+        ({"max_loss_increase": -0.1}, "max_loss_increase must not be negative"),
+        ({"budget": 0.5, "loss": lambda model, batch: torch.tensor(torch.nan)}, "is not finite"),
         ({"budget": 100}, "allows 100 parameters, but .* smallest model has 174 of 1,275"),
         ({"budget": 0.5, "include": "head"}, "include names 'head', which is not in Sequential"),
-        ({"budget": 0.5, "include": "1"}, "compress finds no linear layer"),
+        ({"budget": 0.5, "include": "1"}, "compress finds no layer"),
         (
             {"budget": 0.5, "candidates": lambda linear: [partial(LowRank.from_linear, rank=99)]},
             "0: rank must be at most",
@@ -149,3 +165,123 @@ def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(options, message
 def test_no_data_is_an_error():
     with pytest.raises(ValueError, match="data has no batches"):
         compress(low_rank_network(), [], budget=0.5)
+
+
+CONVOLUTIONS = [
+    (nn.Conv1d(3, 8, 5, stride=2, padding=1), (2, 3, 11)),
+    (nn.Conv2d(3, 8, (3, 2), padding="same", dilation=2, bias=False), (2, 3, 7, 8)),
+    (nn.Conv2d(3, 8, 1, stride=2), (2, 3, 7, 8)),
+    (nn.Conv3d(2, 4, 2, stride=(1, 2, 1)), (2, 2, 4, 5, 4)),
+]
+
+
+@pytest.mark.parametrize(("convolution", "shape"), CONVOLUTIONS)
+@pytest.mark.parametrize("layer", [LowRank, Monarch])
+def test_matrix_in_place_of_a_convolution_computes_the_same(convolution, shape, layer):
+    convolution = copy.deepcopy(convolution).double()
+    linear = as_matrix(convolution)
+    full = {"rank": min(linear.weight.shape)} if layer is LowRank else {"blocks": 1, "rank": min(linear.weight.shape)}
+    new = in_place_of(convolution, layer.from_linear(linear, refine=0, **full))
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = convolution(x)
+    for module in (new, freeze(new), freeze(new, dense=True)):
+        torch.testing.assert_close(module(x), expected, rtol=1e-9, atol=1e-9)
+
+
+class ConvolutionsAndAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1, stride=2)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.embedding = nn.Embedding(5, 8)
+        self.head = nn.Linear(8, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        pixels = self.depthwise(self.stem(x)).flatten(2).mT
+        return self.head(self.attention(pixels, pixels, pixels, need_weights=False)[0].mean(1))
+
+
+@pytest.fixture
+def images():
+    return [torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))]
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    return ConvolutionsAndAttention()
+
+
+def test_convolutions_and_projections_of_attention_are_compressed(network, images):
+    whole = size(network)
+    compress(network, images, budget=0.6)
+    assert size(network) <= 0.6 * whole
+    structured = {name for name, module in network.named_modules() if isinstance(module, StructuredLinear)}
+    assert any(name.startswith("attention.") for name in structured)
+    assert type(network.head) is nn.Linear and type(network.depthwise) is nn.Conv2d
+    assert network.head.weight is network.embedding.weight
+
+
+def test_attention_that_stays_is_the_one_that_it_was(network, images):
+    attention = network.attention
+    compress(network, images, budget=0.9, include=["stem"])
+    assert network.attention is attention and type(network.stem) is PatchLinear
+    with pytest.raises(ValueError, match="smallest model has"):
+        compress(network, images, budget=10, include=attention)
+    assert network.attention is attention
+
+
+def test_compressed_weights_are_loaded_into_the_model_that_it_was(network, images):
+    compress(network, images, budget=0.6)
+    torch.manual_seed(1)
+    again = apply_structure(ConvolutionsAndAttention(), json.loads(json.dumps(layer_structure(network))))
+    again.load_state_dict(network.state_dict())
+    assert torch.equal(again(images[0]), network(images[0]))
+    assert apply_structure(again, layer_structure(network)) is again
+
+
+def test_structure_of_another_model_is_an_error(network, images):
+    compress(network, images, budget=0.95, exclude="attention")
+    with pytest.raises(ValueError, match="where Sequential has no such layer: make the model"):
+        apply_structure(nn.Sequential(nn.Linear(3, 3)), layer_structure(network))
+
+
+def test_low_rank_is_near_to_the_outputs_on_the_data():
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 24)
+    data = torch.randn(200, 24) * torch.logspace(0, -2, 24)[torch.randperm(24)]
+    expected = linear(data)
+    nearest_weight = LowRank.from_linear(linear, rank=6)
+    model = compress(
+        linear, [data], budget=24 + 2 * 24 * 6, candidates=None, loss=lambda m, x: (m(x) - expected).square().mean()
+    )
+    assert isinstance(model, LowRank) and model.rank == 6
+    assert (model(data) - expected).norm() < 0.5 * (nearest_weight(data) - expected).norm()
+    assert model.approximation_error > nearest_weight.approximation_error
+
+
+def relative_change(before):
+    return lambda model, batch: ((model(batch) - before).square().sum() / before.square().sum()).sqrt()
+
+
+def test_loss_rises_by_no_more_than_it_may():
+    x = batches()[0][0]
+    sizes = []
+    for allowed in (0.02, 0.3, 100.0):
+        model = low_rank_network()
+        before = model(x).detach()
+        compress(model, [x], max_loss_increase=allowed, loss=relative_change(before))
+        assert relative_change(before)(model, x) <= allowed
+        sizes.append(size(model))
+    assert size(low_rank_network()) > sizes[0] > sizes[1] > sizes[2]
+
+
+def test_no_allowance_leaves_what_costs():
+    model = low_rank_network()
+    before = model(batches()[0][0]).detach()
+    compress(
+        model, [batches()[0][0]], max_loss_increase=0.0, loss=lambda m, x: (m(x) - before).abs().mean() + weight_of(m)
+    )
+    assert type(model[2]) is nn.Linear

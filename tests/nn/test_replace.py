@@ -286,10 +286,11 @@ def test_report_lists_structured_layers():
     replace_linear(model, partial(LowRank.from_linear, rank=2), include="head")
     replace_linear(model, FACTORY)
     lines = replacement_report(model).splitlines()
-    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
     assert replacement_report(model).skipped == {}
-    assert lines[1].split() == ["encoder.0", "LowRank", "22", "30", "1.4"]
-    assert lines[3].split()[:5] == ["head", "LowRank", "14", "12", "0.9"] and float(lines[3].split()[5]) < 1
+    assert lines[1].split() == ["encoder.0", "LowRank(rank=2)", "22", "30", "1.4"]
+    assert lines[3].split()[:5] == ["head", "LowRank(rank=2)", "14", "12", "0.9"] and float(lines[3].split()[5]) < 1
+    assert lines[4].split()[:4] == ["the", "whole", "model", f"{sum(p.numel() for p in model.parameters())}"]
 
 
 def convolutions():

@@ -319,9 +319,12 @@ def best_rates(runs: Sequence[Run]) -> dict[tuple[str, str, int], float]:
     return {cell: run["rate"] for cell, run in best.items()}
 
 
-def report(runs: Sequence[Run], shifts: Sequence[str], kind: str) -> None:
-    """A table for each network and budget: the median of the seeds for each shift, and the mean over shifts."""
-    for name in NETWORKS:
+def report(runs: Sequence[Run], networks: Sequence[str], shifts: Sequence[str], kind: str) -> None:
+    """A table for each network and budget: the median of the seeds for each shift, and the mean over shifts.
+
+    The mean is that of the seeds that have all shifts.
+    """
+    for name in networks:
         before = {run["shift"]: run["accuracy"] for run in runs if run["kind"] == "before" and run["network"] == name}
         for rank in RANKS:
             chosen = [r for r in runs if r["kind"] == kind and r["network"] == name and r["rank"] == rank]
@@ -331,7 +334,7 @@ def report(runs: Sequence[Run], shifts: Sequence[str], kind: str) -> None:
             print(f"\n{name}, budget of low rank {rank}")
             print_header("way", "parameters", "rate", *shifts, "mean", "seconds")
             if before:
-                print_row("before", 0, "", *(f"{before[shift]:.1f}" for shift in shifts), "", "")
+                print_row("before", 0, "", *(f"{before[s]:.1f}" if s in before else "" for s in shifts), "", "")
             for way in WAYS:
                 of_way = [run for run in chosen if run["way"] == way]
                 if of_way:
@@ -342,12 +345,14 @@ def report(runs: Sequence[Run], shifts: Sequence[str], kind: str) -> None:
 
 def summary(way: str, runs: Sequence[Run], shifts: Sequence[str]) -> list[str]:
     """A row of a table."""
-    cells = [spread([r["accuracy"] for r in runs if r["shift"] == shift], "{:.1f}") for shift in shifts]
-    seeds = sorted({run["seed"] for run in runs})
-    means = [statistics.mean(r["accuracy"] for r in runs if r["seed"] == seed) for seed in seeds]
+    of_shift = {s: {r["seed"]: r["accuracy"] for r in runs if r["shift"] == s} for s in shifts}
+    cells = [spread(list(found.values()), "{:.1f}") if found else "" for found in of_shift.values()]
+    complete = set.intersection(*(set(found) for found in of_shift.values()))
+    means = [statistics.mean(found[seed] for found in of_shift.values()) for seed in sorted(complete)]
     seconds = statistics.median(run["seconds"] for run in runs)
     first = runs[0]
-    return [way, f"{first['parameters']:,}", f"{first['rate']:g}", *cells, spread(means, "{:.1f}"), f"{seconds:.1f}"]
+    mean = spread(means, "{:.1f}") if means else ""
+    return [way, f"{first['parameters']:,}", f"{first['rate']:g}", *cells, mean, f"{seconds:.1f}"]
 
 
 # --- approximation ----------------------------------------------------------------------------------------------------
@@ -425,7 +430,8 @@ def main() -> None:
         return
     if not arguments.report:
         measure(arguments, results)
-    report(load_runs(results), arguments.shifts, "lower" if arguments.lower_rates else "shift")
+    kind = "lower" if arguments.lower_rates else "shift"
+    report(load_runs(results), arguments.networks, arguments.shifts, kind)
 
 
 if __name__ == "__main__":

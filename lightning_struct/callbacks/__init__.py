@@ -1,6 +1,7 @@
 """Callbacks for any Trainer."""
 
 from lightning_struct.callbacks.adapters import AdapterCheckpoint
+from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
 from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
 from lightning_struct.callbacks.operator_monitor import OperatorMonitor
@@ -12,6 +13,7 @@ from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 
 __all__ = [
     "AdapterCheckpoint",
+    "Compression",
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",
     "OperatorMonitor",

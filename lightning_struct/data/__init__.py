@@ -1,5 +1,6 @@
 """Data sets as LightningDataModules, samplers whose batches change size, and differential equations with their points."""
 
+from lightning_struct.data.characters import CharactersDataModule
 from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.data.curves_datamodule import CurvesDataModule
 from lightning_struct.data.digits import MNISTDataModule, USPSDataModule
@@ -19,6 +20,7 @@ __all__ = [
     "Box",
     "Burgers",
     "CIFAR10DataModule",
+    "CharactersDataModule",
     "CurvesDataModule",
     "DifferentialEquation",
     "DrawLoader",

@@ -2,6 +2,7 @@
 
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
+from lightning_struct.models.compressible import CharacterTransformer, residual_network
 from lightning_struct.models.language import LanguageModel
 from lightning_struct.models.pinn import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from lightning_struct.models.structured import (
@@ -16,6 +17,7 @@ from lightning_struct.models.text import RecurrentNetwork
 
 __all__ = [
     "Autoencoder",
+    "CharacterTransformer",
     "Classifier",
     "LanguageModel",
     "PhysicsInformedNetwork",
@@ -30,6 +32,7 @@ __all__ = [
     "lenet",
     "mini_vgg",
     "pruned",
+    "residual_network",
     "single_hidden_layer",
     "structured_in_place_of_convolution",
     "unbiased_linear",

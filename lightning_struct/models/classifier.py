@@ -104,7 +104,7 @@ class Classifier(L.LightningModule):
     does not: ``Classifier.load_from_checkpoint(path, network=...)``.
 
     Args:
-        network: from inputs (n, ...) to outputs (n, num_classes).
+        network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) where each step has a label.
         num_classes: labels are 0 to ``num_classes - 1``.
         loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - z*‖² with z* the label one-hot, of which
             Zhang et al., equation (57), is the average over samples.
@@ -143,9 +143,9 @@ class Classifier(L.LightningModule):
         self.make_lr_scheduler = lr_scheduler
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs of the network, (n, num_classes)."""
+        """Outputs of the network, (n, num_classes) or (n, num_classes, steps)."""
         outputs = self.network(inputs)
-        if outputs.shape != (len(inputs), self.num_classes):
+        if outputs.shape[:2] != (len(inputs), self.num_classes):
             raise MisconfigurationException(
                 f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but num_classes={self.num_classes} "
                 f"asks for {(len(inputs), self.num_classes)}: give both the same number of classes"
@@ -178,7 +178,7 @@ class Classifier(L.LightningModule):
         self._evaluate(batch, "test", self.test_accuracy)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Classes, (n,), int64."""
+        """Classes, (n,) or (n, steps), int64."""
         return self(batch[0]).argmax(dim=1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -92,9 +92,7 @@ def _arguments(layer: StructuredLinear) -> dict[str, Any]:
             continue
         value = layer.weight_parameters if name == "parameters" else vars(layer).get(name, parameter.default)
         if not isinstance(value, int | float | str | None):
-            raise ValueError(
-                f"{type(layer).__name__} has the argument {name!r}, which the layer does not know any more"
-            )
+            raise TypeError(f"{type(layer).__name__} has the argument {name!r}, which the layer does not know any more")
         if value != parameter.default:
             arguments[name] = value
     return arguments

@@ -10,6 +10,9 @@ RLS_PAPER = "Zhang et al., Revisiting Recursive Least Squares for Training Deep 
 LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement Rank (LDR)"
 
 PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
+RESNET_PAPER = (
+    "He et al., Deep Residual Learning for Image Recognition, compressed in the middle of a fit (Compression)"
+)
 BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
 
 
@@ -71,6 +74,13 @@ RECIPES: Mapping[str, Recipe] = {
         "Table 2",
         "files of WikiText-2, or any text file",
         "ldr_sd",
+    ),
+    "compress_network": Recipe(
+        "small ResNet or character transformer, trained, compressed and trained on",
+        RESNET_PAPER,
+        "section 4.2",
+        "CIFAR-10, downloaded, or any text file",
+        "resnet",
     ),
     "poisson_pinn": Recipe(
         "physics-informed network 2-64-1 for Poisson's equation",

@@ -1,0 +1,168 @@
+"""Compression of the trained module in the middle of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_struct.nn.compress import compress
+from lightning_struct.nn.layer_structure import apply_structure, layer_structure
+from lightning_struct.nn.replace import replacement_report
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+
+_STRUCTURE = "layer_structure"
+
+
+class Compression(Callback):
+    """Compresses the module at the beginning of an epoch, and trains on: :func:`~lightning_struct.nn.compress` within one fit. ::
+
+        Trainer(max_epochs=12, callbacks=[Compression(budget=0.25, epoch=8)]).fit(module, data)
+
+    Then ``configure_optimizers`` is called anew, so that learning rates and schedulers begin anew, and
+    ``ModelCheckpoint`` forgets the scores of the larger model. What became of which layer is shown as
+    :func:`~lightning_struct.nn.replacement_report` has it.
+
+    Checkpoints say which layers are structured. With this callback the Trainer makes them before it loads the weights, in
+    ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a Trainer:
+    ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
+
+    The measuring takes the first validation samples; where there is no validation, the first training samples.
+
+    Args:
+        budget, max_loss_increase: the goal, one of them, see :func:`~lightning_struct.nn.compress`.
+        epoch: at whose beginning the module is compressed; 0 for one that comes with trained weights.
+        samples: that are measured on.
+        loss: called as ``loss(module, batch)``, () for a batch. None: the change of ``module(batch[0])``.
+        include, exclude: names or patterns of layers, beginning from the module: ``"network.layer1.*"``.
+        candidates: see :func:`~lightning_struct.nn.compress`.
+
+    Raises:
+        MisconfigurationException: there are several processes; the module has no layer to be compressed, or the goal is out
+            of reach; ``epoch`` or ``samples`` is out of range.
+    """
+
+    def __init__(
+        self,
+        budget: float | None = None,
+        *,
+        max_loss_increase: float | None = None,
+        epoch: int = 1,
+        samples: int = 512,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        include: list[str] | None = None,
+        exclude: list[str] | None = None,
+        candidates: Callable[[nn.Linear], list[Callable[..., nn.Module]]] | None = None,
+    ) -> None:
+        if (budget is None) == (max_loss_increase is None):
+            raise MisconfigurationException(
+                "Compression needs one goal: budget=0.25 for a quarter of the parameters, or max_loss_increase=0.02"
+            )
+        if epoch < 0 or samples < 1:
+            raise MisconfigurationException(
+                f"Compression needs epoch >= 0 and samples >= 1, but they are {epoch} and {samples}"
+            )
+        self.epoch = epoch
+        self.samples = samples
+        self._options = {
+            "budget": budget,
+            "max_loss_increase": max_loss_increase,
+            "loss": loss,
+            "include": include,
+            "exclude": exclude,
+            "candidates": candidates,
+        }
+        self._is_done = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"Compression works in one process, but there are {trainer.world_size}: with devices=1, or call "
+                "lightning_struct.nn.compress before the fit"
+            )
+        # Callbacks are not asked before weights are loaded, nor where weights alone are saved.
+        vars(pl_module)["on_save_checkpoint"] = MethodType(_save_with_structure, pl_module)
+        vars(pl_module)["on_load_checkpoint"] = MethodType(_load_into_structure, pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for name in ("on_save_checkpoint", "on_load_checkpoint"):
+            vars(pl_module).pop(name, None)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._is_done or trainer.current_epoch < self.epoch:
+            return
+        before = sum(parameter.numel() for parameter in pl_module.parameters())
+        with torch.random.fork_rng():
+            batches = list(self._batches(trainer))
+            try:
+                compress(pl_module, batches, **self._options)
+            except (TypeError, ValueError) as error:
+                raise MisconfigurationException(f"Compression: {error}") from error
+        self._is_done = True
+        trainer.strategy.setup_optimizers(trainer)
+        _forget_scores(trainer)
+        after = sum(parameter.numel() for parameter in pl_module.parameters())
+        rank_zero_info(
+            f"Compression at the beginning of epoch {trainer.current_epoch}: {before:,} parameters are {after:,} now.\n"
+            f"{replacement_report(pl_module)}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_done": self._is_done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._is_done = state_dict["is_done"]
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_STRUCTURE] = layer_structure(pl_module)  # also after the end of a run
+
+    def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
+        """Batches with as many samples as are asked for, on the device of the module."""
+        loaders = validation_loaders(trainer)
+        loader = loaders[0] if loaders else trainer.train_dataloader
+        missing = self.samples
+        for batch in loader:
+            prepared = prepare_batch(trainer, batch)
+            yield prepared
+            first = prepared if isinstance(prepared, Tensor) else next(iter(_tensors(prepared)), None)
+            missing -= 1 if first is None or first.dim() == 0 else len(first)
+            if missing <= 0:
+                return
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
+
+
+def _save_with_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """``on_save_checkpoint`` of a module that is compressed."""
+    type(pl_module).on_save_checkpoint(pl_module, checkpoint)
+    checkpoint[_STRUCTURE] = layer_structure(pl_module)
+
+
+def _load_into_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """``on_load_checkpoint`` of a module that is compressed: the layers are made for the weights."""
+    type(pl_module).on_load_checkpoint(pl_module, checkpoint)
+    try:
+        apply_structure(pl_module, checkpoint.get(_STRUCTURE, {}))
+    except ValueError as error:
+        raise MisconfigurationException(f"Compression: {error}") from error
+
+
+def _forget_scores(trainer: L.Trainer) -> None:
+    """Have ``ModelCheckpoint`` look for the best from now on: weights of before do not fit the module any more."""
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "best_k_models"):
+            callback.best_k_models = {}
+            callback.best_model_score = None
+            callback.best_model_path = callback.kth_best_model_path = ""

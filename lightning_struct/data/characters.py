@@ -1,0 +1,112 @@
+"""A text as windows of characters, each with the character that follows it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_struct.data.files import DamagedFileError, naming_file, read_or_explain
+from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, SamplingOptions, Splits
+from lightning_struct.data.text_corpus import synthetic_text
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+else:
+    from lightning_struct.data.in_memory import Unpack
+
+CHARACTERS = 128
+"""Numbers of characters: those of ASCII, and the last one for all others."""
+SHARES = (0.9, 0.05)
+FILE = "tinyshakespeare.txt"
+SYNTHETIC_SIZE = 200_000
+
+
+class CharactersDataModule(InMemoryDataModule):
+    """Windows of a text, and the characters that follow, for a classifier of the next character.
+
+    Samples are (characters, next characters), both (steps,), int64 from 0 to 127. The windows follow each other in the text
+    without overlap: the first 90 % of the text are for training, the next 5 % for validation, the rest for test. ::
+
+        Trainer().fit(Classifier(CharacterTransformer(), num_classes=128), datamodule=CharactersDataModule(text_file="some.txt"))
+
+    Args:
+        data_dir: directory with ``tinyshakespeare.txt``.
+        text_file: any text that is read instead.
+        steps: characters of a window.
+        batch_size: windows in a step, over all processes together.
+        draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
+        eval_batch_size: windows of validation, test and prediction at a time, per process.
+        train_size: windows of training that are kept, from the beginning; None keeps all.
+        val_size: likewise of validation.
+        test_size: likewise of test.
+        synthetic: a random text instead of a file; nothing is read. After each character there are eight that may follow it.
+        **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+
+    Raises:
+        MisconfigurationException: if the file cannot be had, or has fewer windows than are asked for.
+    """
+
+    def __init__(
+        self,
+        data_dir: str = "data",
+        text_file: str | None = None,
+        steps: int = 64,
+        batch_size: int = 64,
+        draws: Literal["independent", "epoch"] = "epoch",
+        *,
+        eval_batch_size: int = 256,
+        train_size: int | None = None,
+        val_size: int | None = None,
+        test_size: int | None = None,
+        synthetic: bool = False,
+        **loader: Unpack[SamplingOptions],
+    ) -> None:
+        super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        positive: dict[str, Any] = {f"{part}_size": size for part, size in self.sizes.items()} | {"steps": steps}
+        for name, value in positive.items():
+            if value is not None and value < 1:
+                raise MisconfigurationException(f"{name} must be at least 1, but is {value}")
+        self.path = Path(data_dir, FILE) if text_file is None else Path(text_file)
+        self.steps = steps
+        self.synthetic = synthetic
+
+    def load_splits(self) -> Splits:
+        if self.synthetic:
+            rank_zero_info("Text: a random one, in which each character has eight that may follow it, stands in.")
+            text = synthetic_text(SYNTHETIC_SIZE, CHARACTERS, seed=self.seed)
+        else:
+            text = read_or_explain(
+                "The text",
+                lambda: read_characters(self.path),
+                data_dir=str(self.path.parent),
+                files=f"{self.path.name}, or any text by --data.text_file=FILE,",
+            )
+        windows = text[: len(text) // (self.steps + 1) * (self.steps + 1)].view(-1, self.steps + 1)
+        first, second = round(SHARES[0] * len(windows)), round(sum(SHARES) * len(windows))
+        parts = {"train": windows[:first], "val": windows[first:second], "test": windows[second:]}
+        for name, part in parts.items():
+            if len(part) < (self.sizes[name] or 1):
+                raise MisconfigurationException(
+                    f"{name}_size is {self.sizes[name] or 1}, but the text has {len(part)} windows of {self.steps} "
+                    "characters for it: make it smaller, or take a longer text."
+                )
+        kept = (part[: self.sizes[name]] for name, part in parts.items())
+        return Splits(*(BatchedTensorDataset(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in kept))
+
+
+def read_characters(path: Path) -> Tensor:
+    """The characters of a file as numbers, (characters,), int64; those that are not ASCII are 127.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        DamagedFileError: if it is not UTF-8.
+    """
+    with naming_file(path):
+        text = path.read_text(encoding="utf-8")
+    if not text:
+        raise DamagedFileError(path, "is empty")
+    return torch.tensor([min(ord(character), CHARACTERS - 1) for character in text])

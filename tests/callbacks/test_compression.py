@@ -1,0 +1,99 @@
+"""Compression within a fit: with both namespaces, and a run that is resumed as one that was not stopped."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct import Compression
+from lightning_struct.nn import StructuredLinear, apply_structure
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def pl(request):
+    return import_module(request.param)
+
+
+def module(pl):
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+            self.sizes = []
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, _):
+            self.sizes.append(size(self))
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, _):
+            self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    return Module()
+
+
+def size(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 12, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (32,), generator=generator)), 8)
+
+
+def fit(pl, folder, epochs, path=None, callback=None):
+    torch.manual_seed(3)
+    checkpoints = pl.callbacks.ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_top_k=1)
+    callback = callback or Compression(budget=0.5, epoch=1, samples=16)
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[callback, checkpoints], **silent)
+    model = module(pl)
+    trainer.fit(model, loader(), loader(), ckpt_path=path)
+    return trainer, model
+
+
+def test_module_is_compressed_at_its_epoch_and_trained_on(pl, tmp_path):
+    trainer, model = fit(pl, tmp_path, 3)
+    whole = size(module(pl))
+    assert model.sizes[:4] == [whole] * 4 and all(now <= 0.5 * whole for now in model.sizes[4:])
+    trained = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    assert trained == {id(p) for p in model.parameters()} and trainer.global_step == 12
+    best = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    again = apply_structure(module(pl), best["layer_structure"])
+    again.load_state_dict(best["state_dict"])
+    assert any(isinstance(layer, StructuredLinear) for layer in again.modules())
+
+
+def test_resumed_run_is_the_uninterrupted_one(pl, tmp_path):
+    whole, expected = fit(pl, tmp_path / "whole", 3)
+    stopped, _ = fit(pl, tmp_path / "stopped", 2)
+    stopped.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, model = fit(pl, tmp_path / "resumed", 3, tmp_path / "two.ckpt")
+    assert resumed.global_step == whole.global_step
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+    (result,) = resumed.validate(module(pl), loader(), ckpt_path=tmp_path / "two.ckpt", verbose=False)
+    assert result["val_loss"] > 0
+
+
+def test_goal_out_of_reach_is_named(pl, tmp_path):
+    with pytest.raises(MisconfigurationException, match="Compression: budget=10 allows 10 parameters"):
+        fit(pl, tmp_path, 1, callback=Compression(budget=10, epoch=0))
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.5, "max_loss_increase": 0.1}, {"budget": 0.5, "epoch": -1}])
+def test_options_that_cannot_be(options):
+    with pytest.raises(MisconfigurationException, match="Compression needs"):
+        Compression(**options)

@@ -19,7 +19,7 @@ def test_windows_follow_each_other_in_the_text(tmp_path):
 def test_errors_name_the_remedy(tmp_path):
     with pytest.raises(MisconfigurationException, match="tinyshakespeare.txt, or any text by --data.text_file=FILE"):
         CharactersDataModule(data_dir=str(tmp_path)).setup("fit")
-    with pytest.raises(MisconfigurationException, match="train_size is 9999, but the text has 2769 windows of 64"):
+    with pytest.raises(MisconfigurationException, match="train_size is 9999, but the text has 2768 windows of 64"):
         CharactersDataModule(synthetic=True, train_size=9999).setup("fit")
     with pytest.raises(MisconfigurationException, match="steps must be at least 1"):
         CharactersDataModule(steps=0)

@@ -70,7 +70,7 @@ class Compression(Callback):
             )
         self.epoch = epoch
         self.samples = samples
-        self._options = {
+        self._options: dict[str, Any] = {
             "budget": budget,
             "max_loss_increase": max_loss_increase,
             "loss": loss,
@@ -125,7 +125,7 @@ class Compression(Callback):
     def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
         """Batches with as many samples as are asked for, on the device of the module."""
         loaders = validation_loaders(trainer)
-        loader = loaders[0] if loaders else trainer.train_dataloader
+        loader: Any = loaders[0] if loaders else trainer.train_dataloader
         missing = self.samples
         for batch in loader:
             prepared = prepare_batch(trainer, batch)
@@ -161,7 +161,8 @@ def _load_into_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
 
 def _forget_scores(trainer: L.Trainer) -> None:
     """Have ``ModelCheckpoint`` look for the best from now on: weights of before do not fit the module any more."""
-    for callback in trainer.checkpoint_callbacks:
+    checkpoints: list[Any] = list(trainer.checkpoint_callbacks)
+    for callback in checkpoints:
         if hasattr(callback, "best_k_models"):
             callback.best_k_models = {}
             callback.best_model_score = None

@@ -154,7 +154,7 @@ def why_not_pointwise(layer: nn.Module) -> str | None:
         return f"{type(layer).__name__} is no convolution"
     convolution: Any = layer
     if set(convolution.kernel_size) != {1}:
-        return "its kernel is larger than one pixel: replace_conv"
+        return "its kernel is larger than one pixel: replace_conv and compress take it"
     if convolution.groups != 1:
         return f"it has {convolution.groups} groups"
     if not isinstance(convolution.padding, str) and any(convolution.padding):

@@ -79,7 +79,7 @@ def compress(
         ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; the budget is
             less than what can be reached, which is named; there are no data, or the loss on them is not finite; a name is
             not in the model.
-        TypeError: ``loss`` is not given, and the outputs are no tensor.
+        TypeError: ``loss`` is not given, and the outputs are no tensor, or a batch neither a tensor nor a sequence.
 
     Example:
         >>> torch.manual_seed(0)
@@ -241,7 +241,8 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], is_selected: C
     if not names:
         raise ValueError(
             f"compress finds no layer in {type(model).__name__} that is included and not excluded: no linear layer, no "
-            "convolution without groups, no projection of attention with a weight of its own"
+            "convolution without groups, no projection of attention, that has a weight of its own and is not structured "
+            "already. Recurrent layers stay as they are"
         )
     return list(names.values())
 
@@ -303,6 +304,11 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     """The loss that is the relative change of the outputs from those of now."""
 
     def outputs(of: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, Tensor | tuple | list):
+            raise TypeError(
+                f"a batch is a {type(batch).__name__}, neither a tensor nor a sequence that begins with the inputs: give "
+                "loss=, a function of model and batch"
+            )
         y = of(batch if isinstance(batch, Tensor) else batch[0])
         if not isinstance(y, Tensor):
             raise TypeError(

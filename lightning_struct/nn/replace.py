@@ -27,7 +27,7 @@ LayerFactory = Callable[..., nn.Module]
 Selection = str | nn.Module | Callable[[str, nn.Module], bool]
 """A name with or without wildcards, a module, or a function of the name and the module."""
 
-_NOT_SELECTED = "include and exclude have left it, or nothing was replaced here yet"
+_NOT_SELECTED = "compress has kept it, include and exclude have left it, or nothing was replaced here yet"
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -154,7 +154,7 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
         >>> report.splitlines()[2].split()
         ['the', 'whole', 'model', '268', '4,300', '16.0']
         >>> report.skipped
-        {'1': 'its kernel is larger than one pixel: replace_conv'}
+        {'1': 'its kernel is larger than one pixel: replace_conv and compress take it'}
     """
     rows = [("layer", "class", "parameters", "dense", "compression", "error")]
     for name, layer in model.named_modules():

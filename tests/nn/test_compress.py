@@ -162,6 +162,28 @@ def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(options, message
     assert not any(isinstance(module, StructuredLinear) for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (nn.Linear(4, 4), {"x": torch.zeros(2, 4)}, "a batch is a dict, .*: give loss="),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)),
+            torch.zeros(2, 4),
+            "outputs of Sequential are no tensor, but a tuple",
+        ),
+    ],
+)
+def test_without_a_loss_inputs_and_outputs_must_be_tensors(model, batch, message):
+    with pytest.raises(TypeError, match=message):
+        compress(model, [batch], budget=0.5)
+
+
+def test_compressed_layers_are_not_compressed_again():
+    model = compress(nn.Sequential(nn.Linear(24, 24)), batches(), budget=0.5)
+    with pytest.raises(ValueError, match="not structured already"):
+        compress(model, batches(), budget=0.5)
+
+
 def test_no_data_is_an_error():
     with pytest.raises(ValueError, match="data has no batches"):
         compress(low_rank_network(), [], budget=0.5)

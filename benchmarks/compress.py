@@ -115,8 +115,8 @@ def digits(directory: Path) -> tuple[Sample, Sample, Sample]:
 
 
 TASKS = {
-    "resnet": Task(residual_network, cifar, 900, 100, 32, (4e-3, 1e-3)),
-    "transformer": Task(partial(CharacterTransformer, width=64), characters, 1000, 150, 32, (4e-3, 1e-3)),
+    "resnet": Task(residual_network, cifar, 700, 100, 32, (4e-3, 1e-3)),
+    "transformer": Task(partial(CharacterTransformer, width=96), characters, 700, 100, 32, (4e-3, 1e-3)),
     "perceptron": Task(adapters.Perceptron, digits, 3000, 200, 32, (2e-3, 1e-3)),
 }
 
@@ -195,6 +195,7 @@ def with_one_share(network: nn.Module, allowed: int) -> nn.Module:
     return network
 
 
+@torch.no_grad()  # so that the pruned network can be copied
 def pruned(network: nn.Module, allowed: int) -> nn.Module:
     """All layers with one share of their weights, the largest."""
     layers = list(replaceable(network).values())

@@ -24,6 +24,7 @@ from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
 
+_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the numbers of a layer by one of its matrices of low rank
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, ()."""
 Candidates = Callable[[nn.Linear], Iterable[LayerFactory]]
@@ -69,7 +70,7 @@ def compress(
             accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its first item; it
             needs no labels.
         candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. None: low rank
-            with 1/2, 1/4, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
+            with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
         include, exclude: as in :func:`~lightning_struct.nn.replace_linear`.
 
     Returns:
@@ -157,7 +158,7 @@ def default_candidates(linear: nn.Linear, moment: Tensor | None = None) -> list[
         moment: of its outputs, see :func:`~lightning_struct.nn.output_moments.observed_outputs`.
     """
     m, n = linear.out_features, linear.in_features
-    ranks = {max(1, m * n // ((m + n) * part)) for part in (2, 4, 8, 16, 32, 64)}
+    ranks = {max(1, m * n // ((m + n) * part)) for part in _PARTS}
     blocks = [count for count in (2, 4, 8, 16) if count <= min(m, n)]
     monarch = [functools.partial(Monarch.from_linear, blocks=count, refine=0) for count in blocks]
     return [*low_rank_near_outputs(linear, sorted(ranks), moment), *monarch]

@@ -232,7 +232,12 @@ class ResizableLoader:
     """
 
     def __init__(self, loader: DataLoader) -> None:
-        _check(loader)
+        if (refusal := why_not_resizable(loader)) is not None:
+            problem, remedy = refusal
+            raise MisconfigurationException(
+                f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients instead: "
+                "GrowingBatchSize(mode='accumulate')"
+            )
         self.loader = loader
         self.delivered = 0
         self.nominal = False
@@ -449,6 +454,29 @@ class _Resizable(DataLoader):
         return super().__len__() if resizable.iterable else len(resizable.sampler.source)  # type: ignore[arg-type]
 
 
+def why_not_resizable(loader: Any) -> tuple[str, str] | None:
+    """The loader and why its batches cannot change size, and what would help; None if they can."""
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        problem = f"a {name}, which is not a torch DataLoader"
+        remedy = "give Trainer.fit a DataLoader"
+    elif isinstance(loader, _Resizable):
+        problem = f"a {name} that is used twice"
+        remedy = "make a DataLoader for each place"
+    elif loader.batch_sampler is None:
+        problem = f"a {name} with batch_size=None, whose data set or sampler makes the batches"
+        remedy = "let the DataLoader make the batches of single samples"
+    elif hasattr(loader, "load_state_dict"):
+        problem = f"a {name}, which keeps its own position (state_dict) and would lose it when batches change size"
+        remedy = "use torch's DataLoader, which is resumed from the callback's state"
+    elif not getattr(loader, "in_order", True):
+        problem = f"a {name} with in_order=False, whose batches cannot be told apart at a resume"
+        remedy = "leave in_order out"
+    else:
+        return None
+    return problem, remedy
+
+
 def rounded_size(size: float) -> int:
     """Whole number nearest to ``size``, halves up, 1 at least."""
     return max(1, math.floor(size + 0.5))
@@ -487,28 +515,3 @@ def isolated_random_states() -> Iterator[None]:
 
 def _sizes(position: Position) -> list[int]:
     return [size for size, count in position["sizes"] for _ in range(count)]
-
-
-def _check(loader: Any) -> None:
-    name = type(loader).__name__
-    if not isinstance(loader, DataLoader):
-        problem = f"a {name}, which is not a torch DataLoader"
-        remedy = "give Trainer.fit a DataLoader"
-    elif isinstance(loader, _Resizable):
-        problem = f"a {name} that is used twice"
-        remedy = "make a DataLoader for each place"
-    elif loader.batch_sampler is None:
-        problem = f"a {name} with batch_size=None, whose data set or sampler makes the batches"
-        remedy = "let the DataLoader make the batches of single samples"
-    elif hasattr(loader, "load_state_dict"):
-        problem = f"a {name}, which keeps its own position (state_dict) and would lose it when batches change size"
-        remedy = "use torch's DataLoader, which is resumed from the callback's state"
-    elif not getattr(loader, "in_order", True):
-        problem = f"a {name} with in_order=False, whose batches cannot be told apart at a resume"
-        remedy = "leave in_order out"
-    else:
-        return
-    raise MisconfigurationException(
-        f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients instead: "
-        "GrowingBatchSize(mode='accumulate')"
-    )

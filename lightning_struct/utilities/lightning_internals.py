@@ -77,7 +77,7 @@ class TrainingLoaders:
     """
 
     def __init__(self, trainer: L.Trainer, prepare: Callable[[Any, int], None], prepared: Callable[[], None]) -> None:
-        self._trainer, self._preparing, self._count = trainer, False, 0
+        self._trainer, self._preparing, self._count, self._restored = trainer, False, 0, False
         self._loop, self._strategy = trainer.fit_loop, trainer.strategy
         process_dataloader, setup_data = self._strategy.process_dataloader, self._loop.setup_data
 
@@ -94,14 +94,16 @@ class TrainingLoaders:
                 setup_data()
             finally:
                 self._preparing = False
-            if self._count:
+            if self._count and not self._restored:
                 prepared()
 
         vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"] = process, setup
 
     def restore(self) -> None:
-        """Put Lightning's methods back."""
-        del vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"]
+        """Put Lightning's methods back, once."""
+        if not self._restored:
+            del vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"]
+        self._restored = True
 
     @property
     def steps_fetch(self) -> bool:

@@ -74,7 +74,7 @@ def bert() -> nn.Module:
 def test_growing_batches(make: Any) -> None:
     row = train_thrice(f"transformers: {make.__name__}", "transformers", lambda callbacks: fit(make(), callbacks))
     # what they look up is added to all samples of the batch alike: their layers see one sample
-    assert_batches_grow(row, unmeasured=("wpe.weight", "relative_attention_bias.weight", "position_embeddings.weight"))
+    assert_batches_grow(row, announced=("wpe.weight", "relative_attention_bias.weight", "position_embeddings.weight"))
 
 
 def rls(model: nn.Module) -> RLS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
@@ -44,7 +45,10 @@ class AccumulationGrowth:
     @property
     def dataset_size(self) -> int | None:
         sizes = [known_length(getattr(loader, "dataset", None)) for loader in self._loaders()]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
+        if None not in sizes:
+            return sum(size for size in sizes if size is not None)
+        batches = self._trainer.num_training_batches
+        return None if batches == math.inf else int(batches) * (self._samples_of_batch or 1)
 
     @property
     def first_length(self) -> float:
@@ -95,8 +99,9 @@ class AccumulationGrowth:
         return {"decided": self._decided, "accumulated": accumulated, "samples_of_batch": self._samples_of_batch}
 
     def load_state_dict(self, state: State) -> None:
-        self._decided, self._samples_of_batch = state["decided"], state["samples_of_batch"]
-        self._accumulated = state["accumulated"]
+        self._decided = state["decided"]
+        if "samples_of_batch" in state:  # else it is that of LoaderGrowth
+            self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
 
     def restore(self) -> None:
         self._trainer.accumulate_grad_batches = self._first

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
 from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth
@@ -22,6 +24,7 @@ from lightning_struct.callbacks.growing_batch_size.scheduler_clock import Schedu
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lightning_internals import logs_now
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -66,8 +69,8 @@ class GrowingBatchSize(Callback):
     they would be after the same samples in batches of the first size, so that a length from ``estimated_stepping_batches``
     ends with the training (automatic optimization only). Where ``max_steps`` ends it, they are left alone.
 
-    What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches, and refuses
-    others by name. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
+    What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches. With other
+    loaders it accumulates gradients over batches, and refuses them by name where that cannot be done either. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
     an iterable data set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts
     with the first size. The samples left of an epoch that is resumed come in the order they would have come in; later
     epochs are shuffled as Lightning shuffles them after any resume.
@@ -100,7 +103,8 @@ class GrowingBatchSize(Callback):
         window: number of predictions that are averaged, and of checks that are looked back; there is no decision before.
         every_n_steps: optimizer steps between two checks; None: as ``max_overhead`` allows.
         mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates gradients
-            over more of them, where memory is short (automatic optimization only; any loader).
+            over more of them, where memory is short (automatic optimization only; any loader). ``"auto"``: larger batches,
+            or, with a warning, accumulation where a loader cannot be resized.
         allow_shrinking: let the batch become smaller where the mean of the predictions is.
         probes: number of random projections that estimate, without bias, the gradient norms of layers where the exact ones
             would be expensive: convolutions and sequences with many positions. None measures all exactly.
@@ -115,7 +119,7 @@ class GrowingBatchSize(Callback):
 
     Raises:
         MisconfigurationException: an argument out of range, or against another; at the start of fit a loader whose batches cannot change size,
-            an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
+            with ``mode="batch"`` or where they cannot be accumulated either; an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
             parts of a step), or batches that are larger than ``max_batch_size`` already; with ``scale_lr`` an optimizer
             without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor that
             is not logged, or not finite.
@@ -142,7 +146,7 @@ class GrowingBatchSize(Callback):
         growth: float = 1.005,
         window: int = 5,
         every_n_steps: int | None = None,
-        mode: Literal["batch", "accumulate"] = "batch",
+        mode: Literal["auto", "batch", "accumulate"] = "auto",
         allow_shrinking: bool = False,
         probes: int | None = 8,
     ) -> None:
@@ -180,6 +184,7 @@ class GrowingBatchSize(Callback):
         self._batch_size: float | None = None
         self._growth: BatchGrowth | None = None
         self._last_state: dict[str, Any] | None = None
+        self._growth_state: dict[str, Any] | None = None  # that was loaded for this fit
         self._measurement: Measurement | None = None
         self._measurement_state: dict[str, Any] | None = None
         self._resumes = False
@@ -218,10 +223,11 @@ class GrowingBatchSize(Callback):
         if stage == "fit":
             if self._schedule is not None:
                 self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
-            if self.mode == "batch":
-                self._growth = LoaderGrowth(trainer, self._batch_size, self.max_device_batch_size)
-            else:
+            if self.mode == "accumulate":
                 self._growth = AccumulationGrowth(trainer, self._batch_size)
+            else:
+                instead = partial(self._accumulate_instead, trainer) if self.mode == "auto" else None
+                self._growth = LoaderGrowth(trainer, self._batch_size, self.max_device_batch_size, instead)
             self._clock = SchedulerClock(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -249,6 +255,7 @@ class GrowingBatchSize(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         growth = self._active_growth
         growth.on_train_start()
+        self._growth_state = None
         self._active_clock.attach(growth)
         if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
@@ -274,7 +281,7 @@ class GrowingBatchSize(Callback):
         growth = self._active_growth
         growth.on_train_batch_start()
         if self._rate is not None:
-            read = sum(growth.expected_sizes()) * trainer.world_size * trainer.accumulate_grad_batches
+            read = sum(growth.expected_sizes()) * data_parallel_size(trainer) * trainer.accumulate_grad_batches
             self._rate.begin_batch(growth.batch_size, read or None)
         self._active_measurement.begin_batch(batch, growth.expected_sizes(), self._steps + 1)
 
@@ -368,6 +375,7 @@ class GrowingBatchSize(Callback):
             self._measurement.load_state_dict(self._measurement_state)
         if self._growth is not None and state_dict["growth"] is not None:
             self._growth.load_state_dict(state_dict["growth"])
+            self._growth_state = state_dict["growth"]
         elif self._growth is not None and self._batch_size is not None:
             self._growth.set_batch_size(self._batch_size)
 
@@ -428,6 +436,21 @@ class GrowingBatchSize(Callback):
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
+
+    def _accumulate_instead(self, trainer: L.Trainer, problem: str, remedy: str) -> None:
+        """Go on by accumulation where the batches of a loader cannot change size."""
+        told = f"The size of batches cannot be changed in {problem}."
+        try:
+            check_accumulation(trainer, "mode='auto'", remedy)
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{told} {error}") from None
+        self._growth = AccumulationGrowth(trainer, self._batch_size)
+        if self._growth_state is not None:
+            self._growth.load_state_dict(self._growth_state)
+        rank_zero_warn(
+            f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that this is "
+            f"meant. For larger batches, {remedy}"
+        )
 
     def _set_batch_size(self, trainer: L.Trainer) -> None:
         decided = self.decide(self._active_growth.batch_size)
@@ -523,4 +546,4 @@ class GrowingBatchSize(Callback):
         if self._growth is not None:
             self._last_state = self._growth.state_dict() if keep_state else None
             self._growth.restore()
-        self._measurement = self._growth = None
+        self._measurement = self._growth = self._growth_state = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches, check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import State
+from lightning_struct.data.resizable import why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lightning_internals import TrainingLoaders
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -32,6 +35,8 @@ class LoaderGrowth:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
         max_device_batch_size: samples in one batch of one process, at most; None for any number.
+        on_refusal: is called, when all is put back, with the loader that cannot be resized and why, and with what would help;
+            None: that is an error.
 
     Raises:
         MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of them
@@ -40,9 +45,14 @@ class LoaderGrowth:
     """
 
     def __init__(
-        self, trainer: L.Trainer, batch_size: float | None = None, max_device_batch_size: int | None = None
+        self,
+        trainer: L.Trainer,
+        batch_size: float | None = None,
+        max_device_batch_size: int | None = None,
+        on_refusal: Callable[[str, str], None] | None = None,
     ) -> None:
         self._trainer, self._decided, self._device_limit = trainer, batch_size, max_device_batch_size
+        self._on_refusal = on_refusal
         self._first_accumulated = self._accumulated = trainer.accumulate_grad_batches
         # numbers of batches before which the accumulation changes, and to what
         self._changes: list[list[int]] = []
@@ -51,7 +61,7 @@ class LoaderGrowth:
             check_accumulation(
                 trainer,
                 f"max_device_batch_size={max_device_batch_size}",
-                f"use max_batch_size={max_device_batch_size * trainer.world_size} instead",
+                f"use max_batch_size={max_device_batch_size * data_parallel_size(trainer)} instead",
             )
         self._state: State | None = None
         self._resumed: State | None = None
@@ -79,7 +89,9 @@ class LoaderGrowth:
         loader = self._loaders[self._main]
         read = loader.sizes_read(self._trainer_loaders.ahead)
         return (
-            read[0] * self._trainer.world_size / loader.first_batch_size if read and not self._limits_batches else None
+            read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
+            if read and not self._limits_batches
+            else None
         )
 
     def expected_sizes(self) -> list[int]:
@@ -149,9 +161,11 @@ class LoaderGrowth:
         }
 
     def load_state_dict(self, state: State) -> None:
+        self._decided = state["decided"]
+        if "positions" not in state:  # that of AccumulationGrowth
+            return
         accumulated = self._first_accumulated  # version 0.2 saved no accumulation, which did not change then
         self._state = {"accumulated": [accumulated, accumulated], "changes": [], **state}
-        self._decided = state["decided"]
 
     def restore(self) -> None:
         if self._device_limit is not None:
@@ -177,26 +191,38 @@ class LoaderGrowth:
         ]
         if draws:
             self._loaders.append(GrowingDraws(dataloader, draws[0]))
+        elif self._on_refusal is not None and (refusal := why_not_resizable(dataloader)) is not None:
+            self.restore()
+            self._on_refusal(*refusal)
+            return
         else:
             limit = self._trainer.limit_train_batches
             limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
-            self._loaders.append(GrowingLoader(dataloader, self._trainer.world_size, limit if limits_samples else None))
+            processes = data_parallel_size(self._trainer)
+            self._loaders.append(GrowingLoader(dataloader, processes, limit if limits_samples else None))
         self._main, self._batches_done = 0, 0
         self._accumulated, self._changes, self._asked_for = self._first_accumulated, [], None
         self._resize()  # workers are asked for batches before all is prepared; loaders that come yet change the proportions
 
     def _prepared(self) -> None:
         if self._trainer_loaders.steps_fetch:
-            raise MisconfigurationException(
-                f"The size of batches cannot be changed where {type(self._trainer.lightning_module).__name__}."
-                "training_step(dataloader_iter) fetches them itself: take the batch as argument"
+            module = type(self._trainer.lightning_module).__name__
+            problem, remedy = (
+                f"{module}.training_step(dataloader_iter), which fetches them itself",
+                "take the batch as argument",
             )
+            if self._on_refusal is None:
+                raise MisconfigurationException(f"The size of batches cannot be changed in {problem}: {remedy}")
+            self.restore()
+            self._trainer_loaders.iterate_anew()
+            self._on_refusal(problem, remedy)
+            return
         self._nominal_limits, self._nominal_length = self._trainer_loaders.limits, self._trainer_loaders.length
         self._nominal_interval = self._trainer.val_check_batch
         self._main = self._loader_that_ends_the_epoch()
         for loader in self._loaders:
             loader.end_preparation()
-        first = sum(loader.first_batch_size for loader in self._loaders) // self._trainer.world_size
+        first = sum(loader.first_batch_size for loader in self._loaders) // data_parallel_size(self._trainer)
         if self._device_limit is not None and first > self._device_limit:
             raise MisconfigurationException(
                 f"Batches of {first} on one device are larger than GrowingBatchSize(max_device_batch_size="
@@ -257,7 +283,8 @@ class LoaderGrowth:
             return False
         accumulated, most = self._trainer.accumulate_grad_batches, math.inf
         if self._device_limit is not None:
-            asked, samples = self._asked, self._decided / self._trainer.world_size
+            processes = data_parallel_size(self._trainer)
+            asked, samples = self._asked, self._decided / processes
             if asked % self._accumulated:
                 return False  # within a step
             accumulated = accumulated_batches(
@@ -265,7 +292,7 @@ class LoaderGrowth:
             )
             if accumulated != self._accumulated and asked:
                 self._changes.append([asked, accumulated])
-            self._accumulated, most = accumulated, self._device_limit * self._trainer.world_size
+            self._accumulated, most = accumulated, self._device_limit * processes
         if self._asked_for == (asked_for := (len(self._loaders), self._decided, accumulated)):
             return False
         self._asked_for = asked_for

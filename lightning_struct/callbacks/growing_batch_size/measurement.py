@@ -21,6 +21,7 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.data_parallel import data_parallel_size
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Measurement:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
         if self.is_reported:
             return 0
-        read = samples_in(batch, expected_sizes) * self._trainer.world_size
+        read = samples_in(batch, expected_sizes) * data_parallel_size(self._trainer)
         self._samples += read
         self._batches += 1
         return read

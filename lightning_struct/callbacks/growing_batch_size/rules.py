@@ -93,7 +93,7 @@ def predicted_batch_size(
 
 ESTIMATORS = ("auto", "layers", "ranks", "steps")
 LEARNING_RATE_RULES = (None, "sqrt", "linear", "adascale")
-MODES = ("batch", "accumulate")
+MODES = ("auto", "batch", "accumulate")
 
 
 def check_settings(

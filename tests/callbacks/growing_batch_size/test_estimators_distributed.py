@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_struct import GrowingBatchSize
@@ -54,9 +55,9 @@ class Keep(L.Callback):
         torch.save(trainer.callbacks[0].records, self.directory / f"{trainer.global_rank}.pt")
 
 
-def records(directory, estimator, module, **options):
+def records(directory, estimator, module, growing=None, **options):
     most = None if "max_steps" in options else 4 * options.get("accumulate_grad_batches", 1)
-    growing = GrowingBatchSize(estimator=estimator, every_n_steps=1, max_batch_size=most)
+    growing = GrowingBatchSize(estimator=estimator, every_n_steps=1, **(growing or {"max_batch_size": most}))
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -104,10 +105,10 @@ class LeavingWeights(_EndingLauncher):
 class ShardedInTwoProcesses(ModelParallelStrategy):
     """In processes as :mod:`tests.processes` makes them."""
 
-    def __init__(self):
+    def __init__(self, data_parallel_size=2):
         super().__init__(
-            data_parallel_size=2,
-            tensor_parallel_size=1,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=2 // data_parallel_size,
             process_group_backend="gloo",
             timeout=datetime.timedelta(seconds=60),
         )
@@ -125,6 +126,33 @@ def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
     sharded = records(two, "auto", Network(rate=0.05), **options)
     assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4)
     assert sharded[0] == sharded[1] and len(sharded[0]) == 9
+
+
+class TensorParallel(Network):
+    """Both processes read the same batches."""
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for parameter in self.parameters():  # forked processes share their memory
+                parameter.data = parameter.data.clone()
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.network, self.device_mesh["tensor_parallel"], plan)
+
+    def train_dataloader(self):
+        return DataLoader(regression(), batch_size=4)
+
+
+def test_processes_that_share_a_batch_count_its_samples_once(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    growing = {"theta": 0.02, "window": 2, "max_batch_size": 8}
+    (of_one,) = records(one, "steps", TensorParallel(rate=0.05), growing, devices=1)
+    options = {"strategy": ShardedInTwoProcesses(1), "devices": 2, "plugins": [LightningEnvironment()]}
+    parallel = records(two, "auto", TensorParallel(rate=0.05), growing, **options)
+    assert [record["batch_size"] for record in parallel[1]] == [record["batch_size"] for record in of_one]
+    assert [of_one[0]["batch_size"], of_one[-1]["batch_size"]] == [4, 8] and parallel[0] == parallel[1]
+    assert ratios(parallel[0]) == pytest.approx(ratios(of_one), rel=1e-4)
 
 
 class Compiled(Network):

@@ -116,6 +116,34 @@ def test_a_loss_that_is_no_number_leaves_the_weights_finite(tmp_path):
     assert weights(poisoned).isfinite().all()
 
 
+class Partitioned(torch.optim.SGD):
+    """Steps on a flat copy of the weights that gets its gradients within the step, as DeepSpeed's ZeRO does."""
+
+    def __init__(self, parameters, lr):
+        self.weights = list(parameters)
+        super().__init__([nn.utils.parameters_to_vector(self.weights).detach().requires_grad_()], lr)
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        (flat,) = self.param_groups[0]["params"]
+        flat.grad = torch.cat([weight.grad.flatten() for weight in self.weights])
+        super().step()
+        nn.utils.vector_to_parameters(flat.detach(), self.weights)
+        flat.grad = None
+        return loss
+
+
+def test_an_optimizer_that_keeps_its_gradients_leaves_the_size_and_is_named(tmp_path):
+    class PartitionedRegressor(Regressor):
+        def configure_optimizers(self):
+            return Partitioned(self.parameters(), lr=0.02)
+
+    module = PartitionedRegressor()
+    with pytest.warns(UserWarning, match="finds no gradients in the parameters of Partitioned.*schedule="):
+        trainer_for(tmp_path, growing(estimator="steps")).fit(module, DataLoader(regression(), batch_size=4))
+    assert module.sizes == EPOCHS * 10 * [4]
+
+
 # --- little data -------------------------------------------------------------------------------------------------------
 
 
@@ -235,16 +263,47 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("loader, message", REFUSED)
-def test_a_loader_that_cannot_be_resized_is_refused(tmp_path, loader, message):
+def test_a_loader_that_cannot_be_resized_is_refused_where_larger_batches_are_asked_for(tmp_path, loader, message):
     with pytest.raises(MisconfigurationException, match=rf"{message}.*GrowingBatchSize\(mode='accumulate'\)"):
-        trainer_for(tmp_path, growing()).fit(Regressor(), loader())
+        trainer_for(tmp_path, growing(mode="batch")).fit(Regressor(), loader())
 
 
-@pytest.mark.parametrize("loader", [param.values[0] for param in REFUSED[:2]], ids=["not a DataLoader", "unbatched"])
-def test_what_cannot_be_resized_can_be_accumulated(tmp_path, loader):
-    callback = growing(mode="accumulate")
-    trainer_for(tmp_path, callback).fit(Regressor(), loader())
+@pytest.mark.parametrize("loader, message", REFUSED[:2])
+def test_batches_that_cannot_be_resized_are_accumulated(tmp_path, loader, message):
+    callback, module, asked = growing(), Regressor(), Regressor()
+    with pytest.warns(
+        UserWarning, match=f"{message}.*accumulates gradients over more of them instead.*For larger batches"
+    ):
+        trainer_for(tmp_path, callback).fit(module, loader())
+    trainer_for(tmp_path, growing(mode="accumulate")).fit(asked, loader())
     assert callback.records[0]["batch_size"] == 4 and max(r["batch_size"] for r in callback.records) == 12
+    assert torch.equal(weights(module), weights(asked))
+
+
+def test_one_loader_that_cannot_be_resized_leaves_the_others_as_they_are(tmp_path):
+    resizable, module = DataLoader(regression(), batch_size=4), TwoTasks()
+    with pytest.warns(UserWarning, match="a Batches, which is not a torch DataLoader.*accumulates"):
+        trainer_for(tmp_path, growing()).fit(module, CombinedLoader([resizable, Batches()], "min_size"))
+    assert type(resizable) is DataLoader and set(module.sizes) == {4}
+
+
+def test_an_accumulating_run_is_resumed_without_being_asked_for(tmp_path):
+    def run(directory, **options):
+        module, keep = Regressor(), ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        with pytest.warns(UserWarning, match="accumulates gradients over more of them instead"):
+            trainer_for(tmp_path, growing(), keep, enable_checkpointing=True).fit(module, Batches(), **options)
+        return module
+
+    whole, resumed = run(tmp_path / "whole"), run(tmp_path / "resumed", ckpt_path=tmp_path / "whole" / "step=14.ckpt")
+    assert torch.equal(weights(resumed), weights(whole)) and len(resumed.sizes) < len(whole.sizes)
+
+
+def test_batches_that_can_neither_be_resized_nor_accumulated_are_refused(tmp_path):
+    message = (
+        r"a Batches, which is not a torch DataLoader. .*Manual.training_step does itself: give Trainer.fit a DataLoader"
+    )
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer_for(tmp_path, growing()).fit(Manual(), Batches())
 
 
 class Fetching(Regressor):
@@ -254,15 +313,18 @@ class Fetching(Regressor):
 
 def test_a_step_that_fetches_its_batches_is_refused(tmp_path):
     with pytest.raises(
-        MisconfigurationException, match=r"Fetching.training_step\(dataloader_iter\) fetches them itself"
+        MisconfigurationException, match=r"Fetching.training_step\(dataloader_iter\), which fetches them itself"
     ):
-        trainer_for(tmp_path, growing()).fit(Fetching(), DataLoader(regression(), batch_size=4))
+        trainer_for(tmp_path, growing(mode="batch")).fit(Fetching(), DataLoader(regression(), batch_size=4))
 
 
-def test_a_step_that_fetches_its_batches_can_accumulate(tmp_path):
-    callback = growing(mode="accumulate")
-    trainer_for(tmp_path, callback).fit(Fetching(), DataLoader(regression(), batch_size=4))
-    assert max(record["batch_size"] for record in callback.records) == 12
+def test_a_step_that_fetches_its_batches_accumulates_them(tmp_path):
+    callback, module = growing(), Fetching()
+    with pytest.warns(
+        UserWarning, match=r"Fetching.training_step\(dataloader_iter\), which fetches them itself.*instead"
+    ):
+        trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
+    assert max(record["batch_size"] for record in callback.records) == 12 and set(module.sizes) == {4}
 
 
 def test_accumulation_is_refused_under_manual_optimization(tmp_path):

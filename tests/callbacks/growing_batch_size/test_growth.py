@@ -343,26 +343,10 @@ def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
 # Refusals
 
 
-def test_what_is_no_loader_is_refused_at_the_start(tmp_path):
-    with pytest.raises(MisconfigurationException, match="a Batches, which is not a torch DataLoader"):
-        fit(tmp_path, Batches())
-
-
-def test_a_module_that_fetches_its_batches_is_refused(tmp_path):
-    class Fetching(Reader):
-        def training_step(self, dataloader_iter):
-            return super().training_step(next(dataloader_iter)[0], 0)
-
-    with pytest.raises(
-        MisconfigurationException, match=r"Fetching.training_step\(dataloader_iter\) fetches them itself"
-    ):
-        fit(tmp_path, loader(), module=Fetching())
-
-
 def test_after_a_refusal_the_trainer_and_its_loader_are_as_they_were(tmp_path):
     good = loader()
     with pytest.raises(MisconfigurationException):
-        fit(tmp_path, {"a": good, "b": Batches()})
+        fit(tmp_path, {"a": good, "b": Batches()}, growing=Growing(mode="batch"))
     assert type(good) is DataLoader
 
 

@@ -254,7 +254,8 @@ def train(options: argparse.Namespace, name: str, way: str, seed: int) -> Run:
     batch_size = task.batch_size * FIXED.get(way, 1)
     trainer.fit(Project(task), DataLoader(training, batch_size=batch_size, shuffle=True, collate_fn=keep_batch))
     records = growing.records if growing else []
-    sizes = [{"samples": record["samples"], "size": record["batch_size"]} for record in records]
+    names = {"samples": "samples", "size": "batch_size", "predicted": "batch_size_predicted"}
+    sizes = [{name: record[key] for name, key in names.items() if key in record} for record in records]
     return {"task": name, "way": way, "seed": seed, "points": curve.points, "sizes": sizes}
 
 

@@ -316,17 +316,27 @@ def report(runs: Sequence[Run]) -> None:
         losses = [" / ".join(f"{loss:.4f}" for loss in losses) for losses in (theirs, mine)]
         harness.print_row(name, *losses, f"{difference:+.4f}", f"{max(theirs) - min(theirs):.4f}")
     print("\n(b) To the final loss of the best fixed batch: share of its steps and of its CPU seconds")
-    harness.print_header(
-        "task", "best fixed batch", "its loss", *(f"{way}: steps, seconds" for way in WAYS[len(FIXED) :])
-    )
+    print("Noise: the batch that the default predicts, over the user's own, in the middle half of the steps; medians")
+    of_ways = [f"{way}: steps, seconds" for way in WAYS[len(FIXED) :]]
+    harness.print_header("task", "best fixed batch", "its loss", "noise", *of_ways)
     for name in tasks:
         best = best_fixed(runs, name)
         if best is None:
             continue
         loss = statistics.median(best_until(run) for run in of(runs, name, best))
-        harness.print_row(
-            name, best, f"{loss:.4f}", *(shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :])
-        )
+        cells = [shares(runs, name, way, best, loss) for way in WAYS[len(FIXED) :]]
+        harness.print_row(name, best, f"{loss:.4f}", predicted_growth(runs, name), *cells)
+
+
+def predicted_growth(runs: Sequence[Run], task: str) -> str:
+    """The batch that the default predicts over the user's own: the gradient noise scale, as far as there are samples."""
+    predicted = [
+        [check["predicted"] for check in run["sizes"] if "predicted" in check] for run in of(runs, task, DEFAULT)
+    ]
+    medians = [
+        statistics.median(checks[len(checks) // 4 : -len(checks) // 4]) for checks in predicted if len(checks) > 3
+    ]
+    return f"{statistics.median(medians) / TASKS[task].batch_size:.1f}" if medians else "-"
 
 
 def shares(runs: Sequence[Run], task: str, way: str, best: str, loss: float) -> str:

@@ -88,6 +88,7 @@ class SampleGradients:
         self._of_batch: dict[int, GradientStatistics] = {}
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._left_out: dict[str, str] = {}
+        self._told: set[str] = set()
         self._checked = 0
         self._measuring = False
 
@@ -150,6 +151,8 @@ class SampleGradients:
                     f"can measure none, or a small part, of the gradient of {type(optimizer).__name__}"
                     + "".join(f"; {names}: {reason}" for names, reason in _by_reason(self._left_out))
                 )
+        self._tell_left_out()
+        if n == 0:
             return
         if is_finite(variance + gradient, self._trainer, optimizer):
             unscaled = (loss_scale(self._trainer) or 1.0) ** 2
@@ -239,8 +242,11 @@ class SampleGradients:
         self._leave_out({name: CHANGED for name, wrong in zip(names, differs, strict=True) if wrong})
 
     def _leave_out(self, reasons: dict[str, str]) -> None:
-        new = {name: reason for name, reason in reasons.items() if name not in self._left_out}
-        self._left_out.update(new)
+        self._left_out = reasons | self._left_out
+
+    def _tell_left_out(self) -> None:
+        new = {name: reason for name, reason in self._left_out.items() if name not in self._told}
+        self._told.update(new)
         for names, reason in _by_reason(new):
             rank_zero_warn(
                 f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: {reason}"

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -112,10 +113,23 @@ def file_name(*parts: object) -> str:
     return "_".join(str(part) for part in parts).replace(" ", "_") + ".json"
 
 
+def command() -> str:
+    """The command of this process as a page shows it: files and folders outside of the current one by what they are."""
+
+    def shown(argument: str) -> str:
+        path = Path(argument).resolve()
+        if argument.startswith("-") or not path.exists() or path.is_relative_to(Path.cwd()):
+            return argument
+        return "DIRECTORY" if path.is_dir() else path.name
+
+    arguments = sys.argv[1 : sys.argv.index("--job") if "--job" in sys.argv else None]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shown, arguments)])
+
+
 def keep_run(file: Path, run: Run) -> None:
-    """Write a run with its machine; the file appears when it is complete."""
+    """Write a run with its command and its machine; the file appears when it is complete."""
     unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(run | {"machine": machine()}))
+    unfinished.write_text(json.dumps(run | {"command": command(), "machine": machine()}))
     unfinished.replace(file)
 
 
@@ -306,16 +320,24 @@ def progress(items: Iterable[T], total: int, description: str = "runs") -> Itera
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+def header(*columns: object) -> str:
+    """The head of a Markdown table."""
+    return f"{row(*columns)}\n|{'---|' * len(columns)}"
+
+
+def row(*cells: object) -> str:
+    """One row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def print_header(*columns: object) -> None:
     """The head of a Markdown table, after an empty line."""
-    print()
-    print_row(*columns)
-    print("|" + "---|" * len(columns), flush=True)
+    print(f"\n{header(*columns)}", flush=True)
 
 
 def print_row(*cells: object) -> None:
     """One row of a Markdown table."""
-    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    print(row(*cells), flush=True)
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}", bold: bool = False) -> str:

@@ -255,7 +255,7 @@ def train(
         )
     except ValueError as not_finite:  # the way diverged, which is a result
         error = str(not_finite)
-    return {"epochs": curve.epochs, "error": error}
+    return {"epochs": curve.epochs, "seconds": curve.seconds, "error": error}
 
 
 def run_all(task: Task, options: argparse.Namespace) -> None:

@@ -114,6 +114,7 @@ LABELS = {
     "cauchy_like": "Cauchy-like",
     "low_rank": "low rank",
 }
+LEAST_COUNT = 3  # of a word of WikiText
 OTHER_RANKS: Sequence[int] = (4, 2)  # the budgets of LDR-TD and LDR-SD of rank one
 
 
@@ -259,12 +260,15 @@ def run_images(options: argparse.Namespace) -> None:
     output = harness.make_directory((options.output or harness.RESULTS / "structured_tasks") / folder)
     splits: dict[int, Splits] = {}  # the last that were loaded, by their seed
 
+    settings = {key: getattr(options, key) for key in ("variant", "network", "epochs", "train_fraction")}
+
     def train(way: Way, rate: float, seed: int) -> Run:
         drawn = seed if options.train_fraction < 1 else 0
         if drawn not in splits:
             splits.clear()
             splits[drawn] = load_images(options, drawn)
-        return {"way": way, "rate": rate, "seed": seed, **train_image(way, rate, seed, splits[drawn], options)}
+        result = train_image(way, rate, seed, splits[drawn], options)
+        return {**settings, "way": way, "rate": rate, "seed": seed, **result}
 
     wanted = list(product(options.seeds, ways_of(options.classes, options.ranks), options.rates))
     for seed, way, rate in harness.progress(wanted, len(wanted)):
@@ -402,6 +406,9 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
         optimizer=partial(torch.optim.SGD, lr=20.0),
         lr_scheduler=plateau,
     )
+    if options.frozen_embedding:
+        nn.init.normal_(model.embedding.weight)  # of a size that the rate of 20 can work with, which ±0.1 is not
+        model.embedding.requires_grad_(False)
     best = BestWeights("val_loss", -1)
     trainer = harness.bare_trainer(best, max_epochs=options.epochs, accelerator=options.device, gradient_clip_val=0.25)
     began = time.process_time()
@@ -423,13 +430,21 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
 
 
 def run_language(options: argparse.Namespace) -> None:
-    data = TextCorpusDataModule(options.data_dir, options.text_file, synthetic=options.synthetic)
+    data = TextCorpusDataModule(
+        options.data_dir, options.text_file, synthetic=options.synthetic, least_count=options.least_count
+    )
     source = "synthetic" if options.synthetic else Path(options.text_file).stem if options.text_file else "wikitext-2"
     folder = f"language_{source}_{options.epochs}_epochs" + ("_authors" if options.authors else "")
+    folder += (f"_count_{options.least_count}" if options.least_count != LEAST_COUNT else "") + (
+        "_frozen" if options.frozen_embedding else ""
+    )
     output = harness.make_directory((options.output or harness.RESULTS / "structured_tasks") / folder)
 
+    settings = {key: getattr(options, key) for key in ("epochs", "authors", "frozen_embedding", "least_count")}
+    settings |= {"text": source, "words": len(data.corpus.train), "vocabulary": data.vocabulary_size}
+
     def train(way: Way, seed: int) -> Run:
-        return {"way": way, "seed": seed, **train_language(way, seed, data, options)}
+        return {**settings, "way": way, "seed": seed, **train_language(way, seed, data, options)}
 
     wanted = list(product(options.seeds, language_ways(options.classes, options.ranks)))
     for seed, way in harness.progress(wanted, len(wanted)):
@@ -479,6 +494,12 @@ def main() -> None:
     language.add_argument("--epochs", type=int, default=40)
     language.add_argument("--seeds", type=int, nargs="+", default=[0])
     language.add_argument("--authors", action="store_true", help="initial values and rates as in the authors' code")
+    language.add_argument(
+        "--frozen-embedding", action="store_true", help="random and never trained: the matrices alone read the words"
+    )
+    language.add_argument(
+        "--least-count", type=int, default=LEAST_COUNT, help="words that the text file has less often are <unk>"
+    )
     for command in (image, language):
         harness.add_data_options(command)
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

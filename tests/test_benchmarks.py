@@ -208,3 +208,47 @@ def test_classes_of_layers_are_timed_beside_low_rank_with_as_many_parameters(
     assert counts["dense, ms"] == "4,096"
     assert counts["Monarch"] == counts["low rank, r = 8"] == "1,024"
     assert counts["Butterfly, r = 1"] == counts["low rank, r = 6"] == "768"
+
+
+def test_the_tables_of_the_papers_are_those_of_the_data() -> None:
+    papers = import_module("papers")
+    page = papers.PAGE.read_text()
+    assert papers.filled(page) == page, "run: python benchmarks/papers.py"
+    assert [name for name, _ in papers.BLOCK.findall(page)] == list(papers.TABLES)
+
+
+def test_a_table_changes_with_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harness: ModuleType) -> None:
+    papers = import_module("papers")
+    monkeypatch.setattr(papers, "DATA", tmp_path)
+    folder = tmp_path / "rls/sweep_mnist"
+    folder.mkdir(parents=True)
+    page = "before\n<!-- table: rls_figures_4_and_5 -->\nold\n<!-- end -->\nbehind\n"
+    for seed, accuracy in ((1, 0.5), (0, 0.25)):
+        epochs = [{"test_accuracy": accuracy, "train_loss": 2.0}]
+        harness.keep_run(
+            folder / f"{seed}.json", {"way": "k = 0.1", "seed": seed, "epochs": epochs, "seconds": 3.0 + seed}
+        )
+    made = papers.filled(page)
+    assert made.startswith("before\n<!-- table") and made.endswith("<!-- end -->\nbehind\n") and "old" not in made
+    assert "| k = 0.1 | 25.00 / 50.00 | 25.00 / 50.00 | 2 / 2 |" in made
+    assert f"{harness.machine_line()}: 2 runs of 3 to 4 CPU seconds." in made
+    assert papers.filled(made) == made
+
+
+def test_commands_that_differ_in_their_seeds_are_one() -> None:
+    commands = [f"python a.py --seeds {seeds} --epochs 3" for seeds in ("0", "2 1")] + ["python b.py"]
+    assert import_module("papers").commands_of({"command": command} for command in commands) == [
+        "python a.py --seeds 0 1 2 --epochs 3",
+        "python b.py",
+    ]
+
+
+def test_a_run_names_its_command_without_folders_of_its_machine(
+    harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "text.txt").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    outside = ["--data-dir", str(tmp_path), "--text-file", str(tmp_path / "text.txt")]
+    monkeypatch.setattr(sys, "argv", ["/some/where/script.py", *outside, "--output", "results", "--job", "{}"])
+    assert harness.command() == "python benchmarks/script.py --data-dir DIRECTORY --text-file text.txt --output results"

@@ -21,7 +21,6 @@ LAYOUTS = (
 DIRECTORY = "wikitext-2"
 SITE = "https://www.salesforce.com/blog/the-wikitext-long-term-dependency-language-modeling-dataset/"
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
-LEAST_COUNT = 3
 SHARES = {"train": 0.9, "val": 0.05, "test": 0.05}
 WIKITEXT_2_SIZES = {"train": 2_088_628, "val": 217_646, "test": 245_569}
 SUCCESSORS = 8  # of each word of a synthetic text
@@ -111,7 +110,8 @@ class TextCorpusDataModule(LightningDataModule):
         data_dir: directory with ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens``, or with ``train.txt``,
             ``valid.txt`` and ``test.txt``; or with a directory ``wikitext-2`` of them.
         text_file: a plain text that is read instead: its first 90 % of words are for training, the next 5 % for validation
-            and the rest for test. Words that its training part has less than three times are ``<unk>``, as in WikiText.
+            and the rest for test.
+        least_count: of that text; words that its training part has less often are ``<unk>``, by default as in WikiText.
         batch_size: columns in training, over all processes together.
         eval_batch_size: columns in validation, test and prediction, over all processes together.
         steps: words of a column in a batch.
@@ -141,11 +141,13 @@ class TextCorpusDataModule(LightningDataModule):
         synthetic: bool = False,
         synthetic_vocabulary: int = 33_278,
         seed: int = 0,
+        least_count: int = 3,
     ) -> None:
         super().__init__()
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         positive: dict[str, int | None] = {f"{part}_size": size for part, size in self.sizes.items()}
         positive |= {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "steps": steps}
+        positive["least_count"] = least_count
         for name, value in positive.items():
             if value is not None and value < 1:
                 raise MisconfigurationException(f"{name} must be at least 1, but is {value}")
@@ -155,6 +157,7 @@ class TextCorpusDataModule(LightningDataModule):
             )
         self.data_dir = data_dir
         self.text_file = text_file
+        self.least_count = least_count
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.steps = steps
@@ -218,7 +221,9 @@ class TextCorpusDataModule(LightningDataModule):
             return Corpus([f"word{number}" for number in range(self.synthetic_vocabulary)], *words.split(sizes))
         if self.text_file is not None:
             path = Path(self.text_file)
-            return self._explaining(lambda: number_words(*cut_text(read_words(path))), str(path.parent), path.name)
+            return self._explaining(
+                lambda: number_words(*cut_text(read_words(path), self.least_count)), str(path.parent), path.name
+            )
         names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
         files = f"{names} of WikiText-2 ({SITE}), or those of another text,"
         return self._explaining(lambda: number_words(*read_parts(Path(self.data_dir))), self.data_dir, files)
@@ -259,11 +264,11 @@ def read_parts(data_dir: Path) -> list[list[str]]:
     raise FileNotFoundError(f"neither {' nor '.join(layout['train'] for layout in LAYOUTS)} is there")
 
 
-def cut_text(words: Sequence[str]) -> list[list[str]]:
-    """The three parts of one text. Words that the first has less than three times are ``<unk>`` in all of them."""
+def cut_text(words: Sequence[str], least_count: int) -> list[list[str]]:
+    """The three parts of one text. Words that the first has less often than ``least_count`` are ``<unk>`` in all of them."""
     first, second = (round(len(words) * share) for share in (SHARES["train"], SHARES["train"] + SHARES["val"]))
     counts = Counter(words[:first])
-    known = [word if counts[word] >= LEAST_COUNT else UNKNOWN for word in words]
+    known = [word if counts[word] >= least_count else UNKNOWN for word in words]
     return [known[:first], known[first:second], known[second:]]
 
 

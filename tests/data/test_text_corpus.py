@@ -45,12 +45,14 @@ def test_unknown_words_get_the_last_number_where_the_training_text_has_none():
 
 def test_one_text_is_cut_into_three_parts_and_its_rare_words_are_unknown(tmp_path):
     words = ["often"] * 85 + ["twice"] * 2 + ["thrice"] * 3 + ["twice"] * 5 + ["new"] * 5
-    train, val, test = cut_text(words)
+    train, val, test = cut_text(words, least_count=3)
     assert train == ["often"] * 85 + ["<unk>"] * 2 + ["thrice"] * 3
     assert val == ["<unk>"] * 5 and test == ["<unk>"] * 5
     (tmp_path / "some.txt").write_text(" ".join(words[:-1]))  # the end of the line is a word
     corpus = TextCorpusDataModule(text_file=str(tmp_path / "some.txt")).corpus
     assert corpus.vocabulary == ["often", "<unk>", "thrice"] and [len(part) for part in corpus[1:]] == [90, 5, 5]
+    fewer = TextCorpusDataModule(text_file=str(tmp_path / "some.txt"), least_count=4).corpus
+    assert fewer.vocabulary == ["often", "<unk>"]
 
 
 def test_sizes_keep_the_beginning_of_each_part(tmp_path):

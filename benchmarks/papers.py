@@ -17,7 +17,7 @@ import harness
 import rls
 from harness import Run
 from paper_tables import FRACTIONS, TABLE_8, TABLE_10, TABLE_12, Way, paper_accuracy, paper_perplexity
-from structured_tasks import LABELS, ways_in
+from structured_classes import LABELS, ways_in
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results/papers.md"

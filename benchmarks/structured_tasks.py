@@ -40,7 +40,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -53,6 +53,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import harness
+import structured_language
 from harness import Run
 from lightning_struct.data import (
     CIFAR10DataModule,
@@ -60,42 +61,24 @@ from lightning_struct.data import (
     MNISTVariantDataModule,
     NORBDataModule,
     RectanglesDataModule,
-    TextCorpusDataModule,
 )
 from lightning_struct.data.in_memory import BatchedTensorDataset, Splits, keep_batch
-from lightning_struct.models import Classifier, LanguageModel, lenet, single_hidden_layer
+from lightning_struct.models import Classifier, lenet, single_hidden_layer
 from lightning_struct.models.structured import LayerFactory
-from lightning_struct.nn import (
-    CauchyLike,
-    Circulant,
-    Fastfood,
-    HankelLike,
-    LDRSubdiagonal,
-    LDRTridiagonal,
-    LowRank,
-    PrunedLinear,
-    ToeplitzLike,
-    VandermondeLike,
-    reduced_hidden_units,
+from lightning_struct.nn import PrunedLinear, reduced_hidden_units
+from paper_tables import DATA, Way, paper_accuracy
+from structured_classes import (
+    BUDGETED,
+    CLASSES,
+    LABELS,
+    RANKED,
+    UNRANKED,
+    BestWeights,
+    finished,
+    title,
+    ways_in,
 )
-from paper_tables import DATA, LANGUAGE_RANKS, TABLE_2, Way, paper_accuracy, paper_perplexity
 
-RANKED: dict[str, Callable[..., nn.Module]] = {
-    "ldr_td": LDRTridiagonal,
-    "ldr_sd": LDRSubdiagonal,
-    "toeplitz_like": ToeplitzLike,
-    "hankel_like": HankelLike,
-    "vandermonde_like": VandermondeLike,
-    "cauchy_like": CauchyLike,
-    "low_rank": LowRank,
-}
-UNRANKED: dict[str, Callable[..., nn.Module]] = {
-    "unstructured": nn.Linear,
-    "fastfood": Fastfood,
-    "circulant": Circulant,
-}
-BUDGETED = ("pruned", "reduced")  # their rank is that of the LDR-SD layer whose parameters they have
-CLASSES = ("unstructured", *RANKED, "fastfood", "circulant", *BUDGETED)
 DEFAULT_CLASSES = tuple(name for name in CLASSES if name not in ("cauchy_like", *BUDGETED))
 DEFAULT_RANKS: dict[str, Sequence[int]] = {"ldr_td": (1,), "ldr_sd": (1,), **dict.fromkeys(BUDGETED, (1,))}
 TITLES = {
@@ -105,22 +88,7 @@ TITLES = {
     "norb": "NORB",
     "rectangles": "rectangles",
 }
-LABELS = {
-    "ldr_td": "LDR-TD",
-    "ldr_sd": "LDR-SD",
-    "toeplitz_like": "Toeplitz-like",
-    "hankel_like": "Hankel-like",
-    "vandermonde_like": "Vandermonde-like",
-    "cauchy_like": "Cauchy-like",
-    "low_rank": "low rank",
-}
-LEAST_COUNT = 3  # of a word of WikiText
 OTHER_RANKS: Sequence[int] = (4, 2)  # the budgets of LDR-TD and LDR-SD of rank one
-
-
-def title(way: Way) -> str:
-    name, rank = way
-    return name if rank is None else f"{name} (r={rank})"
 
 
 def ways_of(classes: Sequence[str], ranks: Sequence[int] | None) -> list[Way]:
@@ -185,21 +153,6 @@ def ldr_sd_parameters(features: int, rank: int | None) -> int:
     """Number of parameters of a square LDR-SD matrix."""
     assert rank is not None
     return 2 * features * (1 + rank)
-
-
-class BestWeights(L.Callback):
-    """Keeps the weights of the validation that was best so far."""
-
-    def __init__(self, monitor: str, sign: int) -> None:
-        self.monitor, self.sign = monitor, sign
-        self.values: list[float] = []
-        self.weights: dict[str, Any] = {}
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        value = trainer.callback_metrics[self.monitor].item()
-        if all(self.sign * value > self.sign * other for other in self.values):
-            self.weights = copy.deepcopy(pl_module.state_dict())
-        self.values.append(value)
 
 
 def fit_classifier(network: nn.Sequential, splits: Splits, rate: float, options: argparse.Namespace) -> Run:
@@ -288,11 +241,6 @@ def summary(result: Run) -> str:
     return f"test {result['test_accuracy']:.2%}, {result['seconds']:.0f} s"
 
 
-def finished(runs: Sequence[Run], way: Way) -> list[Run]:
-    """The runs of a way that did not diverge."""
-    return [run for run in runs if tuple(run["way"]) == way and "error" not in run]
-
-
 def best_validation(run: Run) -> float:
     return max(run["val_accuracies"])
 
@@ -304,11 +252,6 @@ def mean_at_best_rate(runs: Sequence[Run]) -> tuple[float, list[float]]:
         by_rate.setdefault(run["rate"], []).append(run)
     rate = max(by_rate, key=lambda rate: statistics.mean(best_validation(run) for run in by_rate[rate]))
     return rate, [run["test_accuracy"] for run in by_rate[rate]]
-
-
-def ways_in(runs: Sequence[Run]) -> list[Way]:
-    found = {(run["way"][0], run["way"][1]) for run in runs}
-    return sorted(found, key=lambda way: (CLASSES.index(way[0]), way[1] or 0))
 
 
 def print_images(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -383,94 +326,6 @@ def draw(runs: Sequence[Run], data: str) -> Figure:
     return figure
 
 
-# --- language ---------------------------------------------------------------------------------------------------------
-
-
-def language_ways(classes: Sequence[str], ranks: Sequence[int]) -> list[Way]:
-    """The ranks are those of LDR-SD; the classes without operators have one more, which makes the same budget."""
-    ways: list[Way] = [("unstructured", None)] if "unstructured" in classes else []
-    ways += [(name, rank if name == "ldr_sd" else rank + 1) for name in TABLE_2 if name in classes for rank in ranks]
-    return ways
-
-
-def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: argparse.Namespace) -> Run:
-    L.seed_everything(seed, verbose=False)
-    name, rank = way
-    init = "reference" if options.authors else "variance"
-    layer: LayerFactory = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init=init)
-    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.25, patience=0, threshold=0.0)
-    model = LanguageModel(
-        data.vocabulary_size,
-        layer=layer,
-        balanced=not options.authors,
-        optimizer=partial(torch.optim.SGD, lr=20.0),
-        lr_scheduler=plateau,
-    )
-    if options.frozen_embedding:
-        nn.init.normal_(model.embedding.weight)  # of a size that the rate of 20 can work with, which ±0.1 is not
-        model.embedding.requires_grad_(False)
-    best = BestWeights("val_loss", -1)
-    trainer = harness.bare_trainer(best, max_epochs=options.epochs, accelerator=options.device, gradient_clip_val=0.25)
-    began = time.process_time()
-    try:
-        trainer.fit(model, datamodule=data)
-    except ValueError as not_finite:
-        return {"error": str(not_finite)}
-    seconds = time.process_time() - began
-    model.load_state_dict(best.weights)
-    (metrics,) = trainer.test(model, datamodule=data, verbose=False)
-    gates = layer(model.hparams["embedding_size"], model.hparams["hidden_size"])
-    weights = sum(parameter.numel() for key, parameter in gates.named_parameters() if key != "bias")
-    return {
-        "val_perplexities": [math.exp(value) for value in best.values],
-        "test_perplexity": metrics["test_perplexity"],
-        "seconds": seconds,
-        "parameters": 4 * weights,
-    }
-
-
-def run_language(options: argparse.Namespace) -> None:
-    data = TextCorpusDataModule(
-        options.data_dir, options.text_file, synthetic=options.synthetic, least_count=options.least_count
-    )
-    source = "synthetic" if options.synthetic else Path(options.text_file).stem if options.text_file else "wikitext-2"
-    folder = f"language_{source}_{options.epochs}_epochs" + ("_authors" if options.authors else "")
-    folder += (f"_count_{options.least_count}" if options.least_count != LEAST_COUNT else "") + (
-        "_frozen" if options.frozen_embedding else ""
-    )
-    output = harness.make_directory((options.output or harness.RESULTS / "structured_tasks") / folder)
-
-    settings = {key: getattr(options, key) for key in ("epochs", "authors", "frozen_embedding", "least_count")}
-    settings |= {"text": source, "words": len(data.corpus.train), "vocabulary": data.vocabulary_size}
-
-    def train(way: Way, seed: int) -> Run:
-        return {**settings, "way": way, "seed": seed, **train_language(way, seed, data, options)}
-
-    wanted = list(product(options.seeds, language_ways(options.classes, options.ranks)))
-    for seed, way in harness.progress(wanted, len(wanted)):
-        run = harness.run_once(output / harness.file_name(*way, seed), partial(train, way, seed))
-        if run is not None:
-            print(f"{title(way)}, seed {seed}: {run.get('test_perplexity', run.get('error'))}", flush=True)
-    runs = harness.load_runs(output)
-    print(f"\n{source}: {len(data.corpus.train):,} training words, vocabulary {data.vocabulary_size:,}")
-    if source != "wikitext-2":
-        print("The paper's figures are of WikiText-2.")
-    harness.print_machines(runs)
-    harness.print_header("input-hidden matrices", "parameters", "test perplexity by seed", "paper", "seconds of a run")
-    for way in ways_in(runs):
-        of_way = finished(runs, way)
-        if not of_way:
-            harness.print_row(title(way), "", "diverged", "", "")
-            continue
-        harness.print_row(
-            title(way),
-            f"{of_way[0]['parameters']:,}",
-            " / ".join(f"{run['test_perplexity']:.2f}" for run in of_way),
-            paper_perplexity(way),
-            f"{statistics.median(run['seconds'] for run in of_way):.0f}",
-        )
-
-
 def main() -> None:
     parser = harness.make_parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
@@ -486,27 +341,14 @@ def main() -> None:
     image.add_argument(
         "--official", action="store_true", help="read the official files of MNIST variants and rectangles"
     )
-    language.add_argument("--text-file", help="a plain text instead of WikiText-2")
-    language.add_argument(
-        "--classes", nargs="+", choices=("unstructured", *TABLE_2), default=("unstructured", *TABLE_2)
-    )
-    language.add_argument("--ranks", type=int, nargs="+", default=LANGUAGE_RANKS, help="of LDR-SD, for the budgets")
-    language.add_argument("--epochs", type=int, default=40)
-    language.add_argument("--seeds", type=int, nargs="+", default=[0])
-    language.add_argument("--authors", action="store_true", help="initial values and rates as in the authors' code")
-    language.add_argument(
-        "--frozen-embedding", action="store_true", help="random and never trained: the matrices alone read the words"
-    )
-    language.add_argument(
-        "--least-count", type=int, default=LEAST_COUNT, help="words that the text file has less often are <unk>"
-    )
+    structured_language.add_options(language)
     for command in (image, language):
         harness.add_data_options(command)
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
         command.add_argument("--output", type=Path, help="default: results/benchmarks/structured_tasks")
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    {"image": run_images, "language": run_language}[options.what](options)
+    {"image": run_images, "language": structured_language.run_language}[options.what](options)
 
 
 if __name__ == "__main__":

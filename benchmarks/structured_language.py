@@ -43,12 +43,12 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
         data.vocabulary_size,
         layer=layer,
         balanced=not options.authors,
-        optimizer=partial(torch.optim.SGD, lr=20.0),
+        optimizer=partial(torch.optim.Adam, lr=options.adam) if options.adam else partial(torch.optim.SGD, lr=20.0),
         lr_scheduler=plateau,
     )
-    if options.frozen_embedding:
-        nn.init.normal_(model.embedding.weight)  # of a size that the rate of 20 can work with, which ±0.1 is not
-        model.embedding.requires_grad_(False)
+    if options.normal_embedding or options.frozen_embedding:
+        nn.init.normal_(model.embedding.weight)
+        model.embedding.requires_grad_(not options.frozen_embedding)
     best = BestWeights("val_loss", -1)
     trainer = harness.bare_trainer(best, max_epochs=options.epochs, accelerator=options.device, gradient_clip_val=0.25)
     began = time.process_time()
@@ -75,12 +75,15 @@ def run_language(options: argparse.Namespace) -> None:
     )
     source = "synthetic" if options.synthetic else Path(options.text_file).stem if options.text_file else "wikitext-2"
     folder = f"language_{source}_{options.epochs}_epochs" + ("_authors" if options.authors else "")
-    folder += (f"_count_{options.least_count}" if options.least_count != LEAST_COUNT else "") + (
-        "_frozen" if options.frozen_embedding else ""
-    )
+    folder += f"_count_{options.least_count}" if options.least_count != LEAST_COUNT else ""
+    folder += "_frozen" if options.frozen_embedding else "_normal" if options.normal_embedding else ""
+    folder += f"_adam_{options.adam:g}" if options.adam else ""
     output = harness.make_directory((options.output or harness.RESULTS / "structured_tasks") / folder)
 
-    settings = {key: getattr(options, key) for key in ("epochs", "authors", "frozen_embedding", "least_count")}
+    settings = {
+        key: getattr(options, key)
+        for key in ("epochs", "authors", "normal_embedding", "frozen_embedding", "least_count", "adam")
+    }
     settings |= {"text": source, "words": len(data.corpus.train), "vocabulary": data.vocabulary_size}
 
     def train(way: Way, seed: int) -> Run:
@@ -119,8 +122,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--authors", action="store_true", help="initial values and rates as in the authors' code")
     parser.add_argument(
-        "--frozen-embedding", action="store_true", help="random and never trained: the matrices alone read the words"
+        "--normal-embedding", action="store_true", help="it begins with entries of N(0, 1), ten times as large"
     )
+    parser.add_argument(
+        "--frozen-embedding", action="store_true", help="the same, never trained: the matrices alone read the words"
+    )
+    parser.add_argument("--adam", type=float, metavar="RATE", help="Adam at this rate instead of SGD at 20")
     parser.add_argument(
         "--least-count", type=int, default=LEAST_COUNT, help="words that the text file has less often are <unk>"
     )

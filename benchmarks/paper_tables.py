@@ -53,23 +53,6 @@ TABLE_9 = {
     "pruned": ((64.25, 64.05, 65.50, 64.12, 65.65, 65.59), (90.80, 91.65, 90.60, 91.05, 90.00, 90.55)),
     "reduced": ((64.03, 64.67, 66.37, 64.70, 65.99, 66.47), (90.95, 91.00, 91.25, 90.65, 90.85, 90.40)),
 }
-# Test accuracies on noise in per cent, single hidden layer, trained with these shares of the training set.
-FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-TABLE_10: dict[Way, tuple[float, ...]] = {
-    ("unstructured", None): (59.30, 61.85, 65.35, 65.15),
-    ("ldr_td", 1): (65.45, 74.60, 77.45, 78.45),
-    ("ldr_sd", 1): (67.90, 71.15, 76.95, 78.80),
-    ("toeplitz_like", 1): (56.15, 67.75, 72.30, 73.95),
-    ("low_rank", 1): (24.25, 26.20, 26.85, 26.40),
-}
-# Training less test accuracy on noise in points, with the whole training set.
-TABLE_12: dict[Way, float] = {
-    ("unstructured", None): 21.63,
-    ("ldr_td", 1): 11.36,
-    ("ldr_sd", 1): 12.65,
-    ("toeplitz_like", 1): 15.80,
-    ("low_rank", 1): 0.31,
-}
 # Test perplexities at the budgets of LDR-SD of these ranks.
 LANGUAGE_RANKS = (1, 2, 4, 8, 16, 24)
 TABLE_2 = {

@@ -16,7 +16,7 @@ from pathlib import Path
 import harness
 import rls
 from harness import Run
-from paper_tables import FRACTIONS, TABLE_8, TABLE_10, TABLE_12, Way, paper_accuracy, paper_perplexity
+from paper_tables import Way, paper_accuracy, paper_perplexity
 from structured_classes import LABELS, ways_in
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -87,15 +87,6 @@ def named(way: Way) -> str:
     return LABELS.get(name, name) + ("" if rank is None else f", r = {rank}")
 
 
-def per_cent(key: str) -> Callable[[Run], float]:
-    return lambda run: 100 * run[key]
-
-
-def generalisation_error(run: Run) -> float:
-    """Training less test accuracy, in points."""
-    return 100 * (run["train_accuracy"] - run["test_accuracy"])
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -110,14 +101,16 @@ def with_alias(runs: Sequence[Run]) -> list[Run]:
 
 def figures_4_and_5() -> Table:
     runs = sweep_runs()
-
-    def cells(way: str) -> list[str]:
+    columns: dict[str, tuple[Callable[[Run], float], str]] = {
+        "test % after epoch 1": (lambda run: 100 * run["epochs"][0]["test_accuracy"], "{:.2f}"),
+        "after epoch 3": (lambda run: 100 * run["epochs"][-1]["test_accuracy"], "{:.2f}"),
+        "training loss of epoch 3": (lambda run: run["epochs"][-1]["train_loss"], "{:.3g}"),
+    }
+    rows = []
+    for way in (way for ways in SWEEP.values() for way in ways):
         found = [run for run in with_alias(runs) if run["way"] == way]
-        accuracies = [by_seed(found, lambda run: 100 * run["epochs"][i]["test_accuracy"]) for i in (0, -1)]  # noqa: B023
-        return [way, *accuracies, by_seed(found, lambda run: run["epochs"][-1]["train_loss"], "{:.3g}")]
-
-    rows = [cells(way) for ways in SWEEP.values() for way in ways]
-    return Table(["RLS with", "test % after epoch 1", "after epoch 3", "training loss of epoch 3"], rows, runs)
+        rows.append([way, *(by_seed(found, value, form) for value, form in columns.values())])
+    return Table(["RLS with", *columns], rows, runs)
 
 
 def norm_test() -> Table:
@@ -142,59 +135,24 @@ def norm_test() -> Table:
 
 
 def table_2() -> Table:
-    trained, frozen = (
-        harness.load_runs(DATA / f"structured_tasks/language_tinyshakespeare_2_epochs_count_20{kind}")
-        for kind in ("", "_frozen")
-    )
-    rows = [
-        [
-            named(way),
-            f"{of_way(trained, way)[0]['parameters']:,}",
-            *(by_seed(of_way(runs, way), lambda run: run["test_perplexity"], "{:.1f}") for runs in (trained, frozen)),
-            paper_perplexity(way),
-        ]
-        for way in ways_in(trained)
-    ]
-    head = ["input-hidden matrices", "parameters", "embedding trained", "embedding frozen", "the paper, WikiText-2"]
-    return Table(head, rows, [*trained, *frozen])
-
-
-def noise_runs(fraction: float) -> list[Run]:
-    """The same number of steps with each share of the samples."""
-    return harness.load_runs(DATA / f"structured_tasks/noise_made_shl_{10 / fraction:.0f}_epochs_{fraction:g}")
-
-
-def table_8() -> Table:
-    runs = [run for run in noise_runs(1.0) if (run["way"][0] in TABLE_8)]
-    ranks = sorted({run["way"][1] for run in runs})
-    rows = []
-    for rank in ranks:
-        of_rank = [(of_way(runs, (name, rank)), paper_accuracy((name, rank), "noise", "shl")) for name in TABLE_8]
-        cells = [(by_seed(ours, per_cent("test_accuracy")), f"{paper:.2f}") for ours, paper in of_rank]
-        rows.append([f"{of_rank[0][0][0]['parameters']:,}", *(cell for pair in cells for cell in pair)])
-    names = ("LDR-SD", "pruning", "fewer hidden units")
-    return Table(["parameters", *(title for name in names for title in (name, "the paper"))], rows, runs)
-
-
-def tables_10_and_12() -> Table:
-    by_fraction = {
-        fraction: [run for run in noise_runs(fraction) if tuple(run["way"]) in TABLE_10] for fraction in FRACTIONS
+    folder = DATA / "structured_tasks/language_tinyshakespeare"
+    ways_of_training = {
+        "Adam, embedding trained": "1_epochs_count_20_normal_adam_0.01",
+        "Adam, embedding frozen": "1_epochs_count_20_frozen_adam_0.01",
+        "SGD, trained": "2_epochs_count_20",
+        "SGD, frozen": "2_epochs_count_20_frozen",
     }
-    by_fraction = {fraction: runs for fraction, runs in by_fraction.items() if runs}
+    columns = {
+        title: harness.load_runs(folder.with_name(f"{folder.name}_{kind}")) for title, kind in ways_of_training.items()
+    }
+    runs = [run for of_column in columns.values() for run in of_column]
     rows = []
-    for way in ways_in(by_fraction[1.0]):
-        accuracies = [
-            f"{by_seed(of_way(runs, way), per_cent('test_accuracy'))} ({TABLE_10[way][FRACTIONS.index(fraction)]:.2f})"
-            for fraction, runs in by_fraction.items()
+    for way in ways_in(runs):
+        cells = [
+            by_seed(of_way(found, way), lambda run: run["test_perplexity"], "{:.1f}") for found in columns.values()
         ]
-        gap = by_seed(of_way(by_fraction[1.0], way), generalisation_error)
-        rows.append([named(way), *accuracies, f"{gap} ({TABLE_12[way]:.2f})"])
-    head = [
-        "hidden layer",
-        *(f"test %, {fraction:.0%} of the samples" for fraction in by_fraction),
-        "training less test, all samples",
-    ]
-    return Table(head, rows, [run for runs in by_fraction.values() for run in runs])
+        rows.append([named(way), f"{of_way(runs, way)[0]['parameters']:,}", *cells, paper_perplexity(way)])
+    return Table(["input-hidden matrices", "parameters", *columns, "the paper, WikiText-2"], rows, runs)
 
 
 def table_13() -> Table:
@@ -205,7 +163,7 @@ def table_13() -> Table:
         paper = paper_accuracy(way, "rectangles", "shl")
         cells = [
             f"{found[0]['parameters']:,}",
-            by_seed(found, per_cent("test_accuracy")),
+            by_seed(found, lambda run: 100 * run["test_accuracy"]),
             f"{paper:.2f}" if paper else "",
         ]
         rows.append([named(way), *cells])

@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/rls.py compare cifar --data-dir DIRECTORY
     OMP_NUM_THREADS=1 python benchmarks/rls.py sweep mnist --data-dir DIRECTORY --seeds 0
     OMP_NUM_THREADS=1 python benchmarks/rls.py steps mnist
+    OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY
     python benchmarks/rls.py compare cifar --full-network --full-data --device cuda --data-dir DIRECTORY
 
 ``compare`` trains the ways of the paper's figures 2 and 3: Adam and RLS under the squared error, Adam and HRLS (RLS on
@@ -27,6 +28,8 @@ several processes can share the seeds. Table and picture are made of all runs th
 rounds of both in turn, and the ratio of each round. Adam's to itself shows the noise. Denormal numbers are flushed to zero:
 gradients that have come through 200 steps of an LSTM are so small that a step of either optimizer would take several times as
 long. Peak memory is that of a process of its own, over what is taken before the network is made.
+
+``rivals`` trains RLS and what people use now in equal CPU time; ``rls_rivals.py`` says how.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import harness
+import rls_rivals
 from harness import Run
 from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
 from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
@@ -444,9 +448,13 @@ def main() -> None:
         command.add_argument("--epochs", type=int, help="default: 10")
         command.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
         command.add_argument("--output", type=Path, help="default: results/benchmarks/rls")
+    rls_rivals.add_options(commands.add_parser("rivals"))
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    (measure_steps if options.what == "steps" else run_all)(TASKS[options.task], options)
+    if options.what == "rivals":
+        rls_rivals.run_all(options)
+    else:
+        (measure_steps if options.what == "steps" else run_all)(TASKS[options.task], options)
 
 
 if __name__ == "__main__":

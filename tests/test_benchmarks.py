@@ -252,3 +252,31 @@ def test_a_run_names_its_command_without_folders_of_its_machine(
     outside = ["--data-dir", str(tmp_path), "--text-file", str(tmp_path / "text.txt")]
     monkeypatch.setattr(sys, "argv", ["/some/where/script.py", *outside, "--output", "results", "--job", "{}"])
     assert harness.command() == "python benchmarks/script.py --data-dir DIRECTORY --text-file text.txt --output results"
+
+
+def test_a_grid_of_rates_goes_on_where_its_best_is_at_an_end() -> None:
+    missing_factors = import_module("rls_rivals").missing_factors
+    assert missing_factors({}) == [1 / 3, 1.0, 3.0]
+    assert missing_factors({1 / 3: 0.5, 1.0: 0.6, 3.0: 0.4}) == []
+    assert missing_factors({1 / 3: 0.4, 1.0: 0.5, 3.0: 0.6}) == [9.0]
+    assert missing_factors({1 / 3: 0.6, 1.0: 0.5, 3.0: 0.4}) == [1 / 9]
+    assert missing_factors({1 / 3: 0.4, 1.0: 0.5, 3.0: 0.6, 9.0: 0.7}) == []  # only once
+
+
+@pytest.mark.parametrize("way", ["AdamW", "SGD, Nesterov", "Muon", "RLS+M", "HRLS+M"])
+def test_each_rival_trains_all_weights_of_a_network(way: str) -> None:
+    module = import_module("rls_rivals")
+    if way == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has no Muon before 2.9")
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()
+    )
+    network.add_module("output", torch.nn.Linear(16, 3))
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    images, labels = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    data = {part: (images, labels) for part in ("train", "val", "test")}
+    task = module.Task("", lambda options: data, "", lambda: network, 3, (0.0, 0.0), batch_size=6)
+    run = module.train(task, module.WAYS[way], module.WAYS[way].rate, 0, 1e9, data, (0.0, 0.0, 0.0))
+    assert run["error"] is None and [point["steps"] for point in run["points"]] == [1, 2, 3]
+    assert not any(map(torch.equal, before, network.parameters()))

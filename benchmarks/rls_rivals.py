@@ -1,0 +1,499 @@
+"""RLS against what people use now, in equal CPU time: the command ``rivals`` of ``benchmarks/rls.py``.
+
+    OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY [--seeds 0 1 2]
+
+Every run gets the CPU seconds of its task, making the optimizer included, evaluations not; so who takes longer for a step
+takes fewer of them. The rate of each way is chosen by one seed and fewer seconds, on validation samples, from the same
+grid: a third, one and three times a usual rate, and one more where the best is the first or the last. All rates follow the
+same one-cycle schedule over the seconds of the run: up for a tenth of them, then down to zero by a cosine. Then each seed is
+trained with that rate and tested once, at the end. Ways alternate, so that all see the same machine. Runs that share a seed
+begin with the same weights and see the same batches. Denormal numbers are flushed to zero.
+
+The tasks, small enough for some hundred steps on one core in ten seconds:
+
+- ``vgg``: the paper's mini VGG with 8 channels and 128 hidden units, 20,000 images of CIFAR-10 in batches of 64;
+- ``resnet``: a convolution with stride 2, then one residual block of 16, 32 and 64 channels each with batch normalisation,
+  the same images and batches;
+- ``lstm``: one layer of 32 units, an embedding of 32, the last 40 words of 4,500 reviews of IMDB in batches of 64;
+- ``mnist``: 784-512-10 and batches of 128, as in the paper;
+- ``transformer``: two layers of 64 units, the next character of tinyshakespeare, 16 texts of 64 characters in a batch.
+
+The ways, and what is not the default of their package (gradients are clipped for ``lstm`` and ``transformer`` only, to the
+norm 1, for all):
+
+- AdamW and SGD of torch, the latter with Nesterov momentum 0.9 and a weight decay of 5e-4;
+- Muon of torch (2.9 or newer) for the hidden matrices, with AdamW's rates (``adjust_lr_fn="match_rms_adamw"``). As in its
+  author's code convolutions are matrices of (channels, patch), and AdamW trains embedding, output layer and vectors. Its
+  iteration is computed in float32: in torch's bfloat16 it takes thirty times as long on a CPU without such arithmetic;
+- SOAP of ``pytorch_optimizer``, without the factor of more than 2,048 words of an embedding, whose first eigenvectors alone
+  take 16 s;
+- K-FAC without inverses, ``SINGD(kfac_like=True)`` of ``singd``, by the authors of the method: no package of the plain method
+  for training is kept on PyPI. It trains linear layers and convolutions, AdamW the rest; there is none for an LSTM.
+- RLS+M: RLS with momentum 0.5 under the squared error; HRLS+M: the same for the hidden layers under the cross-entropy of all
+  others, where AdamW trains the output layer. AdamW's rate is 1e-3 times that of RLS, which is 1 in the middle of the grid.
+  As in the paper there is no bound on the gain, and gradients are clipped in all tasks, to 5 where others are not clipped.
+  ``HRLS+M, max_gain`` has the default bound on the gain, too.
+
+``pip install pytorch_optimizer singd`` for the two that are packages of their own: a way whose package is missing is left out,
+which is said. Runs are kept in ``--output``, a file for each: a benchmark that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import harness
+from harness import Run
+from lightning_struct.data import CIFAR10DataModule, IMDBDataModule, InMemoryDataModule, MNISTDataModule
+from lightning_struct.models import RecurrentNetwork, fully_connected, mini_vgg
+from lightning_struct.optim import RLS
+
+Data = dict[str, tuple[Tensor, Tensor]]  # inputs and labels of "train", "val" and "test"
+Optimizers = list[torch.optim.Optimizer]
+FACTORS = (1 / 3, 1.0, 3.0)  # by which the usual rate is multiplied
+WARM_UP = 0.1  # of the seconds
+MARKS = (0.25, 0.5, 0.75, 1.0)  # of the seconds, where the validation samples are looked at
+CHARACTERS, LENGTH = 65, 64
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions, each followed by batch normalisation, beside a shortcut."""
+
+    def __init__(self, channels: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = convolution(channels, outputs, 3, stride)
+        self.second = convolution(outputs, outputs, 3, 1)
+        same = stride == 1 and channels == outputs
+        self.shortcut = nn.Identity() if same else convolution(channels, outputs, 1, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.first(images))) + self.shortcut(images))
+
+
+def convolution(channels: int, outputs: int, size: int, stride: int) -> nn.Sequential:
+    layer = nn.Conv2d(channels, outputs, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(outputs))
+
+
+def resnet() -> nn.Sequential:
+    widths = ((16, 16, 1), (16, 32, 2), (32, 64, 2))
+    layers = [convolution(3, 16, 3, 2), nn.ReLU(), *(ResidualBlock(*width) for width in widths)]
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network.add_module("output", nn.Linear(64, 10))
+    return network
+
+
+class TransformerLayer(nn.Module):
+    """Causal attention and a perceptron, each after a normalisation and beside a shortcut."""
+
+    def __init__(self, units: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(units) for _ in range(2))
+        self.projection, self.mixing = nn.Linear(units, 3 * units), nn.Linear(units, units)
+        self.perceptron = nn.Sequential(nn.Linear(units, 4 * units), nn.GELU(), nn.Linear(4 * units, units))
+
+    def forward(self, states: Tensor) -> Tensor:
+        parts = self.projection(self.norms[0](states)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        states = states + self.mixing(mixed.transpose(1, 2).flatten(2))
+        return states + self.perceptron(self.norms[1](states))
+
+
+class Transformer(nn.Module):
+    """Characters (n, length) to scores of the next ones (n, length, characters)."""
+
+    def __init__(self, units: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(CHARACTERS, units), nn.Embedding(LENGTH, units)
+        self.layers = nn.Sequential(*(TransformerLayer(units, heads) for _ in range(layers)), nn.LayerNorm(units))
+        self.output = nn.Linear(units, CHARACTERS)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        return self.output(self.layers(self.embedding(characters) + self.places.weight[: characters.shape[1]]))
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def from_module(make: Callable[..., InMemoryDataModule], options: argparse.Namespace) -> Data:
+    module = make(data_dir=options.data_dir, synthetic=options.synthetic)
+    module.prepare_data()
+    module.setup("fit")
+    assert module.splits is not None
+    return {part: getattr(module.splits, part).tensors for part in ("train", "val", "test")}
+
+
+def next_characters(options: argparse.Namespace) -> Data:
+    """Texts of the first 90 %, the next 5 % and the last 5 % of tinyshakespeare; of a rule of arithmetic without files."""
+    if options.synthetic:
+        numbers = torch.arange(100_000).square() % CHARACTERS
+    else:
+        text = (Path(options.data_dir) / "tinyshakespeare.txt").read_text()
+        places = {character: i for i, character in enumerate(sorted(set(text)))}
+        numbers = torch.tensor([places[character] for character in text])
+    windows = numbers.unfold(0, LENGTH + 1, LENGTH)
+    sizes = [len(windows) * 9 // 10, len(windows) // 20]
+    parts = windows.split([*sizes, len(windows) - sum(sizes)])
+    return {name: (part[:, :-1], part[:, 1:]) for name, part in zip(("train", "val", "test"), parts, strict=True)}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Settings in which the tasks differ.
+
+    Attributes:
+        title: in the table.
+        data: reads the samples.
+        kept: the name under which they are kept for the next process.
+        network: makes the network.
+        classes: its outputs.
+        seconds: of a run; and of one that chooses a rate.
+        batch_size: samples in a step.
+        max_grad_norm: to which gradients are clipped; None: they are not.
+    """
+
+    title: str
+    data: Callable[[argparse.Namespace], Data]
+    kept: str
+    network: Callable[[], nn.Module]
+    classes: int
+    seconds: tuple[float, float]
+    batch_size: int = 128
+    max_grad_norm: float | None = None
+
+
+cifar = partial(from_module, partial(CIFAR10DataModule, train_size=20_000, val_size=1_000, test_size=5_000))
+imdb = partial(IMDBDataModule, train_size=4_500, val_size=500, test_size=2_500, max_length=40, vocabulary_size=5_000)
+mnist = partial(MNISTDataModule, val_size=2_000)
+small_lstm = partial(RecurrentNetwork, vocabulary_size=5_000, embedding_size=32, hidden_size=32, num_layers=1)
+TASKS = {
+    "vgg": Task("CIFAR-10, mini VGG", cifar, "cifar", partial(mini_vgg, 8, 128), 10, (8.0, 2.5), 64),
+    "resnet": Task("CIFAR-10, ResNet", cifar, "cifar", resnet, 10, (8.0, 2.5), 64),
+    "lstm": Task("IMDB, LSTM", partial(from_module, imdb), "imdb", small_lstm, 2, (8.0, 2.5), 64, 1.0),
+    "mnist": Task("MNIST, 784-512-10", partial(from_module, mnist), "mnist", fully_connected, 10, (4.0, 1.5)),
+    "transformer": Task(
+        "characters, transformer", next_characters, "characters", Transformer, CHARACTERS, (6.0, 2.0), 16, 1.0
+    ),
+}
+
+
+def load(name: str, options: argparse.Namespace, directory: Path) -> Data:
+    """The samples of a task: read once, then kept beside the runs, since 60,000 images take long to decode."""
+    file = directory / f"{TASKS[name].kept}{'_synthetic' if options.synthetic else ''}.pt"
+    if not file.exists():
+        torch.save(TASKS[name].data(options), file)
+    return torch.load(file)
+
+
+# --- ways -------------------------------------------------------------------------------------------------------------
+
+
+def adamw(network: nn.Module, rate: float, task: Task) -> Optimizers:
+    return [torch.optim.AdamW(network.parameters(), lr=rate)]
+
+
+def sgd(network: nn.Module, rate: float, task: Task) -> Optimizers:
+    return [torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4)]
+
+
+def orthogonalized(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Torch's Newton-Schulz iteration of Muon, but in the gradient's own precision."""
+    a, b, c = coefficients
+    matrix = gradient.T if gradient.shape[0] > gradient.shape[1] else gradient
+    matrix = matrix / matrix.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = matrix @ matrix.T
+        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+    return matrix.T if gradient.shape[0] > gradient.shape[1] else matrix
+
+
+def muon(network: nn.Module, rate: float, task: Task) -> Optimizers:
+    vars(torch.optim._muon)["_zeropower_via_newtonschulz"] = orthogonalized
+    others = {p for m in network.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    others |= {p for name, p in network.named_parameters() if p.ndim < 2 or name.startswith("output")}
+    hidden = [p for p in network.parameters() if p not in others]
+    matrices = [nn.Parameter(weight.detach().flatten(1)) for weight in hidden]  # they share the weights' memory
+    optimizer = torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw")
+
+    def pass_gradients(*_: object) -> None:
+        for weight, matrix in zip(hidden, matrices, strict=True):
+            assert weight.grad is not None
+            matrix.grad = weight.grad.flatten(1)
+
+    optimizer.register_step_pre_hook(pass_gradients)
+    return [optimizer, torch.optim.AdamW([p for p in network.parameters() if p in others], lr=rate)]
+
+
+def soap(network: nn.Module, rate: float, task: Task) -> Optimizers:
+    from pytorch_optimizer import SOAP
+
+    return [SOAP(network.parameters(), lr=rate, max_precondition_dim=2048)]
+
+
+def kfac(network: nn.Module, rate: float, task: Task) -> Optimizers:
+    from singd.optim.optimizer import SINGD
+
+    average = "batch+sequence" if task.classes == CHARACTERS else "batch"
+    first = SINGD(network, lr=rate, kfac_like=True, loss_average=average, warn_unsupported=False)
+    trained = {p for group in first.param_groups for p in group["params"]}
+    rest = [p for p in network.parameters() if p not in trained]
+    return [first, torch.optim.AdamW(rest, lr=1e-3 * rate / WAYS["K-FAC"].rate)] if rest else [first]
+
+
+def rls(network: nn.Module, rate: float, task: Task, **arguments: Any) -> Optimizers:
+    auxiliary = partial(torch.optim.AdamW, lr=1e-3 * rate)
+    return [RLS(network, lr=rate, momentum=0.5, auxiliary=auxiliary, **(paper(task) | arguments))]
+
+
+def paper(task: Task) -> dict[str, Any]:
+    """The paper's bound on a step: clipping of the gradients."""
+    return {"max_gain": None, "max_grad_norm": task.max_grad_norm or 5.0}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training.
+
+    Attributes:
+        rate: the usual one, in the middle of the grid.
+        make: makes the optimizers.
+        squared: it trains by the squared error, not by the cross-entropy.
+        needs: package without which it is left out.
+        not_for: tasks that it cannot train.
+    """
+
+    rate: float
+    make: Callable[[nn.Module, float, Task], Optimizers]
+    squared: bool = False
+    needs: str = "torch"
+    not_for: tuple[str, ...] = ()
+
+
+WAYS = {
+    "AdamW": Way(1e-3, adamw),
+    "SGD, Nesterov": Way(0.03, sgd),
+    "Muon": Way(1e-3, muon, needs="torch.optim._muon"),
+    "SOAP": Way(3e-3, soap, needs="pytorch_optimizer"),
+    "K-FAC": Way(3e-3, kfac, needs="singd", not_for=("lstm",)),
+    "RLS+M": Way(1.0, rls, squared=True),
+    "HRLS+M": Way(1.0, partial(rls, exclude=["output"])),
+    "HRLS+M, max_gain": Way(1.0, partial(rls, exclude=["output"], max_gain=1.0)),
+}
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def schedule(share: float) -> float:
+    """The factor of the rate after this share of the seconds."""
+    if share < WARM_UP:
+        return max(share / WARM_UP, 0.01)
+    return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (share - WARM_UP) / (1 - WARM_UP)))
+
+
+def loss_of(outputs: Tensor, labels: Tensor, squared: bool) -> Tensor:
+    outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    if not squared:
+        return F.cross_entropy(outputs, labels)
+    return (outputs - F.one_hot(labels, outputs.shape[1])).square().sum() / (2 * len(labels))
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, samples: tuple[Tensor, Tensor]) -> float:
+    network.eval()
+    parts = zip(*(tensor.split(250) for tensor in samples), strict=True)
+    right = sum((network(inputs).argmax(-1) == labels).sum().item() for inputs, labels in parts)
+    network.train()
+    return right / samples[1].numel()
+
+
+class Stopwatch:
+    """CPU seconds of this process while it runs."""
+
+    def __init__(self) -> None:
+        self._before, self._since = 0.0, time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.process_time() - self._since
+
+    def leave_out(self, function: Callable[[], float]) -> float:
+        """What the function returns; its seconds do not count."""
+        self._before = self.seconds
+        result = function()
+        self._since = time.process_time()
+        return result
+
+
+def train(task: Task, way: Way, rate: float, seed: int, seconds: float, data: Data, marks: Sequence[float]) -> Run:
+    """Validation accuracy and steps after these shares of the seconds, and the error if it diverged.
+
+    The test accuracy, too, where there are several marks.
+    """
+    torch.manual_seed(seed)
+    network = task.network()
+    inputs, labels = data["train"]
+    points: list[dict[str, float]] = []
+    watch = Stopwatch()
+    optimizers = way.make(network, rate, task)
+    levels = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    left: list[Tensor] = []  # batches of this pass through the samples
+    for step in itertools.count(1):
+        if not left:
+            left = [part for part in torch.randperm(len(inputs)).split(task.batch_size) if len(part) == task.batch_size]
+        batch = left.pop()
+        for group, level in levels:
+            group["lr"] = level * schedule(watch.seconds / seconds)
+        network.zero_grad()
+        loss = loss_of(network(inputs[batch]), labels[batch], way.squared)
+        if not torch.isfinite(loss):
+            return {"points": points, "test_accuracy": 0.0, "error": f"the loss of step {step} is {loss.item()}"}
+        loss.backward()
+        if task.max_grad_norm is not None and not isinstance(optimizers[0], RLS):  # RLS clips in its step
+            nn.utils.clip_grad_norm_(network.parameters(), task.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        if watch.seconds >= marks[len(points)] * seconds:
+            point = {"seconds": watch.seconds, "steps": step, "train_loss": loss.item()}
+            points.append({**point, "val_accuracy": watch.leave_out(lambda: accuracy(network, data["val"]))})
+            if len(points) == len(marks):
+                break
+    tested = {"test_accuracy": accuracy(network, data["test"])} if len(marks) > 1 else {}
+    return {"points": points, "error": None, **tested}
+
+
+def last_accuracy(run: Run) -> float:
+    """Validation accuracy at the end; zero if it diverged."""
+    return 0.0 if run["error"] else run["points"][-1]["val_accuracy"]
+
+
+def missing_factors(known: dict[float, float]) -> list[float]:
+    """Factors of the grid that are still to be tried, by the accuracies of those that were.
+
+    Where the best of the grid is its first or its last, the next one follows.
+    """
+    if missing := [factor for factor in FACTORS if factor not in known]:
+        return missing
+    if len(known) > len(FACTORS):
+        return []
+    best = max(known, key=known.__getitem__)
+    return {FACTORS[0]: [FACTORS[0] / 3], FACTORS[-1]: [FACTORS[-1] * 3]}.get(best, [])
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("tasks", nargs="+", choices=tuple(TASKS))
+    command.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    command.add_argument("--output", type=Path, help="default: results/benchmarks/rls_rivals")
+    harness.add_data_options(command)
+
+
+def run_all(options: argparse.Namespace) -> None:
+    torch.set_flush_denormal(True)
+    logging.getLogger("lightning_struct").setLevel(logging.WARNING)
+    output = harness.make_directory(options.output or harness.RESULTS / "rls_rivals")
+    missing = {name for name in options.ways if find_spec(WAYS[name].needs) is None}
+    for name in sorted(missing):
+        print(f"{name} is left out: {WAYS[name].needs} is not installed")
+    for task in options.tasks:
+        ways = [name for name in options.ways if name not in missing and task not in WAYS[name].not_for]
+        run_task(task, ways, options, output)
+    for task in options.tasks:
+        print_table(TASKS[task], harness.load_runs(output / task))
+    if runs := {task: found for task in options.tasks if (found := harness.load_runs(output / task))}:
+        draw(runs).savefig(output / "curves.png")
+        print(f"\ncurves: {output / 'curves.png'}")
+
+
+def run_task(name: str, ways: Sequence[str], options: argparse.Namespace, output: Path) -> None:
+    """Choose the rates, then train all seeds; a run whose file is there is not repeated."""
+    task, data = TASKS[name], load(name, options, output)
+    of_rates, of_seeds = (harness.make_directory(output / part) for part in (f"{name}_rates", name))
+
+    def run(file: Path, way: str, factor: float, seed: int, seconds: float, marks: Sequence[float]) -> None:
+        def answer() -> Run:
+            found = train(task, WAYS[way], factor * WAYS[way].rate, seed, seconds, data, marks)
+            return {"way": way, "factor": factor, "seed": seed, **found}
+
+        if (found := harness.run_once(file, answer)) is not None:
+            print(f"{name}, {way}, {factor:.2g} times its rate, seed {seed}: {last_accuracy(found):.2%}", flush=True)
+
+    def tried(way: str) -> dict[float, float]:
+        return {run["factor"]: last_accuracy(run) for run in harness.load_runs(of_rates) if run["way"] == way}
+
+    while wanted := [(factor, way) for way in ways for factor in missing_factors(tried(way))]:
+        for factor, way in sorted(wanted, key=lambda pair: pair[0]):
+            run(of_rates / harness.file_name(way, f"{factor:.2g}"), way, factor, 0, task.seconds[1], MARKS[-1:])
+    for seed, way in product(options.seeds, ways):
+        found = tried(way)
+        best = max(found, key=found.__getitem__)
+        run(of_seeds / harness.file_name(way, seed), way, best, seed, task.seconds[0], MARKS)
+
+
+def print_table(task: Task, runs: Sequence[Run]) -> None:
+    harness.print_machines(runs)
+    seconds = f"{task.seconds[0]:g} CPU s"
+    harness.print_header(
+        f"{task.title}, {seconds}", "test %", "validation % at half the time", "steps", "rate", "diverged"
+    )
+    of_ways = {name: found for name in WAYS if (found := [run for run in runs if run["way"] == name])}
+    for name in sorted(of_ways, key=lambda name: -statistics.median(run["test_accuracy"] for run in of_ways[name])):
+        found = of_ways[name]
+        ended = [run["points"] for run in found if not run["error"]]
+        harness.print_row(
+            name,
+            harness.spread([100 * run["test_accuracy"] for run in found], bold=True),
+            harness.spread([100 * points[MARKS.index(0.5)]["val_accuracy"] for points in ended]) if ended else "-",
+            harness.spread([points[-1]["steps"] for points in ended], "{:.0f}") if ended else "-",
+            f"{found[0]['factor'] * WAYS[name].rate:.2g}",
+            f"{len(found) - len(ended)} of {len(found)}",
+        )
+
+
+@harness.readable
+def draw(runs: dict[str, Sequence[Run]]) -> Figure:
+    """Validation accuracy over CPU seconds, a panel for each task; medians of the seeds, with the lowest and highest."""
+    columns = min(2, len(runs))
+    rows = math.ceil(len(runs) / columns)
+    figure = Figure(figsize=(harness.WIDTH, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (task, found) in zip(panels, runs.items(), strict=False):
+        for number, way in enumerate(WAYS):
+            curves = [run["points"] for run in found if run["way"] == way and not run["error"]]
+            if curves:
+                seconds = [mark * TASKS[task].seconds[0] for mark in MARKS]
+                values = [[100 * point["val_accuracy"] for point in points] for points in zip(*curves, strict=True)]
+                axes.plot(seconds, list(map(statistics.median, values)), label=way, color=f"C{number}", marker=".")
+                axes.fill_between(
+                    seconds, list(map(min, values)), list(map(max, values)), alpha=0.12, color=f"C{number}"
+                )
+        axes.set(title=TASKS[task].title, xlabel="CPU seconds", ylabel="validation accuracy, %")
+        axes.grid(alpha=0.25)
+    for axes in panels[len(runs) :]:
+        axes.remove()
+    harness.legend_below(figure, panels[0], "medians of the seeds, from the lowest to the highest", 4)
+    return figure

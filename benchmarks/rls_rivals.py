@@ -30,7 +30,7 @@ norm 1, for all):
 - K-FAC without inverses, ``SINGD(kfac_like=True)`` of ``singd``, by the authors of the method: no package of the plain method
   for training is kept on PyPI. It trains linear layers and convolutions, AdamW the rest; there is none for an LSTM.
 - RLS+M: RLS with momentum 0.5 under the squared error; HRLS+M: the same for the hidden layers under the cross-entropy of all
-  others, where AdamW trains the output layer. AdamW's rate is 1e-3 times that of RLS, which is 1 in the middle of the grid.
+  others, where AdamW trains the output layer. AdamW's rate is 3e-3 times that of RLS, which is 1 in the middle of the grid.
   As in the paper there is no bound on the gain, and gradients are clipped in all tasks, to 5 where others are not clipped.
   ``HRLS+M, max_gain`` has the default bound on the gain, too.
 
@@ -262,7 +262,7 @@ def kfac(network: nn.Module, rate: float, task: Task) -> Optimizers:
 
 
 def rls(network: nn.Module, rate: float, task: Task, **arguments: Any) -> Optimizers:
-    auxiliary = partial(torch.optim.AdamW, lr=1e-3 * rate)
+    auxiliary = partial(torch.optim.AdamW, lr=3e-3 * rate)
     return [RLS(network, lr=rate, momentum=0.5, auxiliary=auxiliary, **(paper(task) | arguments))]
 
 
@@ -295,7 +295,7 @@ WAYS = {
     "SGD, Nesterov": Way(0.03, sgd),
     "Muon": Way(1e-3, muon, needs="torch.optim._muon"),
     "SOAP": Way(3e-3, soap, needs="pytorch_optimizer"),
-    "K-FAC": Way(3e-3, kfac, needs="singd", not_for=("lstm",)),
+    "K-FAC": Way(0.03, kfac, needs="singd", not_for=("lstm",)),
     "RLS+M": Way(1.0, rls, squared=True),
     "HRLS+M": Way(1.0, partial(rls, exclude=["output"])),
     "HRLS+M, max_gain": Way(1.0, partial(rls, exclude=["output"], max_gain=1.0)),
@@ -414,7 +414,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run_all(options: argparse.Namespace) -> None:
     torch.set_flush_denormal(True)
-    logging.getLogger("lightning_struct").setLevel(logging.WARNING)
+    logging.getLogger("lightning_struct.optim.rls.optimizer").setLevel(logging.WARNING)
     output = harness.make_directory(options.output or harness.RESULTS / "rls_rivals")
     missing = {name for name in options.ways if find_spec(WAYS[name].needs) is None}
     for name in sorted(missing):

@@ -79,10 +79,11 @@ class Circulant(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return circulant_matmul(self.column, x, self.out_features)
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
-        if kept_matrix_is_faster(self.out_features, self.in_features, 0, batch):
-            return super()._prepare(batch)
-        return self._compressed()
+    def _keeps_dense(self, batch: int) -> bool:
+        return kept_matrix_is_faster(self.out_features, self.in_features, 0, batch)
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        return super()._prepare(dense) if dense else self._compressed()
 
     def _compressed(self) -> PreparedMatrix:
         size = self.column.numel()
@@ -190,10 +191,11 @@ class Fastfood(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._factors().matmul(x)
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
-        if kept_matrix_is_faster(self.out_features, self.in_features, 0, batch):
-            return super()._prepare(batch)
-        return self._factors()
+    def _keeps_dense(self, batch: int) -> bool:
+        return kept_matrix_is_faster(self.out_features, self.in_features, 0, batch)
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        return super()._prepare(dense) if dense else self._factors()
 
     def _compressed(self) -> PreparedMatrix:
         return self._factors()

@@ -157,11 +157,11 @@ class Butterfly(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._of_monarch(*butterfly_as_monarch(self.factors)).matmul(x)
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
+    def _prepare(self, dense: bool) -> PreparedMatrix:
         L, R = butterfly_as_monarch(self.factors)
         if monarch_factors_are_faster(self.out_features, self.in_features, L.numel() + R.numel()):
             return self._of_monarch(L, R)
-        return super()._prepare(batch)
+        return super()._prepare(dense)
 
     def _compressed(self) -> PreparedMatrix:
         return self._of_monarch(*butterfly_as_monarch(self.factors))

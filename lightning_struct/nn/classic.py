@@ -70,11 +70,11 @@ class LowRank(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return LowRankFactors(self.G, self.H).matmul(x)
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
+    def _prepare(self, dense: bool) -> PreparedMatrix:
         return LowRankFactors(self.G[: self.out_features].detach(), self.H[: self.in_features].detach())
 
     def _compressed(self) -> PreparedMatrix:
-        return self._prepare(1)
+        return self._prepare(False)
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators(self._squared(weight))
@@ -123,10 +123,11 @@ class ToeplitzLike(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return toeplitz_like_matmul(self.G, self.H, x)
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
-        if kept_matrix_is_faster(self.out_features, self.in_features, self.rank, batch):
-            return super()._prepare(batch)
-        return self._part(self._prepare_square())
+    def _keeps_dense(self, batch: int) -> bool:
+        return kept_matrix_is_faster(self.out_features, self.in_features, self.rank, batch)
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        return super()._prepare(dense) if dense else self._part(self._prepare_square())
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(self._prepare_square().compressed())

@@ -15,6 +15,7 @@ from lightning_struct.functional.structured.prepared import (
     LeadingSubmatrix,
     PreparedMatrix,
     ReversedColumns,
+    affine,
 )
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 
@@ -62,8 +63,7 @@ class FrozenLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features)."""
-        y = self._multiplied(x)
-        return y if self.bias is None else y + self.bias
+        return affine(self._multiplying(x), x, self.bias)
 
     def to_dense(self) -> Tensor:
         """M, (out_features, in_features)."""
@@ -79,13 +79,14 @@ class FrozenLinear(nn.Module):
         """M, (out_features, in_features), for code that reads the weight of a layer."""
         return self.to_dense()
 
-    def _multiplied(self, x: Tensor) -> Tensor:
+    def _multiplying(self, x: Tensor) -> PreparedMatrix:
+        """The matrix in the form that multiplies x."""
         if torch.compiler.is_compiling():
-            return _with_buffers_of(self, self._matrix).matmul(x)
+            return _with_buffers_of(self, self._matrix)
         if self._kept is None:
             with torch.inference_mode(False), torch.no_grad():
                 self._kept = self._completed(x.shape[:-1].numel())
-        return self._kept.matmul(x)
+        return self._kept
 
     def _completed(self, rows: int) -> PreparedMatrix:
         """The matrix in the form that multiplies so many rows the fastest."""

@@ -12,16 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
-from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method, method_for_any_operators
+from lightning_struct.functional.structured.cost_model import (
+    choose_tridiagonal_method,
+    kept_matrix_is_faster,
+    method_for_any_operators,
+)
 from lightning_struct.functional.structured.prepared import DenseMatrix, LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
     KrylovTrees,
+    choose_kept_subdiagonal_method,
     choose_subdiagonal_method,
     compress_subdiagonal,
     prepare_subdiagonal,
     subdiagonal_matmul,
+    subdiagonal_product,
     subdiagonal_to_dense,
 )
 from lightning_struct.functional.structured.tridiagonal import METHODS as TRIDIAGONAL_METHODS
@@ -222,8 +228,8 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     @property
     def method_in_use(self) -> str:
         """The method of the last product; before the first one, that of a product with one vector."""
-        if self._cached is not None:
-            return _method_of(self._cached.matrix, self.G.dtype)
+        if self._cached is not None and self._cached.latest is not None:
+            return _method_of(self._cached.latest, self.G.dtype)
         if self.method != "auto":
             return self.method
         latest = None if self._choices is None else self._choices.latest
@@ -284,22 +290,32 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return subdiagonal_to_dense(*self._all_weights())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        # A compiled graph chooses whenever it runs.
-        chooses = self.method == "auto" and not torch.compiler.is_compiling()
-        method = self._chosen(x.shape[:-1].numel()) if chooses else self.method
-        return subdiagonal_matmul(*self._all_weights(), x, method)
+        weights = self._all_weights()
+        if self.method != "auto" or torch.compiler.is_compiling():  # a compiled graph chooses whenever it runs
+            return subdiagonal_matmul(*weights, x, self.method)
+        if not _has_values(self.subdiagonal_a):
+            # No values can be read under torch.func: without an earlier choice one that is right for any.
+            latest = None if self._choices is None else self._choices.latest
+            any_method = method_for_any_operators(self.rows, self.columns)
+            return subdiagonal_matmul(*weights, x, any_method if latest is None else latest)
+        return subdiagonal_product(*weights, x, method=self._chosen(x.shape[:-1].numel()))
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
-        return self._part(prepare_subdiagonal(*self._all_weights(), method=self.method, batch=batch))
+    def _keeps_dense(self, batch: int) -> bool:
+        if self.method != "auto":
+            return self.method == "dense"
+        return kept_matrix_is_faster(self.rows, self.columns, self.rank, batch)
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        weights = self._all_weights()
+        method = self.method
+        if method == "auto":
+            method = "dense" if dense else choose_kept_subdiagonal_method(*weights[:4])
+        return self._part(prepare_subdiagonal(*weights, method=method))
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(compress_subdiagonal(*self._all_weights()))
 
     def _chosen(self, batch: int) -> str:
-        if not _has_values(self.subdiagonal_a):
-            # No values can be read under torch.func: without an earlier choice one that is right for any.
-            latest = None if self._choices is None else self._choices.latest
-            return method_for_any_operators(self.rows, self.columns) if latest is None else latest
         if self._choices is None:
             self._choices = MethodChoices()
         return self._choices.method(batch, self._operators_version, lambda: self._choose(batch), self._divides_by_zero)

@@ -94,10 +94,10 @@ class Monarch(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._factors().matmul(x)
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
+    def _prepare(self, dense: bool) -> PreparedMatrix:
         if monarch_factors_are_faster(self.out_features, self.in_features, self.weight_parameters):
             return self._factors()
-        return super()._prepare(batch)
+        return super()._prepare(dense)
 
     def _start_near(self, weight: Tensor) -> None:
         rows, columns = self.L.shape[1] * self.blocks, self.R.shape[2] * self.blocks

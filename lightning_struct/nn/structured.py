@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
 from lightning_struct.nn.approximation import refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear
 
@@ -17,23 +18,55 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _CachedMatrix:
-    """A prepared matrix, with the tensors that it was made from as they were then.
+class _Cached:
+    """What is kept of a layer in eval mode: its matrix, prepared for products, and the tensors that it was made from.
 
-    The aliases hold the memory of the tensors, so that no other tensor can come to lie at their address.
+    Args:
+        sources: parameters and buffers by name. Aliases hold their memory, so that no other tensor can come to lie at
+            their address.
     """
 
-    def __init__(self, matrix: PreparedMatrix, sources: dict[str, Tensor]) -> None:
-        self.matrix = matrix
+    def __init__(self, sources: dict[str, Tensor]) -> None:
+        reference = next(iter(sources.values()))
+        self.dtype, self.device = reference.dtype, reference.device
+        self.latest: PreparedMatrix | None = None
+        """The form of the last product."""
         self._sources = [(name, source, source._version, source.data_ptr()) for name, source in sources.items()]
         self._aliases = [source.detach() for source in sources.values()]
+        self._by_form: dict[bool, PreparedMatrix] = {}
+        self._by_magnitude: dict[int, PreparedMatrix] = {}
 
     def is_current(self, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
+        """Whether the tensors of those names are the same, unchanged; and no gradient to one of them is asked for."""
+        with_gradients = torch.is_grad_enabled()
         for name, source, version, address in self._sources:
             now = parameters[name] if name in parameters else buffers.get(name)
             if now is not source or source._version != version or source.data_ptr() != address:
                 return False
+            if with_gradients and source.requires_grad:
+                return False
         return True
+
+    def matrix(self, rows: int) -> PreparedMatrix | None:
+        """The form for so many rows, if it has been made."""
+        self.latest = self._by_magnitude.get(rows.bit_length())
+        return self.latest
+
+    def prepared(self, rows: int, is_dense: bool, prepare: Callable[[bool], PreparedMatrix]) -> PreparedMatrix:
+        """The form for so many rows, made where that is the first time.
+
+        Args:
+            rows: rows of the input; numbers of as many binary digits share a form.
+            is_dense: which form that is. There are two at most.
+            prepare: makes it.
+        """
+        if is_dense not in self._by_form:
+            self._by_form[is_dense] = prepare(is_dense)
+            if not is_dense and isinstance(self._by_form[is_dense], DenseMatrix):  # one copy is enough
+                self._by_form[True] = self._by_form[is_dense]
+                self._by_magnitude.clear()
+        self.latest = self._by_magnitude[rows.bit_length()] = self._by_form[is_dense]
+        return self.latest
 
 
 class StructuredLinear(nn.Module, ABC):
@@ -44,11 +77,13 @@ class StructuredLinear(nn.Module, ABC):
     ``nn.Linear``.
 
     In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is
-    kept between calls. It is made anew when a parameter has changed, and dropped by ``train()``, ``eval()`` and
-    ``to()``. A change through ``parameter.data``, which leaves no trace, is seen after the next ``eval()``.
+    kept between calls: the dense matrix (64 MiB in float32 at most where the class has something smaller), or spectra or
+    factors, or both for batches of different sizes, whichever multiplies faster. It is made anew when a parameter has changed, and
+    dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A change through
+    ``parameter.data`` in eval mode, which leaves no trace, is seen after the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``, and
-    ``_prepare`` where it has something better to keep than the dense matrix.
+    ``_prepare`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
 
     Args:
         in_features: n, at least 1.
@@ -82,7 +117,7 @@ class StructuredLinear(nn.Module, ABC):
 
     bias: nn.Parameter | None
 
-    _cached: _CachedMatrix | None = None
+    _cached: _Cached | None = None
 
     def __init__(
         self,
@@ -171,6 +206,10 @@ class StructuredLinear(nn.Module, ABC):
             TypeError: x has not the dtype of the parameters.
             ValueError: the last dimension of x is not ``in_features``.
         """
+        if not torch.compiler.is_compiling() and self._cached is not None:
+            matrix = self._kept(self._cached, x)
+            if matrix is not None:
+                return affine(matrix, x, self.bias)
         dtype = getattr(self, self.weight_names[0]).dtype
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(
@@ -245,8 +284,12 @@ class StructuredLinear(nn.Module, ABC):
     def _multiply(self, x: Tensor) -> Tensor:
         """x Mᵀ, with gradients to x and the parameters."""
 
-    def _prepare(self, batch: int) -> PreparedMatrix:
-        """M as it is kept in eval mode, for ``batch`` rows. Called without gradients, with finite parameters."""
+    def _keeps_dense(self, batch: int) -> bool:
+        """Whether what is kept in eval mode for products with so many rows is the dense matrix, if there is a choice."""
+        return True
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        """M as it is kept in eval mode, in the form that ``_keeps_dense`` named. Without gradients, of finite parameters."""
         return DenseMatrix(self.to_dense())
 
     @classmethod
@@ -292,22 +335,32 @@ class StructuredLinear(nn.Module, ABC):
         if self.training or torch.compiler.is_compiling():
             return self._multiply(x)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in self._weights().values()):
+            self._cached = None  # what comes next may be a step of an optimizer that leaves no trace
             return self._multiply(x)
+        rows = x.shape[:-1].numel()
         if self._cached is None or not self._cached.is_current(self._parameters, self._buffers):
             weights = self._weights()
             # Under torch.func and in functional_call the weights are no Parameters of this module.
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
                 return self._multiply(x)
-            matrix = self._prepared(x.shape[:-1].numel())
+            self.check_finite()
             buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            self._cached = _CachedMatrix(matrix, weights | buffers)
-        return self._cached.matrix.matmul(x)
+            self._cached = _Cached(weights | buffers)
+        matrix = self._cached.matrix(rows)
+        if matrix is None:
+            # What is made within inference mode could not take part in a backward pass to the inputs later.
+            with torch.inference_mode(False), torch.no_grad():
+                matrix = self._cached.prepared(rows, self._keeps_dense(rows), self._prepare)
+        return matrix.matmul(x)
 
-    def _prepared(self, batch: int) -> PreparedMatrix:
-        self.check_finite()
-        # What is made within inference mode could not take part in a backward pass to the inputs later.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._prepare(batch)
+    def _kept(self, cached: _Cached, x: Tensor) -> PreparedMatrix | None:
+        """What is kept for products with as many rows as x, if it can be used as it is."""
+        is_usual = not self.training and x.dtype == cached.dtype and x.device == cached.device and x.numel() > 0
+        if not is_usual or x.ndim == 0 or x.shape[-1] != self.in_features or torch.is_autocast_enabled(x.device.type):
+            return None
+        if not cached.is_current(self._parameters, self._buffers):
+            return None
+        return cached.matrix(x.numel() // self.in_features)
 
     def check_finite(self) -> None:
         """Refuse parameters of M that have NaN or infinite entries.

@@ -21,6 +21,8 @@ _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
 # Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which two
 # steps with short plans are faster. Measured.
 _LONG_PLAN, _FEW_ROWS = 512, 16
+# Complex numbers up to which transforms in two steps are left whole. Measured.
+LONGEST_WHOLE_TRANSFORM = 2048
 
 
 def training_nanoseconds(method: str, m: int, n: int, rank: int, batch: int) -> float:

@@ -68,7 +68,9 @@ def by_side(parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 
 def middle_scale(sides: list[GeneratorSpectra]) -> Tensor:
     """ρ, (p,): the powers of the c of A times the c of B."""
-    trend = sides[0].similarity.trend[0] + sides[-1].similarity.trend[-1]
+    trend = (
+        sides[0].similarity.trend.sum() if len(sides) == 1 else sides[0].similarity.trend + sides[1].similarity.trend
+    )
     p = min(side.scale.shape[1] for side in sides)
     return torch.exp(trend * torch.arange(p, dtype=trend.dtype, device=trend.device)).to(sides[0].scale.dtype)
 

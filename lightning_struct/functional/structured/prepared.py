@@ -22,6 +22,14 @@ class PreparedMatrix(Protocol):
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x, which is that of M."""
 
 
+def affine(matrix: PreparedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x Mᵀ + b, (..., m) for x (..., n) and b (m,) or None: by one operation where M is dense."""
+    if isinstance(matrix, DenseMatrix) and x.dtype == matrix.entries.dtype and (bias is None or bias.dtype == x.dtype):
+        return F.linear(x, matrix.entries, bias)
+    y = matrix.matmul(x)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
 @dataclass(frozen=True)
 class DenseMatrix:
     """M by all of its entries.

@@ -25,7 +25,7 @@ The paper needs log₂ n levels of transforms (Theorem 1); this is one level. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,10 @@ from lightning_struct.functional.structured.generator_spectra import (
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import (
     ScaledToeplitzSpectra,
     chunk_sizes,
+    filled_up_middle,
+    joined,
     keep_freed_memory,
+    parts,
     product_in_place,
 )
 
@@ -66,6 +69,37 @@ def scaled_toeplitz_matmul(
     return _plain_product(*inputs) if torch.compiler.is_compiling() else _TrainingProduct.apply(*inputs)[0]
 
 
+class _ParameterSpectra(NamedTuple):
+    """What a product and its derivatives need of the parameters: as small as these.
+
+    Args:
+        sides: of A and G, and of B and H.
+        a, b: (m,) and (n,), the scales.
+        left, right: (r, F) and (r, F'), the spectra of both sides.
+        left_conj, right_conj: their conjugates.
+        middle: ρ, as :func:`product_in_place` takes it.
+    """
+
+    sides: list[GeneratorSpectra]
+    a: Tensor
+    b: Tensor
+    left: Tensor
+    right: Tensor
+    left_conj: Tensor
+    right_conj: Tensor
+    middle: Tensor
+
+    @staticmethod
+    def of(parameters: Sequence[Tensor]) -> _ParameterSpectra:
+        """What G, H and the operators come to."""
+        sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
+        a, b = (scale for side in sides for scale in side.scale.unbind())
+        left, right = (spectra for side in sides for spectra in side.spectra.unbind())
+        left_conj, right_conj = (spectra for side in sides for spectra in torch.conj_physical(side.spectra).unbind())
+        middle = filled_up_middle(middle_scale(sides), left, right)
+        return _ParameterSpectra(sides, a, b, left, right, left_conj, right_conj, middle)
+
+
 class _TrainingProduct(torch.autograd.Function):
     """:func:`scaled_toeplitz_matmul` and, after the product, what the backward pass uses again."""
 
@@ -73,17 +107,17 @@ class _TrainingProduct(torch.autograd.Function):
     def forward(*inputs: Tensor) -> tuple[Any, ...]:
         keep_freed_memory()
         x, *parameters = inputs
-        sides = [GeneratorSpectra.of(*side) for side in by_side(parameters)]
-        left, right, middle = sides[0].spectra[0], torch.conj_physical(sides[-1].spectra[-1]), middle_scale(sides)
-        a, b = sides[0].scale[0], sides[-1].scale[-1]
-        y, kept = x.new_empty(x.shape[0], a.shape[0]), []
-        size, ranks = chunk_sizes(len(x), left, right)
-        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
+        small = _ParameterSpectra.of(parameters)
+        y, kept = x.new_empty(x.shape[0], small.a.shape[0]), []
+        size, ranks = chunk_sizes(x, small.left, small.right)
+        for rows, y_rows in zip(parts(x, size), parts(y, size), strict=True):
             spectra: list[Tensor] = []
-            product = product_in_place(rows, b, right, middle, left, a.shape[0], ranks, spectra)
-            torch.mul(product, a, out=y_rows)
-            kept += [product, *(spectrum.conj_physical_() for spectrum in spectra)]
-        return y, (sides, middle), *kept
+            product = product_in_place(
+                rows, small.b, small.right_conj, small.middle, small.left, y.shape[1], ranks, spectra
+            )
+            torch.mul(product, small.a, out=y_rows)
+            kept += [product, *spectra]
+        return y, small, *kept
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -108,30 +142,27 @@ class _TrainingProduct(torch.autograd.Function):
         # To be differentiated again, for which what was kept has no graph; or under vmap, where nothing is kept.
         if torch.is_grad_enabled() or ctx.small is None:
             return _gradients(inputs, u)
-        x, (sides, middle) = inputs[0], ctx.small
-        a, b = sides[0].scale[0], sides[-1].scale[-1]
-        of_spectra, of_scales = (
-            [torch.zeros_like(tensor) for tensor in tensors]
-            for tensors in ([side.spectra for side in sides], [side.scale for side in sides])
-        )
-        (of_left, da), (of_right, db) = ((of_spectra[k][k], of_scales[k][k]) for k in (0, -1))
+        x, small = inputs[0], ctx.small
         dx = torch.empty_like(x)
-        # The transpose of M has the same structure, with the sides exchanged.
-        left, right = torch.conj_physical(sides[0].spectra[0]), sides[-1].spectra[-1]
-        size, ranks = chunk_sizes(len(x), left, right)
-        for x_rows, u_rows, dx_rows in zip(x.split(size), u.split(size), dx.split(size), strict=True):
+        size, ranks = chunk_sizes(x, small.left, small.right)
+        total: list[Tensor] | None = None
+        for x_rows, u_rows, dx_rows in zip(parts(x, size), parts(u, size), parts(dx, size), strict=True):
             product, of_inputs = next(rest), next(rest)
             spectra: list[Tensor] = []
-            back = product_in_place(u_rows, a, left, middle, right, x.shape[1], ranks, spectra)
+            # The transpose of M has the same structure, with the sides exchanged.
+            back = product_in_place(
+                u_rows, small.a, small.left_conj, small.middle, small.right, x.shape[1], ranks, spectra
+            )
             of_cotangents, *backs = spectra
-            torch.mul(back, b, out=dx_rows)
-            da += (u_rows * product).sum(0)
-            db += (x_rows * back).sum(0)
-            for part, to_left, to_right in zip(backs, of_left.split(ranks), of_right.split(ranks), strict=True):
-                to_left += (next(rest) * of_cotangents).sum(1)
-                to_right += (part * of_inputs).sum(1)
-        of_right.conj_physical_()
-        return dx, *_parameter_gradients(sides, of_spectra, of_scales)
+            torch.mul(back, small.b, out=dx_rows)
+            of_cotangents.conj_physical_()
+            to_left = [(next(rest) * of_cotangents).sum(1) for _ in backs]
+            to_right = [(part.conj_physical_() * of_inputs).sum(1) for part in backs]
+            sums = [*map(joined, (to_left, to_right)), (u_rows * product).sum(0), (x_rows * back).sum(0)]
+            total = sums if total is None else [whole.add_(part) for whole, part in zip(total, sums, strict=True)]
+        assert total is not None
+        total[0].conj_physical_()
+        return dx, *_parameter_gradients(small.sides, total[:2], total[2:])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -194,18 +225,21 @@ def _gradients(inputs: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
     back = torch.fft.irfft((backs * right).sum(0), n=in_length)[..., : b.shape[0]]
     of_spectra = (spectra.conj() * of_cotangents).sum(1), (backs.conj() * of_inputs).sum(1)
     of_scales = (u * product).sum(0), (x * back).sum(0)
-    if len(sides) == 1:
-        return back * b, *_parameter_gradients(sides, [torch.stack(of_spectra)], [torch.stack(of_scales)])
-    return back * b, *_parameter_gradients(sides, [of[None] for of in of_spectra], [of[None] for of in of_scales])
+    return back * b, *_parameter_gradients(sides, of_spectra, of_scales)
 
 
 def _parameter_gradients(
     sides: list[GeneratorSpectra], of_spectra: Sequence[Tensor], of_scales: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The gradients of G, H and the operators, given those of the spectra and of the scales of each side."""
-    gradients = [
-        [gradient.to(side.scale.dtype) for gradient in side.gradients(spectra, scale)]
-        for side, spectra, scale in zip(sides, of_spectra, of_scales, strict=True)
-    ]
-    (dG, *of_A), (dH, *of_B) = ([gradient[k] for gradient in gradients[k]] for k in (0, -1))
-    return dG, dH, *of_A, *of_B
+    """The gradients of G, H and the operators, given those of the spectra and of the scales of both sides."""
+    dtype = sides[0].scale.dtype
+    if len(sides) == 1:
+        stacked = sides[0].gradients(torch.stack(list(of_spectra)), torch.stack(list(of_scales)))
+        (dG, dH), of_subdiagonals, of_corners = (gradient.to(dtype).unbind() for gradient in stacked)
+        (da, db), (df, dw) = of_subdiagonals, of_corners
+    else:
+        (dG, da, df), (dH, db, dw) = (
+            [gradient[0].to(dtype) for gradient in side.gradients(spectra[None], scale[None])]
+            for side, spectra, scale in zip(sides, of_spectra, of_scales, strict=True)
+        )
+    return dG, dH, da, df, db, dw

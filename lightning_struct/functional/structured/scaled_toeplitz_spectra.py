@@ -6,6 +6,7 @@ here in two ways: :func:`plain_product` by differentiable operations, :func:`pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,8 +26,9 @@ from lightning_struct.functional.structured.generator_spectra import (
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.two_step_transform import TwoStepProduct
 
-# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts.
-_CHUNK = 1 << 19
+# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as many
+# as stay in its cache from one operation to the next.
+_CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -139,27 +141,27 @@ def product_in_place(
     """:func:`plain_product` but for the last scale, in as little fresh memory as can be.
 
     Args:
-        x, in_scale, right, middle, left: as there.
+        x, in_scale, right, left: as there.
+        middle: ρ, by :func:`filled_up_middle`.
         m: the outputs.
         ranks: how many are taken at once.
         kept: a list to which the spectra of what is transformed are appended: those of the scaled x, (B, F'), and those
             of ρ C(hᵢ)ᵀ x, (ranks, B, F), for so many ranks after the other.
     """
-    n, p, in_length, out_length = x.shape[1], middle.shape[0], transformed_length(right), transformed_length(left)
+    n, in_length, out_length = x.shape[1], transformed_length(right), transformed_length(left)
     entry = x.new_empty(x.shape[0], in_length)
-    torch.mul(x, in_scale, out=entry.narrow(1, 0, n))
-    entry.narrow(1, n, in_length - n).zero_()
+    torch.mul(x, in_scale, out=entry[:, :n])
+    entry[:, n:].zero_()
     of_inputs = torch.fft.rfft(entry)
     if kept is not None:
         kept.append(of_inputs)
     total: Tensor | None = None
-    for to, fro in zip(right[:, None].split(ranks), left[:, None].split(ranks), strict=True):
+    for to, fro in zip(parts(right[:, None], ranks), parts(left[:, None], ranks), strict=True):
         between = torch.fft.irfft(of_inputs * to, n=in_length)
         if in_length == out_length:
-            between.narrow(-1, 0, p).mul_(middle)
-            between.narrow(-1, p, out_length - p).zero_()
+            between.mul_(middle)
         else:
-            between = F.pad(between.narrow(-1, 0, p) * middle, (0, out_length - p))
+            between = F.pad(between[..., : middle.shape[0]] * middle, (0, out_length - middle.shape[0]))
         spectra = torch.fft.rfft(between)
         if kept is not None:
             kept.append(spectra)
@@ -168,14 +170,31 @@ def product_in_place(
             spectra.mul_(fro)
         total = _sum_of_ranks(spectra) if total is None else total.add_(_sum_of_ranks(spectra))
     assert total is not None
-    return torch.fft.irfft(total, n=out_length).narrow(1, 0, m)
+    return torch.fft.irfft(total, n=out_length)[:, :m]
 
 
-def chunk_sizes(count: int, left: Tensor, right: Tensor) -> tuple[int, int]:
-    """Rows of x, of which there are ``count``, and ranks that are taken at once."""
+def filled_up_middle(middle: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """ρ (p,), filled up with zeros to the length of the transforms where both sides have the same."""
+    length = transformed_length(left)
+    return F.pad(middle, (0, length - middle.shape[0])) if length == transformed_length(right) else middle
+
+
+def chunk_sizes(x: Tensor, left: Tensor, right: Tensor) -> tuple[int, int]:
+    """Rows of x and ranks that are taken at once."""
+    chunk = _CHUNK_ON_CPU if x.device.type == "cpu" else _CHUNK
     length = max(transformed_length(left), transformed_length(right))
-    rows = max(1, min(count, _CHUNK // length))
-    return rows, max(1, _CHUNK // (rows * length))
+    rows = max(1, min(x.shape[0], chunk // length))
+    return rows, max(1, chunk // (rows * length))
+
+
+def parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """Parts of that many rows: the tensor itself where it has no more."""
+    return (tensor,) if tensor.shape[0] <= size else tensor.split(size)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """What :func:`parts` has parted."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 @cache
@@ -195,9 +214,11 @@ class _InputProduct(torch.autograd.Function):
     def forward(x: Tensor, in_scale: Tensor, right: Tensor, middle: Tensor, left: Tensor, out_scale: Tensor) -> Tensor:
         keep_freed_memory()
         y = x.new_empty(x.shape[0], out_scale.shape[0])
-        size, ranks = chunk_sizes(len(x), left, right)
-        for rows, y_rows in zip(x.split(size), y.split(size), strict=True):
-            torch.mul(product_in_place(rows, in_scale, right, middle, left, y.shape[1], ranks), out_scale, out=y_rows)
+        size, ranks = chunk_sizes(x, left, right)
+        to_middle = filled_up_middle(middle, left, right)
+        for rows, y_rows in zip(parts(x, size), parts(y, size), strict=True):
+            product = product_in_place(rows, in_scale, right, to_middle, left, y.shape[1], ranks)
+            torch.mul(product, out_scale, out=y_rows)
         return y
 
     @staticmethod

@@ -141,15 +141,28 @@ def _product(*tensors: Tensor, method: str) -> Tensor:
         method = choose_subdiagonal_method(
             a_subdiagonal, a_corner, b_subdiagonal, b_corner, rank=G.shape[1], batch=batch
         )
-    dtype = _inside(method, *parameters, x)
-    computed = [tensor.to(dtype) for tensor in parameters]
+    if method.startswith("scaled"):
+        _refuse_zeros(a_subdiagonal, b_subdiagonal)
+    return subdiagonal_product(*tensors, method=method)
+
+
+def subdiagonal_product(*tensors: Tensor, method: str) -> Tensor:
+    """:func:`subdiagonal_matmul` for arguments that fit, by a method that can bear them: nothing is checked.
+
+    Args:
+        *tensors: as there.
+        method: one of :data:`SUBDIAGONAL_METHODS`.
+    """
+    *parameters, x = tensors
+    G = parameters[4]
+    dtype = _inside(method, *tensors)
+    computed = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in parameters]
     if method == "dense":
         matrix = stein_matrix(*_as_circles(*computed))
         product = by_rows(lambda rows: rows @ matrix.mT, x, dtype)
     elif method == "tree":
         product = by_rows(KrylovTrees.of(*computed).multiply, x, dtype)
     else:
-        _refuse_zeros(a_subdiagonal, b_subdiagonal)
         product = by_rows(lambda rows: scaled_toeplitz_matmul(rows, *computed[4:], *computed[:4]), x, dtype)
     return product.to(torch.promote_types(G.dtype, x.dtype))
 
@@ -238,10 +251,8 @@ def prepare_subdiagonal(
     _check(*parameters)
     if method == "auto":
         (m, rank), n = G.shape, H.shape[0]
-        if kept_matrix_is_faster(m, n, rank, batch):
-            method = "dense"
-        else:
-            method = _exact_scaled_method(*parameters[:4]) or method_for_any_operators(m, n, kept=True)
+        is_dense = kept_matrix_is_faster(m, n, rank, batch)
+        method = "dense" if is_dense else choose_kept_subdiagonal_method(*parameters[:4])
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
@@ -300,6 +311,19 @@ def choose_subdiagonal_method(
     m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
     scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
     return fastest_training_method(m, n, rank, batch, a_subdiagonal.device, scaled)
+
+
+def choose_kept_subdiagonal_method(
+    a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
+) -> str:
+    """The method by which a matrix is kept where the dense one multiplies more slowly: spectra where they are exact enough.
+
+    Args:
+        a_subdiagonal, a_corner, b_subdiagonal, b_corner: as for :func:`subdiagonal_matmul`.
+    """
+    m, n = a_subdiagonal.shape[0] + 1, b_subdiagonal.shape[0] + 1
+    scaled = _exact_scaled_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner)
+    return scaled or method_for_any_operators(m, n, kept=True)
 
 
 def _exact_scaled_method(

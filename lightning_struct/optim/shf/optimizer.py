@@ -33,7 +33,7 @@ from lightning_struct.optim.shf.preconditioner import (
     preconditioner_by_object,
 )
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
-from lightning_struct.optim.shf.residual_steps import ResidualSteps, check_settings_of_outputs
+from lightning_struct.optim.shf.residual_steps import ResidualSteps, adapted_warm_start, check_settings_of_outputs
 from lightning_struct.optim.shf.settings import Settings, check_damping
 from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
 
@@ -95,7 +95,7 @@ class SHF(torch.optim.Optimizer):
             itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there, as
             it is for Kronecker factors, and for a preconditioner object with damping around the origin.
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero. The paper's .7;
-            chosen .9, with residuals 0.
+            chosen .9, with residuals 0, which then rises to as much as .7 where new samples show that the steps fitted the noise of the old ones.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1.
         max_warm_start: bound on γ, in [0, 1).
         maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50.
@@ -311,10 +311,13 @@ class SHF(torch.optim.Optimizer):
         if update.direction is not None:
             for name, change in update.model.weights.unflat(update.direction).items():
                 weights[name].add_(change)
-        group["warm_start"] = min(
-            group["warm_start"] * self.settings.warm_start_growth,
-            max(self.settings.max_warm_start, group["warm_start"]),
-        )
+        if steps.adapts_warm_start:
+            group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, memory.get("loss_after"))
+        else:
+            group["warm_start"] = min(
+                group["warm_start"] * self.settings.warm_start_growth,
+                max(self.settings.max_warm_start, group["warm_start"]),
+            )
         if memory["steps"] == 0 and rank() == 0:
             _log.info(
                 f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
@@ -326,6 +329,7 @@ class SHF(torch.optim.Optimizer):
             "largest_batch": 0,
             "direction": update.direction,
             "blocks": list(update.model.block_losses),
+            "loss_after": update.loss,
         }
         self.report = update.report(self.settings, self._timed.seconds)
         return self.report

@@ -24,6 +24,8 @@ from lightning_struct.optim.shf.settings import PAPER, Settings
 _FILLED = {name: value for name, value in PAPER.items() if name != "solver"}
 # Where a step fails, the next one goes on with λ times this.
 _RAISED = 10.0
+# γ rises no further by itself: the paper's γ₁.
+_LARGEST_WARM_START = 0.7
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
 _STANDS_FOR_NOTHING = (
@@ -95,6 +97,7 @@ class ResidualSteps:
 
     Attributes:
         settings: the same, with values for what was left, but for λ₁ and the solver, which each batch decides about.
+        adapts_warm_start: whether γ was left, and follows :func:`adapted_warm_start`.
 
     Raises:
         ValueError: a setting that has no meaning here.
@@ -107,6 +110,7 @@ class ResidualSteps:
             if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
                 raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
         self._loss = loss
+        self.adapts_warm_start = settings.is_left("warm_start")
         self.settings = settings.filled({**_FILLED, "warm_start": 0.0})
         self._records = RowRecords(module)
         self._warned: set[str] = set()
@@ -196,6 +200,23 @@ class ResidualSteps:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(message, stacklevel=6)
+
+
+def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> float:
+    """γ for the steps to come, by how much of the loss of a batch the one before did not show.
+
+    Where the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
+    drawn anew have a larger loss, as far as the steps fitted the noise of the last ones; γ then moves half of the way to
+    the share 1 - left/loss, .7 at most, and averages over the batches (see SPRING, Goldshlager et al. 2024).
+
+    Args:
+        warm_start: γ.
+        loss: of the batch, before its step.
+        left: the loss that the last step left of its batch; None for the first step.
+    """
+    if left is None or abs(loss - left) <= torch.finfo(torch.float64).eps ** 0.5 * left:
+        return warm_start
+    return 0.5 * (warm_start + min(max(1.0 - left / loss, 0.0), _LARGEST_WARM_START))
 
 
 def check_settings_of_outputs(settings: Settings) -> None:

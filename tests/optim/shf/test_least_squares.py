@@ -161,6 +161,34 @@ def test_a_small_damping_costs_no_digits() -> None:
     assert (module.weight - solution).norm() < 1e-3
 
 
+def test_the_warm_start_stays_zero_where_the_points_stay() -> None:
+    optimizer, inputs = SHF(Equation(), "least_squares"), points()
+    for _ in range(5):
+        optimizer.step(inputs=inputs)
+    assert optimizer.param_groups[0]["warm_start"] == 0.0
+
+
+def test_the_warm_start_rises_where_new_points_show_that_the_old_ones_were_overfitted() -> None:
+    optimizer, warm_starts, left = SHF(Equation(), "least_squares"), [0.0], None
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        few = {name: rows[torch.randperm(len(rows), generator=generator)[:6]] for name, rows in points().items()}
+        report = optimizer.step(inputs=few)
+        if left is not None:
+            share = min(max(1 - left / report.loss_before, 0.0), 0.7)
+            assert optimizer.param_groups[0]["warm_start"] == pytest.approx((warm_starts[-1] + share) / 2)
+        warm_starts.append(optimizer.param_groups[0]["warm_start"])
+        left = report.loss_after
+    assert 0.3 < warm_starts[-1] <= 0.7
+
+
+def test_a_warm_start_that_is_given_stays() -> None:
+    optimizer = SHF(Equation(), "least_squares", warm_start=0.2, warm_start_growth=1.0)
+    for number in range(3):
+        optimizer.step(inputs={**points(), "interior": points()["interior"][number:]})
+    assert optimizer.param_groups[0]["warm_start"] == 0.2
+
+
 def test_two_arguments_are_enough_for_a_differential_equation() -> None:
     module, inputs = Equation(), points()
     optimizer = SHF(module, "least_squares")

@@ -6,12 +6,12 @@
 A small ResNet learns CIFAR-10 (files of images in data/train and data/test, or the official ones), a small transformer the
 characters of a text (data/tinyshakespeare.txt), a perceptron MNIST at 16 x 16 pixels. Each is then made smaller by
 
-- ``compress``, which measures on 256 images or 64 texts that are neither trained nor tested on,
+- ``compress``, which measures on samples that are neither trained nor tested on (128 images, 64 texts, 256 digits),
 - low rank by truncated singular values, one share of the numbers for all layers that compress may replace,
 - magnitude pruning of these layers, one share for all (the places of the weights that are left are not counted), and
 - rounding of all weights to 8 bits, with a scale for each row: a quarter of the bytes.
 
-and trained on for 100 to 200 steps of 32 samples. --sizes has the bytes of checkpoint, frozen model and ONNX file instead.
+and trained on for 80 to 200 steps of 32 samples. --sizes has the bytes of checkpoint, frozen model and ONNX file instead.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Task:
 
 
 def cifar(directory: Path) -> tuple[Sample, Sample, Sample]:
-    """24,000, 256 and 1,000 images (n, 3, 32, 32), and labels."""
-    module = CIFAR10DataModule(str(directory), train_size=24_000, val_size=256, test_size=1000, download=False)
+    """12,000, 128 and 1,000 images (n, 3, 32, 32), and labels."""
+    module = CIFAR10DataModule(str(directory), train_size=12_000, val_size=128, test_size=1000, download=False)
     module.setup("fit")
     assert module.splits is not None
     train, val, test = ((split.tensors[0], split.tensors[1]) for split in module.splits)
@@ -115,7 +115,7 @@ def digits(directory: Path) -> tuple[Sample, Sample, Sample]:
 
 
 TASKS = {
-    "resnet": Task(residual_network, cifar, 700, 100, 32, (4e-3, 1e-3)),
+    "resnet": Task(residual_network, cifar, 500, 80, 32, (4e-3, 1e-3)),
     "transformer": Task(partial(CharacterTransformer, width=96), characters, 700, 100, 32, (4e-3, 1e-3)),
     "perceptron": Task(adapters.Perceptron, digits, 3000, 200, 32, (2e-3, 1e-3)),
 }

@@ -355,7 +355,7 @@ def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
             axes.plot([WINDOW * (i + 1) for i in range(len(smooth))], smooth, color=SHOWN[way], label=way)
         axes.set_ylim(0, None)
         if task == "trump":
-            axes.set_ylim(0, 1.5)
+            axes.set_ylim(0, 1.0)
         axes.set_title(task, loc="left")
         axes.set_ylabel("absolute error" if task == "trump" else "wrong answers")
         axes.legend(fontsize=8, ncols=2)

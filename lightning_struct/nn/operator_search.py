@@ -22,6 +22,7 @@ from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_de
 
 # Singular value decompositions of larger matrices are computed for the leading values alone, at random.
 _LARGEST_DECOMPOSED = 512
+_OVERSAMPLED, _POWERS = 8, 4
 # The largest range of log|d| over the entries d of D in which products with D and its inverse keep digits in float64.
 _LARGEST_LOG_RANGE = 12.0
 
@@ -32,8 +33,11 @@ def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)
         U, singular_values, V = U[:, :rank], singular_values[:rank], Vh[:rank].T
     else:
-        U, singular_values, V = torch.svd_lowrank(R, q=rank + 8, niter=4)
-        U, singular_values, V = U[:, :rank], singular_values[:rank], V[:, :rank]
+        basis = torch.linalg.qr(R @ torch.randn(R.shape[1], rank + _OVERSAMPLED, dtype=R.dtype, device=R.device)).Q
+        for _ in range(_POWERS):  # torch.svd_lowrank does the same in ten times the time, through transposed products
+            basis = torch.linalg.qr(R @ torch.linalg.qr((basis.T @ R).T).Q).Q
+        U, singular_values, Vh = torch.linalg.svd(basis.T @ R, full_matrices=False)
+        U, singular_values, V = basis @ U[:, :rank], singular_values[:rank], Vh[:rank].T
     root = singular_values.sqrt()
     return U * root, V * root
 
@@ -51,18 +55,33 @@ def fit_subdiagonals(
     """
     corners = bool(a.corner != 0), bool(b.corner != 0)
     _, H = leading_factors(W - a.matvec(b.matvec(W).mT).mT, rank)
+    # Read row by row and column by column: no other matrix of that size is made.
+    squares, neighbours = W.square(), W.roll((1, 1), (0, 1)).mul_(W)
     for _ in range(sweeps):
-        a, G = _fit_rows(W, b.matvec(W), H, corners[0])
-        b, H = _fit_rows(W.T, a.matvec(W.T), G, corners[1])
+        a, G = _fit_rows(W, squares, neighbours, b, H, corners[0])
+        b, H = _fit_rows(W.T, squares.T, neighbours.T, a, G, corners[1])
     return a, b
 
 
-def _fit_rows(W: Tensor, F: Tensor, H: Tensor, with_corner: bool) -> tuple[SubdiagonalOperator, Tensor]:
-    """The subdiagonal A and the G that minimise ‖W - A F - G Hᵀ‖: for each row one entry of A, and the row of G."""
-    # Row i of A F is the entry of A times row i - 1 of F, cyclically.
-    squared = torch.einsum("ij,ij->i", F, F).roll(1)
-    along = torch.cat([(F[-1] * W[0]).sum()[None], torch.einsum("ij,ij->i", F[:-1], W[1:])])
-    cross, own, target = (F @ H).roll(1, 0), H.T @ H, W @ H
+def _fit_rows(
+    W: Tensor, squares: Tensor, neighbours: Tensor, b: SubdiagonalOperator, H: Tensor, with_corner: bool
+) -> tuple[SubdiagonalOperator, Tensor]:
+    """The subdiagonal A and the G that minimise ‖W - A W Bᵀ - G Hᵀ‖: for each row one entry of A, and the row of G.
+
+    Args:
+        W: (m, n).
+        squares: those of W.
+        neighbours: (m, n), each entry of W times its upper left neighbour, cyclically.
+        b: B.
+        H: (n, r).
+        with_corner: whether A has a corner.
+    """
+    # Row i of A F, with F = W Bᵀ, is the entry of A times row i - 1 of F, cyclically. F has the columns of W, moved by one
+    # and multiplied by the entries of B: so sums over its rows are products of matrices that are there with vectors.
+    circle = torch.cat([b.corner.reshape(1), b.subdiagonal])
+    squared = (squares @ circle.square().roll(-1)).roll(1)
+    along = neighbours @ circle
+    cross, own, target = (W @ (circle[:, None] * H).roll(-1, 0)).roll(1, 0), H.T @ H, W @ H
     if not with_corner:
         squared[0] = along[0] = 0
         cross[0] = 0

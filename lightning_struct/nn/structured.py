@@ -315,7 +315,8 @@ class StructuredLinear(nn.Module, ABC):
 
     def _refinement(self) -> int:
         """The iterations of ``from_linear`` where it is not told: 200 up to 1,024 x 1,024, then as many as in that time."""
-        return 200 * 1024**2 // max(1024**2, self.in_features * self.out_features)
+        # An iteration takes longer in proportion to the entries, and some more where these leave the cache.
+        return int(200 * min(1.0, 1024**2 / (self.in_features * self.out_features)) ** 1.25)
 
     def _weights(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in self.weight_names}

@@ -104,3 +104,13 @@ def test_leading_factors_of_large_matrices_are_those_of_the_decomposition():
     left, right = leading_factors(G @ H.T, 3)
     torch.testing.assert_close(left @ right.T, G @ H.T)
     torch.testing.assert_close(left.T @ left, right.T @ right)
+
+
+def test_leading_factors_of_large_matrices_are_as_near_as_the_singular_vectors():
+    torch.manual_seed(0)
+    values = 0.9 ** torch.arange(600, dtype=torch.float64)
+    U, V = (torch.linalg.qr(torch.randn(size, 600, dtype=torch.float64)).Q for size in (620, 600))
+    G, H = leading_factors(U * values @ V.T, rank=3)
+    error = (U * values @ V.T - G @ H.T).norm()
+    assert error < 1.001 * values[3:].norm()
+    torch.testing.assert_close(G.T @ G, H.T @ H)

@@ -2,14 +2,16 @@
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py [--output DIRECTORY] [--rival FILE] [--rounds 9]
 
-Measured in float32 on one thread are the forward pass in evaluation, with all kept that depends on the weights alone, and
-forward and backward in training, to all parameters and to the input. The corners are learned. The entries of the operators
+Measured in float32 are the forward pass in evaluation, with all kept that depends on the weights alone, and forward and
+backward in training, to all parameters and to the input. The corners are learned. The entries of the operators
 are near to what training leaves (1 + 0.01 N, see ``--deviation``): the more their products spread, and the larger n, the more
-precision ``method="auto"`` takes. Each round times the dense product (``F.linear``) and ours, one after the other, in CPU
-time; the ratios of the rounds are given as median (lowest to highest). Above 1, ours is faster. Tables go to standard output,
+precision ``method="auto"`` takes. Each round times the dense layer (``nn.Linear``) and ours, one after the other, in CPU
+time (with ``--threads`` above 1, in passed time); the ratios of the rounds are given as median (lowest to highest). Above 1,
+ours is faster. Tables go to standard output,
 the picture to ``--output``. All sizes take about ten minutes and 9 GiB of memory.
 
-``--classes`` times other classes of structured layers beside, at equal numbers of parameters:
+``--classes`` times other classes of structured layers beside, at equal numbers of parameters, and in evaluation the dense layer
+in int8 (``torch.ao.quantization.quantize_dynamic``):
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --batches 1 64 256 --rounds 5
 
@@ -23,13 +25,13 @@ import argparse
 import importlib.util
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 import harness
 from lightning_struct.nn import Butterfly, LDRSubdiagonal, LowRank, Monarch, StructuredLinear, ToeplitzLike
@@ -50,9 +52,10 @@ def layer_of(size: int, rank: int, deviation: float) -> LDRSubdiagonal:
 
 
 def seconds(product: Product, at_least: float) -> float:
-    """CPU seconds of one call, on average over as many as take ``at_least`` seconds."""
-    calls, begin = 0, time.process_time()
-    while (passed := time.process_time() - begin) < at_least or not calls:
+    """CPU seconds of one call, or with several threads passed ones, on average over as many as take ``at_least`` seconds."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    calls, begin = 0, clock()
+    while (passed := clock() - begin) < at_least or not calls:
         product()
         calls += 1
     return passed / calls
@@ -70,7 +73,7 @@ def paired(products: dict[str, Product], rounds: int, at_least: float = 0.01) ->
 
 
 def products_of(
-    layer: StructuredLinear, batch: int, train: bool, dense: Tensor, rival: Callable[..., Tensor] | None
+    layer: StructuredLinear, batch: int, train: bool, dense: nn.Linear, rival: Callable[..., Tensor] | None
 ) -> dict[str, Product]:
     size = layer.in_features
     x, cotangent = torch.randn(batch, size), torch.randn(batch, size)
@@ -84,7 +87,7 @@ def products_of(
         return torch.no_grad()(lambda: forward(x))
 
     ours: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
-        "dense": (lambda inputs: F.linear(inputs, dense), [dense]),
+        "dense": (dense, [dense.weight]),
         "ours": (layer, weights),
     }
     if rival is not None and isinstance(layer, LDRSubdiagonal):
@@ -101,7 +104,7 @@ def table(train: bool, batches: list[int], options: argparse.Namespace) -> dict[
     harness.print_header("n", "batch", "r", "method", "dense, ms", "ours, ms", *ratios)
     found = {}
     for size in [size for size in options.sizes if not train or size <= LARGEST_TRAINED]:
-        dense = (torch.randn(size, size) / size**0.5).requires_grad_(train)
+        dense = nn.Linear(size, size, bias=False)
         for batch in batches:
             for rank in options.ranks:
                 layer = layer_of(size, rank, options.deviation).train(train)
@@ -134,23 +137,38 @@ def classes_of(size: int) -> dict[str, StructuredLinear]:
     return dict(sorted(layers.items(), key=lambda named: named[1].weight_parameters))
 
 
+def int8_product(dense: nn.Linear, batch: int) -> Product:
+    """The forward pass of the dense layer with weights in int8, and inputs that are rounded to int8 as they come."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to move it to another package
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(dense), {nn.Linear}, dtype=torch.qint8)
+    x = torch.randn(batch, dense.in_features)
+    return torch.no_grad()(lambda: model(x))
+
+
 def class_table(train: bool, batches: list[int], options: argparse.Namespace) -> None:
     """Print the milliseconds of the dense product, and how many times faster each class is."""
     print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}")
     harness.print_header("n", "class", "parameters", *(f"batch {batch}" for batch in batches))
     for size in options.sizes:
-        dense = (torch.randn(size, size) / size**0.5).requires_grad_(train)
+        dense = nn.Linear(size, size, bias=False)
         layers = {name: layer.train(train) for name, layer in classes_of(size).items()}
-        cells: dict[str, list[str]] = {name: [] for name in ("dense, ms", *layers)}
+        int8 = () if train else ("dense, int8",)
+        cells: dict[str, list[str]] = {name: [] for name in ("dense, ms", *int8, *layers)}
         for batch in batches:
             products = {name: products_of(layer, batch, train, dense, None) for name, layer in layers.items()}
             ours = {name: both["ours"] for name, both in products.items()}
-            times = paired(ours | {"dense": next(iter(products.values()))["dense"]}, options.rounds)
+            others = {"dense": next(iter(products.values()))["dense"]}
+            if not train:
+                others["dense, int8"] = int8_product(dense, batch)
+            times = paired(ours | others, options.rounds)
             cells["dense, ms"].append(f"{1e3 * statistics.median(times['dense']):.3f}")
-            for name in layers:
+            for name in [name for name in times if name != "dense"]:
                 ratios = [a / b for a, b in zip(times["dense"], times[name], strict=True)]
                 cells[name].append(harness.spread(ratios))
-        counts = {"dense, ms": size**2} | {name: layer.weight_parameters for name, layer in layers.items()}
+        counts = {"dense, ms": size**2, "dense, int8": size**2} | {
+            name: layer.weight_parameters for name, layer in layers.items()
+        }
         for name, row in cells.items():
             harness.print_row(f"{size:,}", name, f"{counts[name]:,}", *row)
 
@@ -197,9 +215,10 @@ def main() -> None:
     parser.add_argument(
         "--classes", action="store_true", help="other classes beside, in place of LDR-SD at several ranks"
     )
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{harness.machine_line()}, float32")
+    torch.set_num_threads(options.threads)
+    print(f"{harness.machine_line()}, float32, threads: {options.threads}")
     print(f"{options.rounds} rounds; medians (lowest to highest)")
     if options.classes:
         for train in (False, True):

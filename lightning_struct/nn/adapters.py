@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine, kind_of, plain_name
+from lightning_struct.functional.layers import hidden_layers, is_affine, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
+from lightning_struct.nn.channels import is_pointwise
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, Selection, _is_from_linear, _Selector, _with_parents
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, updated
+from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, linear_of, updated
 
 _log = logging.getLogger(__name__)
 
@@ -42,13 +43,14 @@ def add_adapters(
         model = merge_adapters(model)
 
     The model computes what it computed before, until it is trained. Linear layers are ``nn.Linear``, layers that were
-    declared or are recognised as such (transformers' ``Conv1D``), and the projections of ``nn.MultiheadAttention``,
-    which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name. Linear layers become an
+    declared or are recognised as such (transformers' ``Conv1D``), 1 x 1 convolutions without groups, and the projections
+    of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name. Linear layers become an
     :class:`AdaptedLinear` whose ``base`` is the layer, with its hooks and its parameters; attention stays, and its weights
     are parametrized. A layer that stands at several places gets one adapter.
 
     Further calls add adapters to other layers and leave alone what requires gradients. Batch norms still follow the data
-    in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns.
+    in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns. On the meta device the
+    adapters have no values either: after ``to_empty``, ``reset_parameters`` of their modules draws them.
 
     Args:
         model: searched with everything below it. If it is a linear layer itself, the new layer is returned.
@@ -98,7 +100,7 @@ def add_adapters(
         if isinstance(layer, nn.MultiheadAttention):
             parts = _selected_projections(name, layer, is_selected)
         else:
-            parts = [name] if is_affine(layer) and is_selected(name, layer) else []
+            parts = [name] if (is_affine(layer) or is_pointwise(layer)) and is_selected(name, layer) else []
         if not parts:
             continue
         if id(layer) not in made:
@@ -113,8 +115,8 @@ def add_adapters(
         places.append((name, layer))
     if not places:
         raise ValueError(
-            "add_adapters adds nothing: no nn.Linear or nn.MultiheadAttention that is included, not excluded and without "
-            f"an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of other "
+            "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
+            f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of other "
             "types to be linear"
         )
 
@@ -322,8 +324,8 @@ def _adapted(
         return made.to(weight.device, dtype).train(layer.training)  # type: ignore[return-value]
 
     if not isinstance(layer, nn.MultiheadAttention):
-        linear = as_linear(layer)
-        _check_has_values(linear.weight)
+        linear = linear_of(layer)
+        _check_has_shape(linear.weight)
         made = adapter(linear.weight, linear.in_features, linear.out_features)
         return AdaptedLinear(layer, made, dropout=dropout, **options)
     kind = kind_of(layer)
@@ -338,7 +340,7 @@ def _adapted(
         if parametrize.is_parametrized(module):
             raise ValueError(f"{matrix.weight} or a weight beside it is parametrized")
         weight = getattr(module, attribute)
-        _check_has_values(weight)
+        _check_has_shape(weight)
         rows, columns = weight.shape[0] // matrix.groups, weight.shape[1]
         updates[matrix.weight] = UpdatedWeight(
             {
@@ -350,9 +352,9 @@ def _adapted(
     return updates
 
 
-def _check_has_values(weight: Tensor) -> None:
-    if is_lazy(weight) or weight.is_meta:
-        raise ValueError("its weight has no values yet: load the model first, or run it once if it is lazy")
+def _check_has_shape(weight: Tensor) -> None:
+    if is_lazy(weight):
+        raise ValueError("its weight has no shape yet: run the model once")
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -386,7 +388,7 @@ def _merge(layer: AdaptedLinear) -> None:
     (matrix,) = kind.matrices(layer.base)
     weight = getattr(layer.base, matrix.weight)
     update = layer.update.to_dense()
-    merged = updated(weight, update.T if matrix.transposed else update)
+    merged = updated(weight, (update.T if matrix.transposed else update).reshape(weight.shape))
     setattr(layer.base, matrix.weight, nn.Parameter(merged, requires_grad=weight.requires_grad))
 
 

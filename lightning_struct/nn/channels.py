@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,13 +40,18 @@ class ChannelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_channels, height, width) for x (..., in_channels, height, width), with as many dimensions as strides."""
-        channels = -len(self.stride) - 1
-        for dim, stride in enumerate(self.stride, channels + 1):
-            x = x[(..., slice(None, None, stride)) + (slice(None),) * (-1 - dim)]
-        return self.linear(x.movedim(channels, -1)).movedim(-1, channels)
+        return of_channels(self.linear, x, self.stride)
 
     def extra_repr(self) -> str:
         return f"stride={self.stride}"
+
+
+def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A map of the last dimension for the channels of each pixel that is kept: (..., out_channels, *pixels) for x likewise."""
+    channels = -len(stride) - 1
+    for dim, step in enumerate(stride, channels + 1):
+        x = x[(..., slice(None, None, step)) + (slice(None),) * (-1 - dim)]
+    return linear(x.movedim(channels, -1)).movedim(-1, channels)
 
 
 class PatchLinear(nn.Module):

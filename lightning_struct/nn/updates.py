@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.layers import as_linear
+from lightning_struct.nn.channels import CONVOLUTIONS, as_pointwise_linear, is_pointwise, of_channels
 from lightning_struct.nn.structured import StructuredLinear
 
 _PROBES = 16
@@ -59,8 +60,9 @@ class StructuredUpdate(nn.Module):
                 "an adapter has no bias: make it with bias=False; train= has the model's own biases trained"
             )
         self.adapter = adapter
+        self.given_scale = scale
         reference = adapter._reference
-        self.register_buffer("scale", _unit_scale(adapter) if scale is None else torch.as_tensor(scale).to(reference))
+        self.register_buffer("scale", torch.empty((), device=reference.device, dtype=reference.dtype))
         if learned_diagonals not in get_args(Sides):
             known = ", ".join(map(repr, get_args(Sides)))
             raise ValueError(f"learned_diagonals must be one of {known}, but is {learned_diagonals!r}")
@@ -68,13 +70,32 @@ class StructuredUpdate(nn.Module):
             ("input_diagonal", adapter.in_features, learned_diagonals == "both"),
             ("output_diagonal", adapter.out_features, learned_diagonals != "none"),
         ):
-            signs = rudin_shapiro_signs(size).to(reference.device)
             if learned:
-                self.register_parameter(name, nn.Parameter(signs.to(reference.dtype)))
+                diagonal = torch.empty(size, device=reference.device, dtype=reference.dtype)
+                self.register_parameter(name, nn.Parameter(diagonal))
             else:  # not in the state_dict, as they are always the same
+                signs = torch.empty(size, device=reference.device, dtype=torch.int8)
                 self.register_buffer(name, signs, persistent=False)
-        with torch.no_grad():
-            adapter.scale_(0.0)
+        if not reference.is_meta:
+            self._start()
+
+    def reset_parameters(self) -> None:
+        """Start anew: draw new factors of M, with the first one zero. After ``to_empty``, where it was made without values."""
+        self.adapter.gain = 1.0
+        self.adapter.reset_parameters()
+        self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Set all that is not drawn, for factors of M that are."""
+        if self.given_scale is None:
+            self.scale.copy_(_unit_scale(self.adapter))
+        else:
+            self.scale.fill_(self.given_scale)
+        for diagonal in (self.input_diagonal, self.output_diagonal):
+            diagonal.copy_(rudin_shapiro_signs(len(diagonal)))
+        self.adapter.gain = 0.0  # wherever it is drawn anew, it starts at zero again
+        self.adapter.scale_(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features), in the dtype of x (under autocast in its dtype), for x (..., in_features)."""
@@ -92,7 +113,8 @@ class AdaptedLinear(nn.Module):
     :func:`add_adapters` puts such layers into a model, and :func:`merge_adapters` takes them out again.
 
     Args:
-        base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers' ``Conv1D``.
+        base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers' ``Conv1D``;
+            or a 1 x 1 convolution, whose channels are the features.
         adapter: of the sizes of ``base``, without a bias; its first factor is set to zero.
         scale: see :class:`StructuredUpdate`.
         dropout: probability with which an input of Δ is set to zero in training.
@@ -123,7 +145,7 @@ class AdaptedLinear(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout}")
         update = StructuredUpdate(adapter, scale, learned_diagonals)
-        linear = as_linear(base)
+        linear = linear_of(base)
         if (linear.in_features, linear.out_features) != (adapter.in_features, adapter.out_features):
             raise ValueError(f"{adapter} has not the sizes of {base}")
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -134,20 +156,28 @@ class AdaptedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """W + Δ, (out_features, in_features), computed at each access: for code that reads the weight of a layer."""
-        return updated(as_linear(self.base).weight, self.update.to_dense())
+        return updated(linear_of(self.base).weight, self.update.to_dense())
 
     @property
     def bias(self) -> Tensor | None:
         """The bias of the base, if there is one."""
-        return as_linear(self.base).bias
+        return linear_of(self.base).bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., out_features) for x (..., in_features)."""
+        """(..., out_features) for x (..., in_features); of images as the convolution."""
         y = self.base(x)
-        return y + self.update(F.dropout(x, self.dropout, self.training)).to(y.dtype)
+        x = F.dropout(x, self.dropout, self.training)
+        if isinstance(self.base, CONVOLUTIONS):
+            return y + of_channels(self.update, x, self.base.stride).to(y.dtype)
+        return y + self.update(x).to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}" if self.dropout else ""
+
+
+def linear_of(layer: nn.Module) -> nn.Linear:
+    """An ``nn.Linear`` with the weight and the bias of a linear layer or of a 1 x 1 convolution."""
+    return as_pointwise_linear(layer) if is_pointwise(layer) else as_linear(layer)
 
 
 class UpdatedWeight(nn.Module):

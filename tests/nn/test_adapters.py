@@ -53,6 +53,7 @@ class Attention(nn.Module):
 MODELS = {
     "linear": lambda: nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8, bias=False)),
     "conv1d": lambda: nn.Sequential(Conv1D(6, 8), nn.Tanh(), Conv1D(8, 6)),
+    "convolutions of one pixel": lambda: nn.Sequential(nn.Conv1d(3, 6, 1, stride=2), nn.Tanh(), nn.Conv1d(6, 3, 1)),
     "attention": Attention,
     "attention of other sizes": lambda: Attention(kdim=8, vdim=8, bias=False),
     "transformer layer": lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
@@ -84,6 +85,28 @@ def train(model, steps=3, lr=0.05):
 @pytest.fixture(params=MODELS)
 def kind(request):
     return request.param
+
+
+@pytest.mark.parametrize("options", [{}, {"learned_diagonals": "both"}, {"scale": 2.0}], ids=["", "diagonals", "scale"])
+def test_adapters_of_a_model_without_values_are_drawn_after_to_empty(options):
+    base = made(dtype=torch.float32)
+    with torch.device("meta"):
+        model = add_adapters(MODELS["linear"](), FACTORY, **options)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model[0].base.load_state_dict(base[0].state_dict())
+    model[2].base.load_state_dict(base[2].state_dict())
+    x = inputs(torch.float32)
+    assert torch.equal(model(x), base(x))
+    model(x).square().sum().backward()
+    assert all(update.adapter.G.grad.count_nonzero() > 0 for update in (model[0].update, model[2].update))
+    drawn = add_adapters(made(dtype=torch.float32), FACTORY, **options)
+    for ours, theirs in zip((model[0], model[2]), (drawn[0], drawn[2]), strict=True):
+        torch.testing.assert_close(ours.update.input_diagonal, theirs.update.input_diagonal)
+        assert 0.4 < ours.update.scale / theirs.update.scale < 2.5
 
 
 @pytest.mark.filterwarnings("ignore:.*nested_tensor")
@@ -340,7 +363,7 @@ class OwnForward(nn.MultiheadAttention):
         (made, partial(add_adapters, factory=LowRank, learned_diagonals="all"), "one of 'none', 'outputs', 'both'"),
         (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
         (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),
-        (lambda: nn.Linear(8, 8, device="meta"), partial(add_adapters, factory=LowRank), "no values yet"),
+        (lambda: nn.Sequential(nn.LazyLinear(8)), partial(add_adapters, factory=LowRank), "no shape yet"),
         (
             lambda: nn.Sequential(OwnForward(8, 2)),
             partial(add_adapters, factory=LowRank),

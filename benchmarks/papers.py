@@ -25,7 +25,6 @@ DATA = DOCS / "results/data"
 PICTURE = DOCS / "images/papers_rls_sweep.png"
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
-NORM_TEST_STEPS = (5, 10, 20, 30, 40, 60, 80, 100)
 SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])
 
 
@@ -113,27 +112,6 @@ def figures_4_and_5() -> Table:
     return Table(["RLS with", *columns], rows, runs)
 
 
-def norm_test() -> Table:
-    """Batch sizes of SHF on USPS by the two readings of the norm test (Figure 3)."""
-    runs = harness.load_runs(DATA / "usps_norm_test")
-    readings = {"shf": "θ²‖g‖², the default", "shf printed-norm-test": "θ²‖g‖, as printed"}
-    rows = []
-    for name, reading in readings.items():
-        for run in (run for run in runs if run["name"] == name):
-            sizes = {step["step"]: step["batch_size"] for step in run["steps"]}
-            errors = {validation["step"]: validation["error"] for validation in run["validations"]}
-            cells = [f"{sizes[step]:.0f}" for step in NORM_TEST_STEPS]
-            last = f"{errors[NORM_TEST_STEPS[-1]]:.2f} after {run['steps'][-1]['cpu']:.0f} s"
-            rows.append([reading, str(run["seed"]), *cells, last])
-    head = [
-        "variance at most",
-        "seed",
-        *(f"n, step {step}" for step in NORM_TEST_STEPS),
-        "validation error at the last",
-    ]
-    return Table(head, rows, runs)
-
-
 def table_2() -> Table:
     folder = DATA / "structured_tasks/language_tinyshakespeare"
     ways_of_training = {
@@ -172,6 +150,7 @@ def table_13() -> Table:
 
 TABLES: dict[str, Callable[[], Table]] = {
     "rls_figures_4_and_5": figures_4_and_5,
+    "ldr_table_2": table_2,
     "ldr_table_13": table_13,
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 if TYPE_CHECKING:
@@ -153,7 +154,9 @@ class InMemoryDataModule(LightningDataModule, ABC):
         train = self._loaded.train
         if self.draws == "independent":
             return DrawLoader(train, IndependentDraws(train, self.batch_size, self.draws_per_epoch, seed=self.seed))
-        processes, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        processes, rank = (
+            (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)
+        )
         if self.batch_size % processes:
             raise MisconfigurationException(
                 f"batch_size={self.batch_size} cannot be shared by {processes} processes: make it a multiple of them."

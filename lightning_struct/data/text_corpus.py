@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import naming_file, read_or_explain
+from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 PARTS = ("train", "val", "test")
@@ -208,7 +209,9 @@ class TextCorpusDataModule(LightningDataModule):
             )
 
     def _loader(self, words: Tensor, columns: int) -> ColumnLoader:
-        processes, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        processes, rank = (
+            (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)
+        )
         return ColumnLoader(words, columns, self.steps, processes, rank)
 
     def _load(self) -> Corpus:

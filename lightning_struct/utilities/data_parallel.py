@@ -1,4 +1,4 @@
-"""Number of processes that read different batches."""
+"""Processes that read different batches: under tensor parallelism several read the same one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from lightning_struct.utilities import namespaces as L
 
 
 def data_parallel_size(trainer: L.Trainer) -> int:
-    """Number of processes that read different batches; under tensor parallelism several read the same one.
-
-    It is the number of replicas for which Lightning makes a distributed sampler.
-    """
+    """Number of processes that read different batches: the replicas for which Lightning makes a distributed sampler."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
+
+
+def data_parallel_rank(trainer: L.Trainer) -> int:
+    """The number of this process among them."""
+    return (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank)

@@ -127,15 +127,30 @@ def test_wrong_arguments_are_named(arguments, message):
         CurvesDataModule(**arguments)
 
 
+def trainer_of(processes, number, **replicas):
+    attributes = {"world_size": processes, "global_rank": number, "distributed_sampler_kwargs": replicas}
+    return type("Trainer", (), attributes)()
+
+
 def test_batch_that_the_processes_cannot_share_is_refused():
     datamodule = small_curves(batch_size=15, draws="epoch")
-    datamodule.trainer = type("Trainer", (), {"world_size": 2, "global_rank": 0})()
+    datamodule.trainer = trainer_of(2, 0)
     with pytest.raises(MisconfigurationException, match="batch_size=15 cannot be shared by 2 processes"):
         datamodule.train_dataloader()
 
 
 def test_batch_size_of_passes_is_over_all_processes():
     datamodule = small_curves(batch_size=10, draws="epoch")
-    datamodule.trainer = type("Trainer", (), {"world_size": 2, "global_rank": 1})()
+    datamodule.trainer = trainer_of(2, 1)
     batches = [images for (images,) in datamodule.train_dataloader()]
     assert [len(images) for images in batches] == [5, 5, 5, 5]
+
+
+def test_processes_that_share_a_model_read_the_same_batches():
+    datamodule = small_curves(batch_size=10, draws="epoch")
+    read = []
+    for rank in (2, 3):  # of two replicas of two processes each
+        datamodule.trainer = trainer_of(4, rank, num_replicas=2, rank=rank // 2)
+        read.append(torch.cat([images for (images,) in datamodule.train_dataloader()]))
+    assert len(read[0]) == 20
+    torch.testing.assert_close(*read)

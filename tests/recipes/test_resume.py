@@ -40,6 +40,7 @@ LITTLE = {
         "--data.val_size=400",
         "--data.test_size=400",
     ],
+    "compress_network": SAMPLES,
     "poisson_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6}"],
     "heat_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],
     "burgers_pinn": [*POINTS, "--data.counts={interior: 12, boundary: 6, initial: 6}"],

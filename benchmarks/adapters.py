@@ -169,7 +169,7 @@ def shifted(directory: str, shift: str) -> tuple[Sample, Sample, Sample]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def fit(network: nn.Module, groups: list[dict], sample: Sample, steps: int, seed: int) -> None:
+def fit(network: nn.Module, groups: list[dict], sample: Sample, steps: int, seed: int, batch_size: int = BATCH) -> None:
     """Adam with a rate that rises over a tenth of the steps and falls to zero."""
     images, labels = sample
     generator = torch.Generator().manual_seed(seed)
@@ -178,7 +178,7 @@ def fit(network: nn.Module, groups: list[dict], sample: Sample, steps: int, seed
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1)
     network.train()
     for _ in range(steps):
-        batch = torch.randint(len(images), (BATCH,), generator=generator)
+        batch = torch.randint(len(images), (batch_size,), generator=generator)
         loss = F.cross_entropy(network(images[batch]), labels[batch])
         optimizer.zero_grad()
         loss.backward()

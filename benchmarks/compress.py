@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -122,19 +121,9 @@ TASKS = {
 
 
 def fit(network: nn.Module, task: Task, sample: Sample, steps: int, rate: float, seed: int) -> None:
-    """Adam with a rate that rises over a tenth of the steps and falls to zero."""
-    inputs, labels = sample
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(network.parameters(), rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    network.train()
-    for _ in range(steps):
-        batch = torch.randint(len(inputs), (task.batch,), generator=generator)
-        loss = F.cross_entropy(network(inputs[batch]), labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    """Training as in ``adapters.py``, at one rate."""
+    groups = [{"params": list(network.parameters()), "lr": rate}]
+    adapters.fit(network, groups, sample, steps, seed, batch_size=task.batch)
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class ResidualModel:
         squares = [0.5 * inner(block, block) / counts[name] for name, block in blocks.items()]
         self.block_losses = dict(zip(blocks, all_reduce(torch.stack(squares)).tolist(), strict=True))
         self.value = sum(shares[name] * value for name, value in self.block_losses.items())
-        self.rows = sum(counts[name] * block[:1].numel() if block.ndim else 1 for name, block in blocks.items())
+        self.rows = sum(counts[name] * (block[:1].numel() if block.ndim else 1) for name, block in blocks.items())
         self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
 
     def residual_at(self, d: Tensor) -> Tensor:

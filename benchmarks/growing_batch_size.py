@@ -14,8 +14,8 @@ The projects are ordinary ones, in which only the batch differs: a LightningModu
 
 The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate times √2
 (OLMo, arXiv 2505.23971) after 1/8 and 3/8 of the samples; a linear ramp to 8 times the size at the same rate; and
-``GrowingBatchSize()``, without arguments and with ``scale_lr="sqrt"``. Schedules know how many samples there will be, the
-callback does not.
+``GrowingBatchSize()``, without arguments, with ``scale_lr="sqrt"`` and, where the optimizer is SGD, ``scale_lr="adascale"``.
+Schedules know how many samples there will be, the callback does not.
 
 A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss of a
 run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times in a run.
@@ -221,8 +221,14 @@ TASKS = {
 # --- ways -------------------------------------------------------------------------------------------------------------
 
 FIXED = {f"fixed ×{multiple}": multiple for multiple in MULTIPLES}
-DOUBLING, RAMP, DEFAULT, SCALED = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`", '`scale_lr="sqrt"`'
-WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED)
+DOUBLING, RAMP, DEFAULT = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`"
+SCALED, ADASCALE = '`scale_lr="sqrt"`', '`scale_lr="adascale"`'
+WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED, ADASCALE)
+
+
+def is_for(way: str, task: Task) -> bool:
+    """AdaScale's gain is derived for SGD."""
+    return way != ADASCALE or getattr(task.optimizer, "func", None) is torch.optim.SGD
 
 
 def callback(way: str, task: Task) -> GrowingBatchSize | None:
@@ -238,6 +244,8 @@ def callback(way: str, task: Task) -> GrowingBatchSize | None:
         return GrowingBatchSize()
     if way == SCALED:
         return GrowingBatchSize(scale_lr="sqrt")
+    if way == ADASCALE:
+        return GrowingBatchSize(scale_lr="adascale")
     return None
 
 
@@ -370,7 +378,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     for name, row in zip(tasks, rows, strict=True):
         for color, way in enumerate(WAYS):
             for i, run in enumerate(of(runs, name, way)):
-                growing = way in (DEFAULT, SCALED)
+                growing = way in (DEFAULT, SCALED, ADASCALE)
                 style: dict[str, Any] = {**harness.seed_style(i), "color": f"C{color}", "label": None if i else way}
                 style["linestyle"] = "-" if growing else ":" if way in FIXED else "--"
                 losses = list(lowest_so_far(run))
@@ -414,6 +422,7 @@ def main() -> None:
         for seed in options.seeds
         for name in options.tasks
         for way in options.ways
+        if is_for(way, TASKS[name])
     ]
     if runs := harness.run_jobs(jobs, options.jobs):
         report(runs)

@@ -214,6 +214,16 @@ def test_what_an_optimizer_does_more_lets_it_measure_more_often(tmp_path, caplog
     assert every[0] > every[1]
 
 
+def test_a_network_with_convolutions_is_measured_less_often(tmp_path, caplog):
+    every = []
+    for first in (nn.Linear(3, 3), nn.Conv1d(1, 1, 3, padding=1)):
+        module = Still(nn.Sequential(nn.Unflatten(1, (1, 3)), first, nn.Flatten(), nn.Linear(3, 2)))
+        with caplog.at_level("INFO"):
+            fit(tmp_path, module, max_steps=1)
+        every.append(int(said(caplog)[-1].split("every ")[1].split()[0]))
+    assert every[0] < every[1]
+
+
 def hooks_of(module):
     of_layers = [h for m in module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks)]
     of_parameters = [p for p in module.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]

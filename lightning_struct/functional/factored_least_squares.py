@@ -1,11 +1,13 @@
 """Damped least squares from one factorisation of a dense matrix: any damping, any right-hand side, any centre.
 
-A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; the eigenvalues of
-JᵀJ take less than half of the time, and square the condition of J, which does no harm where λ is large enough.
+A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a Cholesky
+factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which does no harm
+where λ is large enough.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 _BLOCKS = 8  # of rows of a Gram matrix
+_POWER_ITERATIONS = 8
 
 
 class DampedSolver(Protocol):
@@ -30,7 +33,7 @@ class _AllDampings(ABC):
     """min ‖J d - b‖² + λ²‖d - m‖² for one factored J (N, P) and any b, λ > 0 and m: O(N P) each."""
 
     jacobian: Tensor
-    singular_values: Tensor
+    largest_singular_value: float
 
     @abstractmethod
     def coordinates(self, b: Tensor) -> Tensor:
@@ -69,6 +72,7 @@ class FactoredLeastSquares(_AllDampings):
     Attributes:
         jacobian: J.
         singular_values: of J, (min(N, P),), the largest first.
+        largest_singular_value: the first of them.
 
     Example:
         >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
@@ -85,6 +89,7 @@ class FactoredLeastSquares(_AllDampings):
         triangle = self._reflectors[:side].triu()
         self._left, self.singular_values, right = torch.linalg.svd(triangle)
         self._right = right.mT
+        self.largest_singular_value = self.singular_values[0].item()
 
     def coordinates(self, b: Tensor) -> Tensor:
         """Uᵀ b."""
@@ -106,9 +111,10 @@ class FactoredLeastSquares(_AllDampings):
 
 
 class GramLeastSquares(_AllDampings):
-    """The same as :class:`FactoredLeastSquares` by the eigenvalues of JᵀJ, or of J Jᵀ where N < P.
+    """The same as :class:`FactoredLeastSquares` by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
 
-    It takes less than half of the time, and less memory. The condition of J is squared: below ``smallest_damping`` the
+    It takes O(n²) more memory and n³/3 multiply-adds for a λ, n = min(N, P): several λ cost less than eigenvalues, and far
+    less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: below ``smallest_damping`` the
     solutions lose more than half of the digits.
 
     Args:
@@ -119,8 +125,11 @@ class GramLeastSquares(_AllDampings):
 
     Attributes:
         jacobian: J, its rows here.
-        singular_values: of J, (min(N, P),), the largest first; those below √ε of the largest are rounding.
+        largest_singular_value: an estimate from below, by power iteration.
         smallest_damping: λ down to which half of the digits of the dtype are kept.
+
+    Raises:
+        torch.linalg.LinAlgError: in a solution, λ far below ``smallest_damping``.
 
     Example:
         >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
@@ -140,22 +149,27 @@ class GramLeastSquares(_AllDampings):
         self._tall = (len(jacobian) if rows is None else rows) >= jacobian.shape[1]
         self._all_reduce, self._all_gather = all_reduce, all_gather
         if self._tall:
-            gram = all_reduce(_lower_gram(jacobian.mT))
+            self._gram = all_reduce(_lower_gram(jacobian.mT))
         else:
             self._wide = all_gather(jacobian)
-            gram = _lower_gram(self._wide)
-        squares, self._vectors = torch.linalg.eigh(gram, UPLO="L")
-        self._squares = squares.clamp_min_(0.0)
-        self.singular_values = self._squares.sqrt().flip(0)
-        # Rounding changes JᵀJ by ε σ₁², which is √ε of λ² there.
-        self.smallest_damping = torch.finfo(jacobian.dtype).eps ** 0.25 * self.singular_values[0].item()
+            self._gram = _lower_gram(self._wide)
+        self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
+        self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram))
+        # Rounding changes JᵀJ by ε σ₁² or a few times n ε σ₁², which is to be √ε of λ², and less than λ².
+        epsilon = torch.finfo(jacobian.dtype).eps
+        self.smallest_damping = max(epsilon**0.25, (8 * len(self._gram) * epsilon) ** 0.5) * self.largest_singular_value
 
     def coordinates(self, b: Tensor) -> Tensor:
-        """Vᵀ Jᵀ b, or Uᵀ b where N < P."""
-        return self._vectors.mT @ (self._all_reduce(self.jacobian.mT @ b) if self._tall else self._all_gather(b))
+        """Jᵀ b, or b where N < P."""
+        return self._all_reduce(self.jacobian.mT @ b) if self._tall else self._all_gather(b)
 
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
-        solution = self._vectors @ (coordinates / (self._squares + damping * damping))
+        if damping != self._factor_damping:
+            self._factor_damping = math.nan
+            self._factor.copy_(self._gram).diagonal().add_(damping * damping)
+            torch.linalg.cholesky(self._factor, out=self._factor)
+            self._factor_damping = damping
+        solution = torch.cholesky_solve(coordinates[:, None], self._factor)[:, 0]
         return solution if self._tall else self._wide.mT @ solution
 
 
@@ -168,6 +182,18 @@ def _lower_gram(matrix: Tensor) -> Tensor:
         last = min(first + size, rows)
         gram[first:last, :last] = matrix[first:last] @ matrix[:last].mT
     return gram
+
+
+def _largest_eigenvalue(lower: Tensor) -> float:
+    """An estimate from below for the symmetric matrix of this lower triangle, the same each time."""
+    lower = lower.tril()
+    vector = torch.randn(len(lower), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(lower)
+    largest = lower.new_zeros(())
+    for _ in range(_POWER_ITERATIONS):
+        vector = vector / torch.linalg.vector_norm(vector)
+        product = lower @ vector + lower.mT @ vector - lower.diagonal() * vector
+        largest, vector = torch.dot(vector, product), product
+    return max(largest.item(), 0.0)
 
 
 def geodesic_acceleration(

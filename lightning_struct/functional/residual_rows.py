@@ -5,6 +5,9 @@ Jacobian are gradients of single rows, N times cheaper than by a backward pass f
 module is recorded once for a single row, as operations on tensors; derivatives in the inputs that it takes itself, by
 ``torch.func`` or by autograd, are then operations like all others, and ``torch.func.vmap`` runs the record over all rows.
 That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once.
+
+The residuals alone are wanted several times in a step. A batch that is as large as the last one is recorded as a whole, too:
+what the module does in Python, and its own derivatives above all, are then done once, and not in each call.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
 
 Parameters: TypeAlias = Mapping[str, Tensor]
-# Numbers of the Jacobian that are computed at once: their intermediate values take several times as much memory.
-_NUMBERS_AT_ONCE = 2**24
+# Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much memory,
+# and pass the processor's caches sooner where the rows are short.
+_NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
 
 
 class BatchResiduals:
@@ -63,16 +67,23 @@ class BatchResiduals:
                 "copy (points.clone())"
             )
         self._rows: dict[str, _Rows | None] | None = None
+        self._whole: _Whole | None = None
 
     @property
     def sizes(self) -> list[int]:
         """Number of residuals of each block."""
         return [block.numel() for block in self.blocks.values()]
 
+    def record_whole(self) -> None:
+        """Record the whole batch, or take the record of the last one, so that :meth:`values` takes less time."""
+        self._whole = self._records.whole_of(self.blocks, self._params, self._args, self._context)
+
     def values(self, params: Parameters) -> Tensor:
         """r(w), (N,)."""
-        by_rows = self._by_rows()
-        if None in by_rows.values():
+        if self._whole is not None:
+            with self._context():
+                parts: Parameters = self._whole.values(params)
+        elif None in (by_rows := self._by_rows()).values():
             parts = self._call(params)
         else:
             parts = {name: rows.values(params) for name, rows in by_rows.items() if rows is not None}
@@ -88,8 +99,13 @@ class BatchResiduals:
         """Write J (N, P) to ``out``: the columns are those of all parameters, one after another."""
         point = {name: p.detach().requires_grad_() for name, p in params.items()}
         blocks: dict[str, Tensor] | None = None
-        for (name, rows), part in zip(self._by_rows().items(), out.split(self.sizes), strict=True):
-            if rows is not None:
+        for (name, block), part in zip(self.blocks.items(), out.split(self.sizes), strict=True):
+            kept = self._records.kept_rows_of(name, block, self._args)
+            if kept is not None and kept.record.derivative_is_checked:
+                values = kept.jacobian(params, part)  # on its way
+                if _is_equal(values, block, kept.record.scale):
+                    continue
+            if (rows := self._by_rows()[name]) is not None:
                 rows.jacobian(params, part)
                 if rows.record.derivative_is_checked:
                     continue
@@ -140,23 +156,23 @@ class RowRecords:
         self.module = module
         self.refused: dict[str, str] = {}
         self._kept: dict[str, _Record] = {}
+        self._kept_whole: dict[str, GraphModule] = {}  # the last one
+        self._refused_whole = False
 
     def __getstate__(self) -> dict[str, Any]:  # a copy records anew
-        return {**vars(self), "_kept": {}}
+        return {**vars(self), "_kept": {}, "_kept_whole": {}}
 
     def rows_of(self, name: str, block: Tensor, params: Parameters, args: tuple[Any, ...]) -> _Rows | None:
         """A block row by row, by a record that gives its values at ``params``; None where there is none."""
+        rows = self.kept_rows_of(name, block, args)
+        if rows is not None and rows.give(block, params):
+            return rows
         if name in self.refused:
             return None
         inputs = _Inputs(args, block)
         if 0 not in inputs.dims:
             return self.refuse(name, "none of the inputs has a row for each of them")
-        key = f"{name} {inputs.key} {tuple(block.shape[1:])} {block.dtype} {block.device}"
         buffers = dict(self.module.named_buffers())
-        if key in self._kept:
-            rows = _Rows(self._kept[key], inputs, buffers)
-            if rows.give(block, params):
-                return rows
         try:
             graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
             rows = _Rows(_Record(graph, block.abs().max().item()), inputs, buffers)
@@ -165,13 +181,57 @@ class RowRecords:
             return self.refuse(name, f"a single row cannot be recorded ({str(error).splitlines()[0]})")
         if not fits:
             return self.refuse(name, "they depend on more than one row of the inputs")
-        self._kept[key] = rows.record
+        self._kept[_key(name, inputs, block)] = rows.record
         return rows
+
+    def kept_rows_of(self, name: str, block: Tensor, args: tuple[Any, ...]) -> _Rows | None:
+        """The same by a record that is there already, of which it is not checked that it gives the values."""
+        inputs = _Inputs(args, block)
+        record = None if name in self.refused else self._kept.get(_key(name, inputs, block))
+        return None if record is None else _Rows(record, inputs, dict(self.module.named_buffers()))
+
+    def whole_of(
+        self,
+        blocks: Parameters,
+        params: Parameters,
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> _Whole | None:
+        """A whole batch, by a record that gives its blocks at ``params``; None where there is none."""
+        if self._refused_whole:
+            return None
+        inputs = _Inputs(args, next(iter(blocks.values())))
+        sizes = [(tuple(t.shape), t.dtype, t.device) for t in (*inputs.tensors, *blocks.values())]
+        key = f"{inputs.key} {sizes} {self.module.training}"
+        buffers = dict(self.module.named_buffers())
+
+        def fits(whole: _Whole) -> bool:
+            with context():
+                return whole.gives(blocks, params)
+
+        if key in self._kept_whole and fits(whole := _Whole(self._kept_whole[key], inputs, buffers)):
+            return whole
+        self._kept_whole = {}
+        try:
+            with context():
+                graph = _graph_of_batch(self.module, params, buffers, inputs)
+            self._refused_whole = not fits(whole := _Whole(graph, inputs, buffers))
+        except Exception:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+            self._refused_whole = True
+        if self._refused_whole:
+            return None
+        self._kept_whole = {key: graph}
+        return whole
 
     def refuse(self, name: str, reason: str) -> _Rows | None:
         """From now on tell no rows of the block apart."""
         self.refused[name] = reason
         return None
+
+
+def _key(name: str, inputs: _Inputs, block: Tensor) -> str:
+    """All that a record of single rows depends on."""
+    return f"{name} {inputs.key} {tuple(block.shape[1:])} {block.dtype} {block.device}"
 
 
 class _Inputs:
@@ -226,34 +286,66 @@ class _Rows:
 
     def give(self, block: Tensor, params: Parameters) -> bool:
         """Whether these are the values of a block. A single row is rounded otherwise than the whole batch."""
-        values = self.values(params)
-        scale = max(self.record.scale, block.abs().max().item())
-        tolerance = torch.finfo(block.dtype).eps ** 0.5 * scale
-        return values.numel() == block.numel() and bool(((values.view_as(block) - block).abs() <= tolerance).all())
+        return _is_equal(self.values(params), block, self.record.scale)
 
-    def jacobian(self, params: Parameters, out: Tensor) -> None:
-        """Write the rows (n_b k, P) to ``out``."""
+    def jacobian(self, params: Parameters, out: Tensor) -> Tensor:
+        """Write the rows (n_b k, P) to ``out``, and return the residuals, (n_b, k)."""
 
-        def of_row(tensors: list[Tensor]) -> dict[str, Tensor]:
+        def of_row(tensors: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
             residuals, pull, *_ = vjp(lambda p: self.record.graph(p, self._buffers, tensors), dict(params))
             if len(residuals) == 1:
                 (gradients,) = pull(torch.ones_like(residuals))
-                return {name: g[None] for name, g in gradients.items()}
-            return vmap(lambda u: pull(u)[0])(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
+                return {name: g[None] for name, g in gradients.items()}, residuals
+            rows = torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device)
+            return vmap(lambda u: pull(u)[0])(rows), residuals
 
         dims = self._inputs.dims
         count = next(len(t) for t, dim in zip(self._inputs.tensors, dims, strict=True) if dim == 0)
         per_row = len(out) // count
-        at_once = max(1, _NUMBERS_AT_ONCE // (per_row * out.shape[1]))
+        at_once = max(1, min(_ROWS_AT_ONCE // per_row, _NUMBERS_AT_ONCE // (per_row * out.shape[1])))
+        values = []
         for first in range(0, count, at_once):
             tensors = [
                 t if dim is None else t[first : first + at_once]
                 for t, dim in zip(self._inputs.tensors, dims, strict=True)
             ]
-            gradients = vmap(of_row, in_dims=(dims,))(tensors)
+            gradients, residuals = vmap(of_row, in_dims=(dims,))(tensors)
+            values.append(residuals.detach())
             rows = out[first * per_row : (first + at_once) * per_row]
             for columns, (name, p) in zip(_columns(rows, params), params.items(), strict=True):
                 columns.copy_(gradients[name].reshape(len(rows), p.numel()))
+        return torch.cat(values)
+
+
+class _Whole:
+    """A batch by a graph of operations on (weights, buffers, tensors of the inputs) that returns its blocks."""
+
+    def __init__(self, graph: GraphModule, inputs: _Inputs, buffers: Parameters) -> None:
+        self._graph, self._inputs, self._buffers = graph, inputs, buffers
+
+    def values(self, params: Parameters) -> dict[str, Tensor]:
+        """The residuals by block."""
+        with torch.no_grad():
+            return self._graph(dict(params), dict(self._buffers), self._inputs.tensors)
+
+    def gives(self, blocks: Parameters, params: Parameters) -> bool:
+        """Whether these are the values of the blocks."""
+        values = self.values(params)
+        return values.keys() == blocks.keys() and all(_is_equal(values[name], blocks[name]) for name in blocks)
+
+
+def _is_equal(values: Tensor, block: Tensor, scale: float = 0.0) -> bool:
+    """Whether values are those of a block but for rounding, in which the largest of them, or ``scale``, counts."""
+    tolerance = torch.finfo(block.dtype).eps ** 0.5 * max(scale, block.abs().max().item())
+    return values.numel() == block.numel() and bool(((values.view_as(block) - block).abs() <= tolerance).all())
+
+
+def _graph_of_batch(module: nn.Module, params: Parameters, buffers: Parameters, inputs: _Inputs) -> GraphModule:
+    def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
+        values = {**{key: b.clone() for key, b in buffers.items()}, **params}
+        return dict(residual_blocks(call_with(module, values, inputs.args(tensors))))
+
+    return _recorded(batch, params, buffers, inputs.tensors)
 
 
 def _graph_of_single_row(
@@ -265,9 +357,18 @@ def _graph_of_single_row(
         return residual_blocks(returned)[name].reshape(-1)
 
     first_rows = [t[0] if dim == 0 else t for t, dim in zip(inputs.tensors, inputs.dims, strict=True)]
+    return _recorded(single_row, params, buffers, first_rows)
+
+
+def _recorded(
+    function: Callable[[Parameters, Parameters, list[Tensor]], Any],
+    params: Parameters,
+    buffers: Parameters,
+    tensors: list[Tensor],
+) -> GraphModule:
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
-        graph = make_fx(single_row)(dict(params), dict(buffers), first_rows)
+        graph = make_fx(function)(dict(params), dict(buffers), tensors)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph

@@ -58,6 +58,13 @@ def test_the_gram_matrix_keeps_half_of_the_digits_down_to_its_smallest_damping(s
     assert error < 10 * torch.finfo(torch.float64).eps ** 0.5
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_singular_value_is_estimated_from_below(shape: str) -> None:
+    jacobian = gaussian(*SHAPES[shape], seed=0)
+    largest = FactoredLeastSquares(jacobian).largest_singular_value
+    assert 0.9 * largest < GramLeastSquares(jacobian).largest_singular_value <= largest * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("shape", ["tall", "wide"])
 def test_the_acceleration_is_minus_half_the_solution_for_the_second_derivative(shape: str) -> None:
     rows, columns = SHAPES[shape]

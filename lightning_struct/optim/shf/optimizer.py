@@ -305,7 +305,7 @@ class SHF(torch.optim.Optimizer):
                 damping=group["damping"],
                 adapts=self.drop is not None,
                 start=self._start(like),
-                names=memory.get("blocks"),
+                counts=memory.get("blocks"),
                 timed=self._timed,
             )
         if update.direction is not None:
@@ -328,7 +328,7 @@ class SHF(torch.optim.Optimizer):
             "steps": memory["steps"] + 1,
             "largest_batch": 0,
             "direction": update.direction,
-            "blocks": list(update.model.block_losses),
+            "blocks": update.model.counts,
             "loss_after": update.loss,
         }
         self.report = update.report(self.settings, self._timed.seconds)

@@ -33,11 +33,12 @@ class ResidualModel:
         loss: the weights w_b.
         weights: name -> the trainable weights, detached.
         inputs: this process's share: a tuple of the module's arguments, or its one argument.
-        names: the blocks of the step before; None in the first step.
+        counts: name -> rows n_b of the blocks of the step before; None in the first step.
 
     Attributes:
         weights: w.
-        samples: rows of all blocks over all processes.
+        counts: name -> rows n_b of the blocks over all processes.
+        samples: their sum.
         rows: residuals over all processes: a sample may have several.
         block_losses: name -> ½ mean_i r²_{b,i}, without w_b.
         value: f(w).
@@ -56,7 +57,7 @@ class ResidualModel:
         weights: dict[str, Tensor],
         inputs: Any,
         *,
-        names: Collection[str] | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         self.weights = FlatWeights(weights)
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
@@ -66,11 +67,13 @@ class ResidualModel:
         state = random_state(*tensors)
         self._batch = BatchResiduals(records, weights, args, lambda: restored_random_state(state))
         blocks = self._batch.blocks
-        _check_names(blocks, names, self._device)
+        _check_names(blocks, counts, self._device)
         shares = loss.weights_of(blocks)
-        counts = _checked_counts(blocks, self._device)
+        before, counts = counts, _checked_counts(blocks, self._device)
+        if counts == before:
+            self._batch.record_whole()
         self.samples = sum(counts.values())
-        self._counts = counts
+        self.counts = counts
         self._scale = torch.cat(
             [
                 torch.full((block.numel(),), math.sqrt(shares[name] / counts[name]), dtype=self._dtype)
@@ -133,7 +136,7 @@ class ResidualModel:
         shared_squares = all_reduce(torch.stack(squares)).tolist()
         shared_sums = all_reduce(torch.stack(sums))
         total = 0.0
-        for count, square, block_sum in zip(self._counts.values(), shared_squares, shared_sums, strict=True):
+        for count, square, block_sum in zip(self.counts.values(), shared_squares, shared_sums, strict=True):
             if count > 1:
                 total += max(square - inner(block_sum, block_sum).item() / count, 0.0) * count / (count - 1)
         return self.samples * total

@@ -16,8 +16,9 @@ from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residual_model import ResidualModel
 
 # Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and each
-# parameter, as it is done by many small operations; and of the eigenvalues of JᵀJ or J Jᵀ, for each of its numbers and rows.
-_PRODUCTS, _EIGENVALUES = 30.0, 5.0
+# parameter, as it is done by many small operations; and of the factorisations of JᵀJ or J Jᵀ, for each of its numbers and
+# rows: half a dozen, or one QR and SVD where λ is small.
+_PRODUCTS, _FACTORISATIONS = 30.0, 2.0
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
 # A step is not likely to try a λ smaller than the last one's by more than this factor.
@@ -63,8 +64,7 @@ class ResidualSolver(ABC):
 
 
 class ExactSolver(ResidualSolver):
-    """By a factorisation of J: the eigenvalues of the shorter JᵀJ or J Jᵀ, where λ is so small that these lose digits a QR and
-    an SVD.
+    """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller, and where λ is so small that these lose digits of J.
 
     Raises:
         MemoryError: J and its factors take more than is free.
@@ -112,7 +112,7 @@ class ExactSolver(ResidualSolver):
             )
         else:
             self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian)
-        self.largest = self._factored.singular_values[0].item()
+        self.largest = self._factored.largest_singular_value
         self._coordinates = self._factored.coordinates(self._b)
 
     def _smallest_likely_for_gram(self) -> float:
@@ -201,7 +201,7 @@ def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int) -> s
         ('exact', 'lsmr')
     """
     shorter, longer = sorted((rows, columns))
-    exact = longer * shorter**2 + _EIGENVALUES * shorter**3
+    exact = longer * shorter**2 + _FACTORISATIONS * shorter**3
     krylov = maxiter * _PRODUCTS * rows * columns
     fits = rows * columns * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
     return "exact" if fits and exact <= krylov else "lsmr"

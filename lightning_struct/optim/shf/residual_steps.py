@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -123,7 +123,7 @@ class ResidualSteps:
         damping: float | None,
         adapts: bool,
         start: Tensor | None,
-        names: Collection[str] | None,
+        counts: Mapping[str, int] | None,
         timed: PhaseTimer,
     ) -> ResidualUpdate:
         """The update of one batch; the weights are not changed.
@@ -134,12 +134,12 @@ class ResidualSteps:
             damping: λ; None for one that is taken from the singular values of J.
             adapts: whether λ may change where it lowers the loss.
             start: d0 = γ d of the last step; None for zero.
-            names: the blocks of the step before; None in the first step.
+            counts: name -> rows of the blocks of the step before; None in the first step.
             timed: the phases of the step.
         """
         settings = self.settings
         with timed("linearize"):
-            model = ResidualModel(self._records, self._loss, weights, inputs, names=names)
+            model = ResidualModel(self._records, self._loss, weights, inputs, counts=counts)
             solver = make_solver(model, settings.solver, settings.maxiter)
         self._warn_of_slow_rows()
         squared = inner(solver.gradient, solver.gradient).item()

@@ -276,6 +276,46 @@ def test_what_a_module_holds_may_change_from_step_to_step() -> None:
         assert report.loss_after == pytest.approx(after, rel=1e-12)
 
 
+class Counted(Equation):
+    """It counts its calls."""
+
+    calls = 0
+
+    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.calls += 1
+        return super().forward(points)
+
+
+def test_the_module_is_called_once_in_a_step_on_as_many_points_as_in_the_steps_before() -> None:
+    module, calls = Counted(), []
+    optimizer = SHF(module, LeastSquares())
+    for _ in range(4):
+        before = module.calls
+        optimizer.step(inputs=points())
+        calls.append(module.calls - before)
+    assert calls[2:] == [1, 1]
+
+
+class Noisy(Fit):
+    """It drops other inputs in each step."""
+
+    def forward(self, x: Tensor, measured: Tensor) -> Tensor:
+        self.dropped = nn.functional.dropout(torch.ones_like(x), 0.5)
+        return super().forward(x * self.dropped, measured)
+
+
+@pytest.mark.parametrize("solver", ["exact", "lsmr"])
+def test_random_numbers_of_a_step_stay_the_same(solver: str) -> None:
+    module, (x, measured) = Noisy(), measurements()
+    optimizer = SHF(module, LeastSquares(), solver=solver)
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rows that cannot be told apart
+            report = optimizer.step(inputs=(x, measured))
+        loss = 0.5 * (module.net(x * module.dropped) - measured).square().sum().item() / len(x)
+        assert report.loss_after == pytest.approx(loss, rel=1e-12)
+
+
 def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
     optimizer = SHF(Coupled(), "least_squares")
     with pytest.warns(UserWarning, match="rows of J for the residuals 'interior'.*depend on more than one row"):

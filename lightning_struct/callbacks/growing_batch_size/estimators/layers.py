@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
@@ -42,6 +41,8 @@ CHECKED_BATCHES = 3
 
 # Part of ‖G‖² that has to be measured, or another estimator decides.
 MEASURED_PART = 0.5
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 # Errors that matter for no decision, relative to the whole gradient.
 NEGLIGIBLE = 0.01
@@ -262,7 +263,7 @@ def _steps_of_a_measurement(layers: list[nn.Module]) -> float:
     """The time of a measurement, in steps."""
     if any(runs_again(layer) for layer in layers):
         return LAYERS_RUN_AGAIN
-    return LAYERS_CONVOLVE if any(isinstance(layer, _ConvNd) for layer in layers) else LAYERS_BY_RULES
+    return LAYERS_CONVOLVE if any(isinstance(layer, CONVOLUTIONS) for layer in layers) else LAYERS_BY_RULES
 
 
 def _squared_norm(parameter: nn.Parameter) -> Tensor:

@@ -4,8 +4,9 @@
 
 Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what measures
 the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known solution. All
-methods start from the same weights and see the same points: fixed ones, but for Burgers' equation, where they are drawn anew
-every 5 steps of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each.
+methods start from the same weights. The points are fixed and the same for all, but for Burgers' equation. There they are drawn
+anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's network is large: every 5 steps
+of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each.
 Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of 50; "Adam, then L-BFGS" has half
 of the time each. SHF has two arguments, ``SHF(module, "least_squares")``. A rival that is not installed is said to be so:
 
@@ -26,12 +27,14 @@ from torch import Tensor, nn
 
 import harness
 from lightning_struct.data.equations import Burgers, DifferentialEquation, Heat, Poisson
+from lightning_struct.data.points import PointDraws
 from lightning_struct.functional import LeastSquares
 from lightning_struct.models.pinn import TanhNetwork
 from lightning_struct.optim import SHF
 
 RESULTS = harness.RESULTS / "least_squares"
-TIMES = (10, 30, 60, 100, 200, 300, 600, 1000)
+TIMES = (10, 30, 60, 100, 150, 200, 300, 600, 1000)
+RESIDUAL_SHARE = 0.2  # the default of PointsDataModule
 
 
 @dataclass(frozen=True)
@@ -184,15 +187,21 @@ def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
     equation = setting.equation()
     torch.manual_seed(seed)
     module = Residuals(equation, TanhNetwork(equation.domain.dimension, setting.hidden_sizes).double())
-    drawn: dict[int, Points] = {}
+    residual_share = RESIDUAL_SHARE if setting.redrawn else 0.0
+    draws = PointDraws(
+        equation.regions, setting.counts, draws_per_epoch=1, redraw_every_n_steps=1, seed=seed,
+        residual_share=residual_share, residuals=module,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(10**6 + seed)
+    fresh = {name: equation.regions[name].sample(n, generator) for name, n in setting.counts.items()}
+    last: dict[int, Points] = {}
 
     def draw(number: int) -> Points:
         number = number if setting.redrawn else 0
-        if number not in drawn:
-            generator = torch.Generator().manual_seed(1000 * seed + number)
-            drawn.clear()
-            drawn[number] = {name: equation.regions[name].sample(n, generator) for name, n in setting.counts.items()}
-        return drawn[number]
+        if number not in last:
+            last.clear()
+            last[number] = draws.draw(number)
+        return last[number]
 
     at = equation.domain.sample(10_000, torch.Generator().manual_seed(12345))
     solution = equation.solution(at)
@@ -210,8 +219,7 @@ def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
         if spent >= due or spent >= seconds:
             since = time.process_time()
             with torch.enable_grad():
-                loss = half_mean_square(module(draw(-1))).item()  # on points that are not trained on
-            drawn.clear() if setting.redrawn else None
+                loss = half_mean_square(module(fresh)).item()  # on points that are not trained on
             curve.append({"seconds": spent, "steps": count, "error": error(), "fresh_loss": loss})
             due = spent * 1.05
             uncounted += time.process_time() - since

@@ -291,7 +291,9 @@ def best_fixed(runs: Sequence[Run], task: str) -> str | None:
 
 
 def last_size(run: Run, task: Task) -> float:
-    return run["sizes"][-1]["size"] if run["sizes"] else task.batch_size * FIXED.get(run["way"], 1)
+    """The size at the end; the very last batch may be what was left of an epoch."""
+    sizes = [check["size"] for check in run["sizes"][-2:]]
+    return max(sizes, default=task.batch_size * FIXED.get(run["way"], 1))
 
 
 def report(runs: Sequence[Run]) -> None:

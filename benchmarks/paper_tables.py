@@ -5,6 +5,8 @@ A way is a class of matrices with its rank, ``None`` for a class that has no ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 Way = tuple[str, int | None]
 DATA = ("background_rotation", "noise", "cifar", "norb", "rectangles")
 
@@ -52,6 +54,23 @@ TABLE_9 = {
     "ldr_sd": ((67.40, 67.53, 67.96, 67.21, 68.54, 67.00), (92.20, 92.75, 91.30, 91.95, 92.10, 93.20)),
     "pruned": ((64.25, 64.05, 65.50, 64.12, 65.65, 65.59), (90.80, 91.65, 90.60, 91.05, 90.00, 90.55)),
     "reduced": ((64.03, 64.67, 66.37, 64.70, 65.99, 66.47), (90.95, 91.00, 91.25, 90.65, 90.85, 90.40)),
+}
+# Test accuracies in per cent with 25, 50, 75 and 100 % of the samples of background_rotation and noise; rank one.
+FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+TABLE_10: dict[Way, tuple[Sequence[float], Sequence[float]]] = {
+    ("unstructured", None): ((34.46, 38.80, 43.35, 44.08), (59.30, 61.85, 65.35, 65.15)),
+    ("ldr_td", 1): ((34.01, 39.59, 44.35, 45.81), (65.45, 74.60, 77.45, 78.45)),
+    ("ldr_sd", 1): ((35.64, 39.78, 42.72, 44.74), (67.90, 71.15, 76.95, 78.80)),
+    ("toeplitz_like", 1): ((33.71, 36.44, 39.32, 41.12), (56.15, 67.75, 72.30, 73.95)),
+    ("low_rank", 1): ((21.44, 23.46, 23.48, 25.06), (24.25, 26.20, 26.85, 26.40)),
+}
+# Training less test accuracy in per cent, in the order of DATA.
+TABLE_12: dict[Way, tuple[float, ...]] = {
+    ("unstructured", None): (55.78, 21.63, 34.32, 40.03),
+    ("ldr_td", 1): (13.52, 11.36, 7.10, 9.51),
+    ("ldr_sd", 1): (12.87, 12.65, 6.29, 8.68),
+    ("toeplitz_like", 1): (7.98, 15.80, 5.59, 7.87),
+    ("low_rank", 1): (8.40, 0.31, 0.09, 2.59),
 }
 # Test perplexities at the budgets of LDR-SD of these ranks.
 LANGUAGE_RANKS = (1, 2, 4, 8, 16, 24)

@@ -62,7 +62,7 @@ class SampleGradients:
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
         every_n_steps: steps from one measurement to the next; None: as many as ``max_overhead`` allows where a measured step
-            takes twice as long as another, 2.6 times as long with convolutions, or 3.4 times as long where layers have to be
+            takes twice as long as another, 2.6 times as long with convolutions, or 4.4 times as long where layers have to be
             run again: the most that was seen.
         max_overhead: share of the time of the steps that measuring may take.
         probes: see :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`.

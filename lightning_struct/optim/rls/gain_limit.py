@@ -145,7 +145,7 @@ class GainLimit:
 
         The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a time and
         one weight: h > λ_max for k = 1, and the step stays that of least squares.) Where η > 1 it is bounded likewise;
-        where η < 1 the step is that part of the one with η = 1, so that schedules act where the bound does, too.
+        where η < 1 the step is that part of the one with η = 1. ``lr`` multiplies what comes out.
         """
         tiny = torch.finfo(h.dtype).tiny
         return ((h / self.weights).clamp(min=self.bound) / (self.largest * max(scale, 1.0)).clamp(min=tiny)).clamp(

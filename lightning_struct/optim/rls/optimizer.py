@@ -53,7 +53,7 @@ class RLS(torch.optim.Optimizer):
     next step; whoever clears the gradients clears what was read with them. Make it before a compiled module is first called. Under torch.distributed all processes take one step, by the
     mean over all inputs and the gradients, which must be averaged already, as DDP does.
 
-    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, by which η is multiplied: schedulers of
+    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, by which its steps are multiplied: schedulers of
     the learning rate act on that. The groups of the auxiliary optimizer follow, each with a level of its own. Layers that are
     unfrozen later are trained from their next call on, and may be added as groups. ``state["rls"]`` has P, the velocity and
     the number of steps of each weight by its name.
@@ -62,7 +62,7 @@ class RLS(torch.optim.Optimizer):
         module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``,
             ``nn.GRU``, their cells and the projections of ``nn.MultiheadAttention`` are trained by RLS, and layers that
             :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
-        lr: the factor of η that schedulers change.
+        lr: the factor of the step that schedulers change. Above 1 a step may exceed ``max_gain`` by as much.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
@@ -317,7 +317,8 @@ class RLS(torch.optim.Optimizer):
                 self._state_of(weight),
                 mean,
                 ratio=group["ratio"],
-                scale=group["gradient_scale"] * group["lr"],
+                scale=group["gradient_scale"],
+                lr=group["lr"],
                 clip=coefficient,
                 momentum=group["momentum"],
                 l1=group["l1"],

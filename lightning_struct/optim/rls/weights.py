@@ -205,19 +205,21 @@ class TrainedWeight:
         *,
         ratio: float,
         scale: float,
+        lr: float,
         clip: float | Tensor,
         momentum: float,
         l1: float,
         decay: float = 0.0,
         limit: GainLimit | None = None,
     ) -> None:
-        """θ ← (1 - δ)θ + ω with ω ← αω - (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
+        """θ ← (1 - δ)θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
         Args:
             state: of :meth:`initial_state`; changed in place.
             mean: x̄, (groups, d).
             ratio: k.
             scale: η.
+            lr: by which the step is multiplied, bounded or not.
             clip: the coefficient of clipping.
             momentum: α.
             l1: γ.
@@ -235,7 +237,7 @@ class TrainedWeight:
         rate = scale / h  # η/h
         if limit is not None:
             rate = rate * limit.coefficient(h, scale)
-        rate = rate * clip
+        rate = rate * lr * clip
         features, constants = (
             self._features(self.parameter.detach()).to(self.dtype),
             self._constants([b.parameter for b in self.biases]),

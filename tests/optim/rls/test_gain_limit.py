@@ -122,9 +122,9 @@ def largest_eigenvalues(use: Rows) -> list[float]:
     return [torch.linalg.eigvalsh(steps / len(g) * g @ g.t()).max().item() for g in rows]
 
 
-def first_step(module: nn.Module, batch: Tensor, max_gain: float | None) -> dict[str, Tensor]:
+def first_step(module: nn.Module, batch: Tensor, max_gain: float | None, lr: float = 1.0) -> dict[str, Tensor]:
     changed = copy.deepcopy(module)
-    optimizer = RLS(changed, max_gain=max_gain, ratio=1e-9)  # h = 1
+    optimizer = RLS(changed, max_gain=max_gain, ratio=1e-9, lr=lr)  # h = 1
     changed(batch).square().sum().backward()
     optimizer.step()
     return {
@@ -150,6 +150,15 @@ def test_steps_are_scaled_by_the_largest_eigenvalue_of_the_gain(name: str) -> No
             expected = min(1, max(0.5, 1 / len(uses)) / largest)
             # Power iteration estimates the eigenvalue from below.
             assert (1 - 1e-9) * expected <= (s.norm() / p.norm()).item() <= 1.1 * expected
+
+
+@pytest.mark.parametrize("lr", [0.1, 3.0])
+def test_the_learning_rate_multiplies_what_the_bound_leaves(lr: float) -> None:
+    torch.manual_seed(0)
+    module, batch = nn.Linear(5, 3).double(), 10 * torch.randn(8, 5, dtype=torch.float64)
+    bounded, scaled = first_step(module, batch, 1.0), first_step(module, batch, 1.0, lr)
+    for name, step in bounded.items():
+        torch.testing.assert_close(scaled[name], lr * step)
 
 
 @pytest.mark.parametrize("name", ["LSTM_stacked", "GRU_packed", "RNN_bidirectional"])

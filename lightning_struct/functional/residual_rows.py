@@ -102,7 +102,7 @@ class BatchResiduals:
         for (name, block), part in zip(self.blocks.items(), out.split(self.sizes), strict=True):
             kept = self._records.kept_rows_of(name, block, self._args)
             if kept is not None and kept.record.derivative_is_checked:
-                values = kept.jacobian(params, part)  # on its way
+                values = kept.jacobian(params, part)  # they come with the rows
                 if _is_equal(values, block, kept.record.scale):
                     continue
             if (rows := self._by_rows()[name]) is not None:

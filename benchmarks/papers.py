@@ -16,17 +16,15 @@ from pathlib import Path
 import harness
 import rls
 from harness import Run
+from paper_tables import DATA as IMAGES
 from paper_tables import (
-    BUDGET_RANKS,
     FRACTIONS,
-    TABLE_8,
     TABLE_10,
     TABLE_12,
     Way,
     paper_accuracy,
     paper_perplexity,
 )
-from paper_tables import DATA as IMAGES
 from structured_classes import LABELS, ways_in
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -148,24 +146,8 @@ def image_runs(variant: str, fraction: float = 1.0) -> list[Run]:
     return harness.load_runs(DATA / f"structured_tasks/{variant}_made_shl_50_epochs_{fraction:g}")
 
 
-def test_accuracy(run: Run) -> float:
+def accuracy(run: Run) -> float:
     return 100 * run["test_accuracy"]
-
-
-def table_8() -> Table:
-    found = [run for run in image_runs("noise") if run["way"][0] in TABLE_8]
-    titles = {"ldr_sd": "LDR-SD", "pruned": "pruned", "reduced": "fewer hidden units"}
-    rows, runs = [], []
-    for rank in sorted({run["way"][1] for run in found if run["way"][0] == "pruned"}):
-        of_rank = {name: of_way(found, (name, rank)) for name in titles}
-        cells = [f"{of_rank['ldr_sd'][0]['parameters']:,}"]
-        for name, of_class in of_rank.items():
-            paper = TABLE_8[name][1][BUDGET_RANKS.index(rank)]
-            cells += [by_seed(of_class, test_accuracy), f"{paper:.2f}"]
-            runs += of_class
-        rows.append([str(rank), *cells])
-    columns = [cell for title in titles.values() for cell in (f"{title}, test %", "the paper")]
-    return Table(["rank of LDR-SD", "parameters", *columns], rows, runs)
 
 
 def table_10() -> Table:
@@ -173,11 +155,13 @@ def table_10() -> Table:
     columns = {fraction: runs for fraction, runs in columns.items() if runs}
     rows, used = [], []
     for way, (_, papers) in TABLE_10.items():
+        if not of_way(columns[1.0], way):
+            continue
         cells = []
         for fraction, runs in columns.items():
             found = of_way(runs, way)
             used += found
-            cells += [by_seed(found, test_accuracy), f"{papers[FRACTIONS.index(fraction)]:.2f}"]
+            cells += [by_seed(found, accuracy), f"{papers[FRACTIONS.index(fraction)]:.2f}"]
         rows.append([named(way), *cells])
     head = [cell for fraction in columns for cell in (f"{fraction:.0%} of the samples", "the paper")]
     return Table(["hidden layer", *head], rows, used)
@@ -186,7 +170,8 @@ def table_10() -> Table:
 def table_12() -> Table:
     rows, used = [], []
     for way, papers in TABLE_12.items():
-        found = of_way(image_runs("noise"), way)
+        if not (found := of_way(image_runs("noise"), way)):
+            continue
         used += found
         gap = by_seed(found, lambda run: 100 * (run["train_accuracy"] - run["test_accuracy"]))
         rows.append([named(way), gap, f"{papers[IMAGES.index('noise')]:.2f}"])
@@ -201,7 +186,7 @@ def table_13() -> Table:
         paper = paper_accuracy(way, "rectangles", "shl")
         cells = [
             f"{found[0]['parameters']:,}",
-            by_seed(found, test_accuracy),
+            by_seed(found, accuracy),
             f"{paper:.2f}" if paper else "",
         ]
         rows.append([named(way), *cells])
@@ -211,7 +196,6 @@ def table_13() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "rls_figures_4_and_5": figures_4_and_5,
     "ldr_table_2": table_2,
-    "ldr_table_8": table_8,
     "ldr_table_10": table_10,
     "ldr_table_12": table_12,
     "ldr_table_13": table_13,

@@ -16,15 +16,17 @@ from pathlib import Path
 import harness
 import rls
 from harness import Run
-from paper_tables import DATA as IMAGES
 from paper_tables import (
+    BUDGET_RANKS,
     FRACTIONS,
+    TABLE_8,
     TABLE_10,
     TABLE_12,
     Way,
     paper_accuracy,
     paper_perplexity,
 )
+from paper_tables import DATA as IMAGES
 from structured_classes import LABELS, ways_in
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -150,6 +152,22 @@ def accuracy(run: Run) -> float:
     return 100 * run["test_accuracy"]
 
 
+def table_8() -> Table:
+    found = [run for run in image_runs("noise") if run["way"][0] in TABLE_8]
+    titles = {"ldr_sd": "LDR-SD", "pruned": "pruned", "reduced": "fewer hidden units"}
+    rows, used = [], []
+    for rank in sorted({run["way"][1] for run in found if run["way"][0] == "pruned"}):
+        of_rank = {name: of_way(found, (name, rank)) for name in titles}
+        cells = [f"{of_rank['ldr_sd'][0]['parameters']:,}"]
+        for name, of_class in of_rank.items():
+            paper = TABLE_8[name][1][BUDGET_RANKS.index(rank)]
+            cells += [by_seed(of_class, accuracy), f"{paper:.2f}"]
+            used += of_class
+        rows.append([str(rank), *cells])
+    columns = [cell for title in titles.values() for cell in (f"{title}, test %", "the paper")]
+    return Table(["rank of LDR-SD", "parameters", *columns], rows, used)
+
+
 def table_10() -> Table:
     columns = {fraction: image_runs("noise", fraction) for fraction in FRACTIONS}
     columns = {fraction: runs for fraction, runs in columns.items() if runs}
@@ -196,6 +214,7 @@ def table_13() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "rls_figures_4_and_5": figures_4_and_5,
     "ldr_table_2": table_2,
+    "ldr_table_8": table_8,
     "ldr_table_10": table_10,
     "ldr_table_12": table_12,
     "ldr_table_13": table_13,

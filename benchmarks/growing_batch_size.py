@@ -41,6 +41,7 @@ from typing import Any
 import lightning as L
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -398,6 +399,8 @@ def draw(runs: Sequence[Run]) -> Figure:
             axes.set_ylim(low - 0.05 * (high - low), high)
         row[0].set_ylabel(f"{name}\nvalidation loss")
         row[2].set(ylabel="samples in a batch", yscale="log")
+        harness.plain_ticks(row[2].xaxis, row[2].yaxis)
+        row[2].xaxis.set_major_locator(MaxNLocator(3))
     harness.legend_below(figure, rows[0][0], harness.explain_seeds({run["seed"] for run in runs}), columns=3)
     return figure
 

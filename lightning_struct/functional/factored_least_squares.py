@@ -1,4 +1,4 @@
-"""Damped least squares from one factorisation of a dense matrix: any damping, any right-hand side, any centre.
+"""Damped least squares of one dense matrix: any damping, any right-hand side, any centre.
 
 A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a Cholesky
 factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which does no harm

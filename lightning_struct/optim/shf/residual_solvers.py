@@ -17,7 +17,7 @@ from lightning_struct.optim.shf.residual_model import ResidualModel
 
 # Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and each
 # parameter, as it is done by many small operations; and of the factorisations of JᵀJ or J Jᵀ, for each of its numbers and
-# rows: half a dozen, or one QR and SVD where λ is small.
+# rows: half a dozen by Cholesky, which is what most steps take.
 _PRODUCTS, _FACTORISATIONS = 30.0, 2.0
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28

@@ -2,7 +2,8 @@
 
 A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a Cholesky
 factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which does no harm
-where λ is large enough.
+where λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y = b - r with
+y = r/λ², by about ε σ₁²/λ² of itself.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class GramLeastSquares(_AllDampings):
     """The same as :class:`FactoredLeastSquares` by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
 
     It takes O(n²) more memory and n³/3 multiply-adds for a λ, n = min(N, P): several λ cost less than eigenvalues, and far
-    less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: below ``smallest_damping`` the
-    solutions lose more than half of the digits.
+    less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: solutions lose digits where λ is
+    small, but the residual that they leave hardly changes down to ``smallest_damping``.
 
     Args:
         jacobian: J, (N, P), float32 or float64, finite; its rows here, where they are distributed over processes.
@@ -126,7 +127,7 @@ class GramLeastSquares(_AllDampings):
     Attributes:
         jacobian: J, its rows here.
         largest_singular_value: an estimate from below, by power iteration.
-        smallest_damping: λ down to which half of the digits of the dtype are kept.
+        smallest_damping: λ down to which the residual J d - b of a solution d is that of the exact one to a hundredth.
 
     Raises:
         torch.linalg.LinAlgError: in a solution, λ far below ``smallest_damping``.
@@ -155,9 +156,12 @@ class GramLeastSquares(_AllDampings):
             self._gram = _lower_gram(self._wide)
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
         self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram))
-        # Rounding changes JᵀJ by ε σ₁² or a few times n ε σ₁², which is to be √ε of λ², and less than λ².
-        epsilon = torch.finfo(jacobian.dtype).eps
-        self.smallest_damping = max(epsilon**0.25, (8 * len(self._gram) * epsilon) ** 0.5) * self.largest_singular_value
+        self.smallest_damping = self.smallest_share(len(self._gram), jacobian.dtype) * self.largest_singular_value
+
+    @staticmethod
+    def smallest_share(size: int, dtype: torch.dtype) -> float:
+        """``smallest_damping`` in units of σ₁, for a matrix of ``size`` rows: there rounding, of about √n ε σ₁², is small beside λ²."""
+        return math.sqrt(8 * (size + 64) * torch.finfo(dtype).eps)
 
     def coordinates(self, b: Tensor) -> Tensor:
         """Jᵀ b, or b where N < P."""

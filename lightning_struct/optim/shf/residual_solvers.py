@@ -64,7 +64,7 @@ class ResidualSolver(ABC):
 
 
 class ExactSolver(ResidualSolver):
-    """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller, and where λ is so small that these lose digits of J.
+    """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller; by QR and SVD where λ is too small for that.
 
     Raises:
         MemoryError: J and its factors take more than is free.
@@ -116,9 +116,10 @@ class ExactSolver(ResidualSolver):
         self._coordinates = self._factored.coordinates(self._b)
 
     def _smallest_likely_for_gram(self) -> float:
-        """λ from which smaller ones may be tried in this step without losing digits, by ‖J‖, the Frobenius norm, for σ₁."""
+        """λ from which smaller ones may be tried in this step by Cholesky factors, by ‖J‖, the Frobenius norm, for σ₁."""
         squared = all_reduce(inner(self._jacobian, self._jacobian)).item()
-        return _LIKELY_FALL * math.sqrt(squared) * torch.finfo(self._jacobian.dtype).eps ** 0.25
+        size = min(self._model.rows, self._jacobian.shape[1])
+        return _LIKELY_FALL * math.sqrt(squared) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
 
 
 class KrylovSolver(ResidualSolver):

@@ -25,6 +25,7 @@ from lightning_struct.functional.gradient_norms import (
     per_sample_gradient_norms,
     required_batch_size,
 )
+from lightning_struct.functional.jacobians import DenseJacobian, Jacobian
 from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.layers import Matrix, register_layer, unregister_layer
 from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
@@ -71,6 +72,7 @@ __all__ = [
     "ConjugateGradientResult",
     "CrossEntropy",
     "DampedSolver",
+    "DenseJacobian",
     "DenseOperator",
     "Derivatives",
     "DiagonalOperator",
@@ -79,6 +81,7 @@ __all__ = [
     "GaussNewtonLoss",
     "GradientNormRecorder",
     "GramLeastSquares",
+    "Jacobian",
     "LayerCall",
     "LeastSquares",
     "LeastSquaresResult",

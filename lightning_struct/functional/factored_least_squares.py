@@ -1,4 +1,4 @@
-"""Damped least squares of one dense matrix: any damping, any right-hand side, any centre.
+"""Damped least squares of one matrix: any damping, any right-hand side, any centre.
 
 A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a Cholesky
 factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which does no harm
@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_BLOCKS = 8  # of rows of a Gram matrix
+from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, lower_gram
+
 _POWER_ITERATIONS = 8
 
 
@@ -33,7 +34,6 @@ class DampedSolver(Protocol):
 class _AllDampings(ABC):
     """min ‖J d - b‖² + λ²‖d - m‖² for one factored J (N, P) and any b, λ > 0 and m: O(N P) each."""
 
-    jacobian: Tensor
     largest_singular_value: float
 
     @abstractmethod
@@ -44,9 +44,9 @@ class _AllDampings(ABC):
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
         """The solution d, (P,), around m = 0, from the coordinates of the right-hand side."""
 
+    @abstractmethod
     def product(self, d: Tensor) -> Tensor:
         """J d, (N,)."""
-        return self.jacobian @ d
 
     def solve(self, b: Tensor, damping: float, center: Tensor | None = None) -> Tensor:
         """The solution d, (P,), of one damped problem.
@@ -92,6 +92,9 @@ class FactoredLeastSquares(_AllDampings):
         self._right = right.mT
         self.largest_singular_value = self.singular_values[0].item()
 
+    def product(self, d: Tensor) -> Tensor:
+        return self.jacobian @ d
+
     def coordinates(self, b: Tensor) -> Tensor:
         """Uᵀ b."""
         if self._tall:  # J = Q R, R = U S Vᵀ
@@ -119,10 +122,11 @@ class GramLeastSquares(_AllDampings):
     small, but the residual that they leave hardly changes down to ``smallest_damping``.
 
     Args:
-        jacobian: J, (N, P), float32 or float64, finite; its rows here, where they are distributed over processes.
+        jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`; its rows
+            here, where they are distributed over processes.
         rows: N over all processes; if not given, that of ``jacobian``.
         all_reduce: sums a tensor over processes.
-        all_gather: puts the rows of all processes together.
+        all_gather: puts the rows of all processes together, where there are several.
 
     Attributes:
         jacobian: J, its rows here.
@@ -140,32 +144,37 @@ class GramLeastSquares(_AllDampings):
 
     def __init__(
         self,
-        jacobian: Tensor,
+        jacobian: Tensor | Jacobian,
         *,
         rows: int | None = None,
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-        all_gather: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        all_gather: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.jacobian = jacobian
-        self._tall = (len(jacobian) if rows is None else rows) >= jacobian.shape[1]
+        self.jacobian = DenseJacobian(jacobian) if isinstance(jacobian, Tensor) else jacobian
+        self._tall = (self.jacobian.shape[0] if rows is None else rows) >= self.jacobian.shape[1]
         self._all_reduce, self._all_gather = all_reduce, all_gather
         if self._tall:
-            self._gram = all_reduce(_lower_gram(jacobian.mT))
+            self._gram = all_reduce(lower_gram(self.jacobian.dense().mT))
         else:
-            self._wide = all_gather(jacobian)
-            self._gram = _lower_gram(self._wide)
+            self._wide = self.jacobian if all_gather is None else DenseJacobian(all_gather(self.jacobian.dense()))
+            self._gram = self._wide.gram_of_rows()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
         self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram))
-        self.smallest_damping = self.smallest_share(len(self._gram), jacobian.dtype) * self.largest_singular_value
+        self.smallest_damping = self.smallest_share(len(self._gram), self.jacobian.dtype) * self.largest_singular_value
 
     @staticmethod
     def smallest_share(size: int, dtype: torch.dtype) -> float:
         """``smallest_damping`` in units of σ₁, for a matrix of ``size`` rows: there rounding, of about √n ε σ₁², is small beside λ²."""
         return math.sqrt(8 * (size + 64) * torch.finfo(dtype).eps)
 
+    def product(self, d: Tensor) -> Tensor:
+        return self.jacobian.product(d)
+
     def coordinates(self, b: Tensor) -> Tensor:
         """Jᵀ b, or b where N < P."""
-        return self._all_reduce(self.jacobian.mT @ b) if self._tall else self._all_gather(b)
+        if self._tall:
+            return self._all_reduce(self.jacobian.transposed_product(b))
+        return b if self._all_gather is None else self._all_gather(b)
 
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
         if damping != self._factor_damping:
@@ -174,18 +183,7 @@ class GramLeastSquares(_AllDampings):
             torch.linalg.cholesky(self._factor, out=self._factor)
             self._factor_damping = damping
         solution = torch.cholesky_solve(coordinates[:, None], self._factor)[:, 0]
-        return solution if self._tall else self._wide.mT @ solution
-
-
-def _lower_gram(matrix: Tensor) -> Tensor:
-    """The lower triangle of A Aᵀ, in blocks that reach beyond it: half of the multiplications. Torch has no ``syrk``."""
-    rows = len(matrix)
-    gram = matrix.new_zeros(rows, rows)
-    size = max(64, -(-rows // _BLOCKS))
-    for first in range(0, rows, size):
-        last = min(first + size, rows)
-        gram[first:last, :last] = matrix[first:last] @ matrix[:last].mT
-    return gram
+        return solution if self._tall else self._wide.transposed_product(solution)
 
 
 def _largest_eigenvalue(lower: Tensor) -> float:

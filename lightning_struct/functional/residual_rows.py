@@ -4,7 +4,8 @@ A residual mostly depends on one row of the inputs alone: on one point of a diff
 Jacobian are gradients of single rows, N times cheaper than by a backward pass for each through the whole batch. The
 module is recorded once for a single row, as operations on tensors; derivatives in the inputs that it takes itself, by
 ``torch.func`` or by autograd, are then operations like all others, and ``torch.func.vmap`` runs the record over all rows.
-That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once.
+That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once, at some
+of the points.
 
 The residuals alone are wanted several times in a step. A batch that is as large as the last one is recorded as a whole, too:
 what the module does in Python, and its own derivatives above all, are then done once, and not in each call.
@@ -13,24 +14,28 @@ what the module does in Python, and its own derivatives above all, are then done
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp, vmap
+from torch.func import vmap
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_struct.functional.jacobians import DenseJacobian, FactoredJacobian, Jacobian, OuterProducts
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
+from lightning_struct.functional.weight_products import Example, WeightProducts
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much memory,
 # and pass the processor's caches sooner where the rows are short.
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
+# Points at which the derivative of a record is compared with the module's.
+_CHECKED_POINTS = 64
 
 
 class BatchResiduals:
@@ -95,34 +100,74 @@ class BatchResiduals:
         with torch.enable_grad():
             return torch.cat([blocks[name].reshape(-1) for name in self.blocks])
 
-    def jacobian(self, params: Parameters, out: Tensor) -> None:
-        """Write J (N, P) to ``out``: the columns are those of all parameters, one after another."""
-        point = {name: p.detach().requires_grad_() for name, p in params.items()}
-        blocks: dict[str, Tensor] | None = None
-        for (name, block), part in zip(self.blocks.items(), out.split(self.sizes), strict=True):
-            kept = self._records.kept_rows_of(name, block, self._args)
-            if kept is not None and kept.record.derivative_is_checked:
-                values = kept.jacobian(params, part)  # they come with the rows
-                if _is_equal(values, block, kept.record.scale):
-                    continue
-            if (rows := self._by_rows()[name]) is not None:
-                rows.jacobian(params, part)
-                if rows.record.derivative_is_checked:
-                    continue
-            blocks = blocks or self._call(point)
-            with torch.enable_grad():
-                residuals = blocks[name].reshape(-1)
-            if rows is not None:
-                rows.record.derivative_is_checked = _is_jacobian(part, residuals, point)
-                if not rows.record.derivative_is_checked:
-                    rows.record.remove_detachments()
-                    rows.jacobian(params, part)
-                    rows.record.derivative_is_checked = _is_jacobian(part, residuals, point)
-                if rows.record.derivative_is_checked:
-                    continue
-                self._records.refuse(name, "the derivative of a single row is not that of the batch")
-                self._rows = {**self._by_rows(), name: None}
-            _jacobian_by_backward_passes(residuals, point, part)
+    def jacobian(self, params: Parameters, kept: Collection[str] = ()) -> Jacobian:
+        """J (N, P): the columns are those of all parameters, one after another.
+
+        Args:
+            params: w.
+            kept: weights whose columns may stay outer products, all of them in each of :meth:`product_counts`.
+        """
+        sizes = [params[name].numel() for name in params if name not in kept]
+        reference = next(iter(params.values()))
+        matrix = reference.new_empty(sum(self.sizes), sum(sizes))
+        products: dict[str, list[OuterProducts]] = {name: [] for name in kept}
+        for name, part in zip(self.blocks, matrix.split(self.sizes), strict=True):
+            of_block = self._write_rows(name, params, part, kept)
+            if of_block is None and kept:
+                return self.jacobian(params)
+            if of_block is None:
+                point = {name: p.detach().requires_grad_() for name, p in params.items()}
+                _jacobian_by_backward_passes(self._flat_block(name, point), point, part)
+                continue
+            for weight, rows in of_block.items():
+                products[weight].append(rows)
+        if not kept:
+            return DenseJacobian(matrix)
+        return FactoredJacobian(matrix, products, {name: p.shape for name, p in params.items()})
+
+    def product_counts(self) -> list[Mapping[str, int]]:
+        """For each block, name of a weight -> the outer products that a row of its columns of J is the sum of."""
+        rows = [self._known_rows(name) or self._checked_rows(name) for name in self.blocks]
+        return [{} if of_block is None else of_block.record.products.counts for of_block in rows]
+
+    def _write_rows(
+        self, name: str, params: Parameters, out: Tensor, kept: Collection[str]
+    ) -> dict[str, OuterProducts] | None:
+        """Write the rows of a block to ``out``, and return those of the kept weights; None where they cannot be told apart."""
+        rows = self._known_rows(name)
+        if rows is not None:
+            values, products = rows.jacobian(params, out, kept)  # the values come with the rows
+            if _is_equal(values, self.blocks[name], rows.record.scale):
+                return products
+        rows = self._checked_rows(name)
+        return None if rows is None else rows.jacobian(params, out, kept)[1]
+
+    def _known_rows(self, name: str) -> _Rows | None:
+        """A block row by row, by a record of an earlier batch, of which it is not checked that it gives the values."""
+        rows = self._records.kept_rows_of(name, self.blocks[name], self._args)
+        return rows if rows is not None and rows.record.derivative_is_checked else None
+
+    def _checked_rows(self, name: str) -> _Rows | None:
+        """A block row by row, by a record whose derivative is that of the module; None where there is none."""
+        rows = self._by_rows()[name]
+        if rows is None or rows.record.derivative_is_checked:
+            return rows
+        point = {name: p.detach().requires_grad_() for name, p in self._params.items()}
+        residuals = self._flat_block(name, point)
+        example = rows.example(self._params)
+        for mend in (lambda: None, lambda: rows.record.remove_detachments(example), rows.record.forget_products):
+            mend()
+            if rows.has_derivative_of(residuals, point):
+                rows.record.derivative_is_checked = True
+                return rows
+        self._records.refuse(name, "the derivative of a single row is not that of the batch")
+        self._rows = {**self._by_rows(), name: None}
+        return None
+
+    def _flat_block(self, name: str, params: Parameters) -> Tensor:
+        blocks = self._call(params)
+        with torch.enable_grad():
+            return blocks[name].reshape(-1)
 
     def _call(self, params: Parameters) -> dict[str, Tensor]:
         """The blocks as the module returns them, with their graph."""
@@ -175,7 +220,8 @@ class RowRecords:
         buffers = dict(self.module.named_buffers())
         try:
             graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
-            rows = _Rows(_Record(graph, block.abs().max().item()), inputs, buffers)
+            record = _Record(graph, (dict(params), buffers, inputs.first_row()), block.abs().max().item())
+            rows = _Rows(record, inputs, buffers)
             fits = rows.give(block, params)
         except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
             return self.refuse(name, f"a single row cannot be recorded ({str(error).splitlines()[0]})")
@@ -244,6 +290,10 @@ class _Inputs:
         shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
         self.key = f"{self._structure} {self.dims} {shapes}"
 
+    def first_row(self) -> list[Tensor]:
+        """The tensors of the first residual."""
+        return [t[0] if dim == 0 else t for t, dim in zip(self.tensors, self.dims, strict=True)]
+
     def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The module's arguments with other tensors."""
         others = iter(tensors)
@@ -255,21 +305,27 @@ class _Record:
 
     Attributes:
         graph: the graph; it returns the residuals of the row, (k,).
+        products: what gives its gradients.
         scale: the largest residual where the record was made.
         derivative_is_checked: whether its Jacobian was compared with the module's.
     """
 
-    def __init__(self, graph: GraphModule, scale: float) -> None:
-        self.graph, self.scale = graph, scale
+    def __init__(self, graph: GraphModule, example: Example, scale: float) -> None:
+        self.graph, self.products, self.scale = graph, WeightProducts(graph, example), scale
         self.derivative_is_checked = False
 
-    def remove_detachments(self) -> None:
+    def remove_detachments(self, example: Example) -> None:
         """Let derivatives pass where the graph detaches: what autograd kept for a backward pass is recorded so in torch 2.6."""
         for node in self.graph.graph.nodes:
             if node.target is torch.ops.aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
         self.graph.graph.eliminate_dead_code()
         self.graph.recompile()
+        self.products = WeightProducts(self.graph, example)
+
+    def forget_products(self) -> None:
+        """Take the gradients in all weights as they are."""
+        self.products.forget()
 
 
 class _Rows:
@@ -288,33 +344,63 @@ class _Rows:
         """Whether these are the values of a block. A single row is rounded otherwise than the whole batch."""
         return _is_equal(self.values(params), block, self.record.scale)
 
-    def jacobian(self, params: Parameters, out: Tensor) -> Tensor:
-        """Write the rows (n_b k, P) to ``out``, and return the residuals, (n_b, k)."""
+    def jacobian(
+        self, params: Parameters, out: Tensor, kept: Collection[str] = (), at: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, OuterProducts]]:
+        """Write the rows to ``out``, (n_b k, P) but for the columns of the weights in ``kept``.
 
-        def of_row(tensors: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-            residuals, pull, *_ = vjp(lambda p: self.record.graph(p, self._buffers, tensors), dict(params))
-            if len(residuals) == 1:
-                (gradients,) = pull(torch.ones_like(residuals))
-                return {name: g[None] for name, g in gradients.items()}, residuals
-            rows = torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device)
-            return vmap(lambda u: pull(u)[0])(rows), residuals
+        Args:
+            params: w.
+            out: the rows.
+            kept: weights whose columns are returned.
+            at: indices of the points (n_b,) to take; all if not given.
 
+        Returns:
+            The residuals, (n_b, k), and the rows of the weights in ``kept``.
+        """
         dims = self._inputs.dims
-        count = next(len(t) for t, dim in zip(self._inputs.tensors, dims, strict=True) if dim == 0)
+        points = [t if dim is None or at is None else t[at] for t, dim in zip(self._inputs.tensors, dims, strict=True)]
+        count = next(len(t) for t, dim in zip(points, dims, strict=True) if dim == 0)
         per_row = len(out) // count
-        at_once = max(1, min(_ROWS_AT_ONCE // per_row, _NUMBERS_AT_ONCE // (per_row * out.shape[1])))
-        values = []
+        at_once = max(1, min(_ROWS_AT_ONCE // per_row, _NUMBERS_AT_ONCE // (per_row * max(out.shape[1], 1))))
+        over_rows = vmap(
+            lambda tensors: self.record.products.gradients(params, self._buffers, tensors), in_dims=(dims,)
+        )
+        values, products = [], {name: list[OuterProducts]() for name in kept}
         for first in range(0, count, at_once):
-            tensors = [
-                t if dim is None else t[first : first + at_once]
-                for t, dim in zip(self._inputs.tensors, dims, strict=True)
-            ]
-            gradients, residuals = vmap(of_row, in_dims=(dims,))(tensors)
+            tensors = [t if dim is None else t[first : first + at_once] for t, dim in zip(points, dims, strict=True)]
+            residuals, gradients, outer = over_rows(tensors)
             values.append(residuals.detach())
             rows = out[first * per_row : (first + at_once) * per_row]
-            for columns, (name, p) in zip(_columns(rows, params), params.items(), strict=True):
-                columns.copy_(gradients[name].reshape(len(rows), p.numel()))
-        return torch.cat(values)
+            columns = iter(rows.split([p.numel() for name, p in params.items() if name not in kept], dim=1))
+            for name in params:
+                if name in gradients:
+                    next(columns).copy_(gradients[name].reshape(len(rows), -1))
+                    continue
+                left, right = (factor.detach().flatten(0, 1).transpose(0, 1) for factor in outer[name])
+                if name in kept:
+                    products[name].append(OuterProducts(left, right))
+                else:
+                    next(columns).copy_(OuterProducts(left, right).dense().flatten(1))
+        return torch.cat(values), {name: _joined(parts) for name, parts in products.items()}
+
+    def has_derivative_of(self, residuals: Tensor, point: Parameters) -> bool:
+        """Whether uᵀJ is that of autograd, for one random u that is zero but at some of the points."""
+        params = {name: p.detach() for name, p in point.items()}
+        count = next(len(t) for t, dim in zip(self._inputs.tensors, self._inputs.dims, strict=True) if dim == 0)
+        at = torch.linspace(0, count - 1, min(count, _CHECKED_POINTS), device=residuals.device).round().long()
+        shape = (count, len(residuals) // count)
+        out = residuals.new_empty(len(at) * shape[1], sum(p.numel() for p in point.values()))
+        self.jacobian(params, out, at=at)
+        u = torch.randn(len(out), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(residuals)
+        full = torch.zeros(shape, dtype=u.dtype, device=u.device)
+        full[at] = u.view(len(at), -1)
+        expected = _backward(residuals, point, full.view(-1), batched=False)
+        return bool((out.mT @ u - expected).norm() <= torch.finfo(out.dtype).eps ** 0.5 * out.norm())
+
+    def example(self, params: Parameters) -> Example:
+        """Arguments of the record, for the first row."""
+        return dict(params), self._buffers, self._inputs.first_row()
 
 
 class _Whole:
@@ -356,8 +442,7 @@ def _graph_of_single_row(
         returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
         return residual_blocks(returned)[name].reshape(-1)
 
-    first_rows = [t[0] if dim == 0 else t for t, dim in zip(inputs.tensors, inputs.dims, strict=True)]
-    return _recorded(single_row, params, buffers, first_rows)
+    return _recorded(single_row, params, buffers, inputs.first_row())
 
 
 def _recorded(
@@ -374,16 +459,12 @@ def _recorded(
     return graph
 
 
-def _columns(rows: Tensor, params: Parameters) -> Sequence[Tensor]:
-    """The columns of each parameter."""
-    return rows.split([p.numel() for p in params.values()], dim=1)
-
-
-def _is_jacobian(rows: Tensor, residuals: Tensor, point: Parameters) -> bool:
-    """Whether uᵀJ is that of autograd, for one random u."""
-    u = torch.randn(len(residuals), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(residuals)
-    expected = _backward(residuals, point, u, batched=False)
-    return bool((rows.mT @ u - expected).norm() <= torch.finfo(rows.dtype).eps ** 0.5 * rows.norm())
+def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:
+    """Rows one after another."""
+    return OuterProducts(
+        torch.cat([part.left for part in parts], dim=1).contiguous(),
+        torch.cat([part.right for part in parts], dim=1).contiguous(),
+    )
 
 
 def _jacobian_by_backward_passes(residuals: Tensor, point: Parameters, out: Tensor) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_struct.collective import all_gather_rows, all_reduce
+from lightning_struct.collective import all_gather_rows, all_reduce, world_size
 from lightning_struct.functional.gauss_newton import linearize
+from lightning_struct.functional.jacobians import Jacobian, JacobianForm, cheapest_form
 from lightning_struct.functional.randomness import random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
@@ -98,16 +100,25 @@ class ResidualModel:
         """f(w + d)."""
         return self.value_of(self.residual_at(d))
 
-    def jacobian(self) -> Tensor:
+    @cached_property
+    def form(self) -> JacobianForm:
+        """The form in which J is kept here: outer products where they are cheaper for J Jᵀ, on a single process."""
+        sizes = {name: p.shape for name, p in self.weights.by_name.items()}
+        columns = len(self.weights.vector)
+        if world_size() > 1 or self.rows >= columns:
+            return JacobianForm(frozenset(), len(self.residual) * columns, columns)
+        return cheapest_form(self._batch.product_counts(), self._batch.sizes, sizes)
+
+    def jacobian(self) -> Jacobian:
         """J, (N, P), this process's rows.
 
         Raises:
             ValueError: NaN or infinity in it.
         """
-        jacobian = torch.empty(len(self.residual), len(self.weights.vector), dtype=self._dtype, device=self._device)
-        self._batch.jacobian(self.weights.by_name, jacobian)
-        jacobian.mul_(self._scale[:, None])
-        if all_reduce((~jacobian.isfinite()).sum()).item():
+        jacobian = self._batch.jacobian(self.weights.by_name, self.form.kept)
+        jacobian.scale_rows(self._scale)
+        finite = torch.stack([part.isfinite().all() for part in jacobian.parts()]).all()
+        if all_reduce((~finite).int()).item():
             raise ValueError(
                 "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for a root "
                 "or a norm at zero. The weights are unchanged"
@@ -118,7 +129,7 @@ class ResidualModel:
         """Products with J at w."""
         return Products(self._batch, self._scale, self.weights)
 
-    def variance_from_rows(self, jacobian: Tensor) -> float | None:
+    def variance_from_rows(self, jacobian: Jacobian) -> float | None:
         """‖Var‖₁ of the gradients of single samples, from the rows of J.
 
         A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times the
@@ -126,13 +137,12 @@ class ResidualModel:
         """
         if self.samples == 1:
             return None
-        squares, sums = [], []
-        sizes = self._batch.sizes
-        for rows, residual, block in zip(
-            jacobian.split(sizes), self.residual.split(sizes), self._batch.blocks.values(), strict=True
-        ):
-            squares.append(_squared_norms_of_samples(rows, residual, len(block) if block.ndim else 1))
-            sums.append(rows.mT @ residual)
+        squares, sums, first = [], [], 0
+        for size, block in zip(self._batch.sizes, self._batch.blocks.values(), strict=True):
+            rows = slice(first, first + size)
+            squares.append(jacobian.squared_norms(self.residual[rows], len(block) if block.ndim else 1, rows))
+            sums.append(jacobian.transposed_product(self.residual[rows], rows))
+            first += size
         shared_squares = all_reduce(torch.stack(squares)).tolist()
         shared_sums = all_reduce(torch.stack(sums))
         total = 0.0
@@ -181,20 +191,6 @@ class Products:
     def backward(self, u: Tensor) -> Tensor:
         """Jᵀu over the rows of all processes."""
         return all_reduce(self._weights.flat(self._linearization.vjp(u * self._scale)))
-
-
-def _squared_norms_of_samples(rows: Tensor, residual: Tensor, samples: int) -> Tensor:
-    """Σ_i ‖Σ_k r_ik J_ik‖², float64; of sample i the rows k."""
-    if len(residual) == samples:
-        norms = torch.linalg.vector_norm(rows, dim=1) * residual
-        return inner(norms, norms)
-    total = residual.new_zeros((), dtype=torch.float64)
-    for rows_of_sample, residuals_of_sample in zip(
-        rows.split(len(residual) // samples), residual.split(len(residual) // samples), strict=True
-    ):
-        gradient = rows_of_sample.mT @ residuals_of_sample
-        total += inner(gradient, gradient)
-    return total
 
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
 from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, GramLeastSquares
 from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
-from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residual_model import ResidualModel
 
@@ -34,6 +33,7 @@ class ResidualSolver(ABC):
         gradient: Jᵀr, (P,): ∇f.
         variance: ‖Var‖₁ of the gradients of single samples; None where it is not defined.
         largest: the largest singular value of J, or its estimate.
+        smallest_damping: λ must not be below it.
         iterations: iterations so far; 0 for the exact solver.
         method: ``"exact"``, ``"lsmr"`` or ``"lsqr"``.
         name: why it stops.
@@ -42,6 +42,7 @@ class ResidualSolver(ABC):
     gradient: Tensor
     variance: float | None
     largest: float
+    smallest_damping: float = 0.0
     iterations: int = 0
     method: str
     name: str
@@ -77,7 +78,9 @@ class ExactSolver(ResidualSolver):
         self._model = model
         check_memory(*_memory_of_exact(model))
         self._jacobian = model.jacobian()
-        self.gradient = all_reduce(self._jacobian.mT @ model.residual)
+        # Where J is kept as outer products it may be too large to be factored as a matrix.
+        self._only_by_gram = bool(model.form.kept) and not fits_memory(*_memory_of_exact(model, as_matrix=True)[1:3])
+        self.gradient = all_reduce(self._jacobian.transposed_product(model.residual))
         self.variance = model.variance_from_rows(self._jacobian)
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
@@ -85,7 +88,7 @@ class ExactSolver(ResidualSolver):
         residual = self._model.residual
         self._start, self._b = start, -residual if start is None else -residual - self.product(start)
         if self._factored is None:
-            self._factor(by_gram=damping is None or damping > self._smallest_likely_for_gram())
+            self._factor(by_gram=self._only_by_gram or damping is None or damping > self._smallest_likely_for_gram())
         else:
             self._coordinates = self._factored.coordinates(self._b)
 
@@ -94,13 +97,17 @@ class ExactSolver(ResidualSolver):
         return step if self._start is None else step.add_(self._start)
 
     def product(self, d: Tensor) -> Tensor:
-        return self._jacobian @ d
+        return self._jacobian.product(d)
 
     def solve(self, b: Tensor, damping: float) -> Tensor:
         return self._factored_for(damping).solve(b, damping)
 
     def _factored_for(self, damping: float) -> FactoredLeastSquares | GramLeastSquares:
-        if isinstance(self._factored, GramLeastSquares) and damping < self._factored.smallest_damping:
+        if (
+            isinstance(self._factored, GramLeastSquares)
+            and damping < self._factored.smallest_damping
+            and not self._only_by_gram
+        ):
             self._factor(by_gram=False)
         assert self._factored is not None, "begin() comes first"
         return self._factored
@@ -108,16 +115,20 @@ class ExactSolver(ResidualSolver):
     def _factor(self, by_gram: bool) -> None:
         if by_gram:
             self._factored = GramLeastSquares(
-                self._jacobian, rows=self._model.rows, all_reduce=all_reduce, all_gather=all_gather_unequal
+                self._jacobian,
+                rows=self._model.rows,
+                all_reduce=all_reduce,
+                all_gather=all_gather_unequal if world_size() > 1 else None,
             )
+            self.smallest_damping = self._factored.smallest_damping if self._only_by_gram else 0.0
         else:
-            self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian)
+            self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian.dense())
         self.largest = self._factored.largest_singular_value
         self._coordinates = self._factored.coordinates(self._b)
 
     def _smallest_likely_for_gram(self) -> float:
         """λ from which smaller ones may be tried in this step by Cholesky factors, by ‖J‖, the Frobenius norm, for σ₁."""
-        squared = all_reduce(inner(self._jacobian, self._jacobian)).item()
+        squared = all_reduce(self._jacobian.squared_norm()).item()
         size = min(self._model.rows, self._jacobian.shape[1])
         return _LIKELY_FALL * math.sqrt(squared) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
 
@@ -187,7 +198,9 @@ class SharedLeastSquares(FactoredLeastSquares):
         return super().coordinates(all_gather_unequal(b))
 
 
-def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int) -> str:
+def chosen_solver(
+    rows: int, columns: int, element_size: int, maxiter: int, *, numbers: int | None = None, cost: float | None = None
+) -> str:
     """``"exact"`` where a factorisation takes less than the iterations of a Krylov solver, and not too much memory.
 
     Decided by the sizes alone, so that a run repeats itself.
@@ -196,15 +209,18 @@ def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int) -> s
         rows, columns: of J, over all processes.
         element_size: bytes of a number.
         maxiter: bound on the iterations of the other.
+        numbers: that J takes; as many as a matrix if not given.
+        cost: multiplications for an entry of J Jᵀ or JᵀJ; as many as J has columns or rows if not given.
 
     Example:
         >>> chosen_solver(1020, 9873, 8, 150), chosen_solver(100_000, 100_000, 8, 150)
         ('exact', 'lsmr')
     """
     shorter, longer = sorted((rows, columns))
-    exact = longer * shorter**2 + _FACTORISATIONS * shorter**3
+    exact = (longer if cost is None else cost) * shorter**2 + _FACTORISATIONS * shorter**3
     krylov = maxiter * _PRODUCTS * rows * columns
-    fits = rows * columns * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
+    numbers = rows * columns if numbers is None else numbers
+    fits = numbers * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
@@ -220,7 +236,12 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int) -> Residua
         MemoryError: ``"exact"`` was asked for, and takes more than is free.
     """
     if name is None:
-        name = chosen_solver(model.rows, len(model.weights.vector), model.residual.element_size(), maxiter)
+        sizes = model.rows, len(model.weights.vector), model.residual.element_size(), maxiter
+        name = chosen_solver(*sizes, numbers=0, cost=0.0)  # however J is kept
+        if name == "exact" and (form := model.form).kept:
+            name = chosen_solver(*sizes, numbers=form.numbers, cost=form.cost)
+        elif name == "exact":
+            name = chosen_solver(*sizes)
         if name == "exact" and not _fits_everywhere(model):
             name = "lsmr"
     return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
@@ -231,18 +252,28 @@ def _fits_everywhere(model: ResidualModel) -> bool:
     return all_reduce(torch.tensor([not fits_memory(needed, device)], dtype=torch.int, device=device)).item() == 0
 
 
-def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
-    """What :func:`~lightning_struct.optim.memory.check_memory` is asked."""
+def _memory_of_exact(
+    model: ResidualModel, as_matrix: bool = False
+) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
+    """What :func:`~lightning_struct.optim.memory.check_memory` is asked; ``as_matrix``: for J as a matrix in any case."""
     rows, columns = model.rows, len(model.weights.vector)
     size = model.residual.element_size()
     matrix, side = size * len(model.residual) * columns, size * min(rows, columns) ** 2
-    return (
-        f"The matrices of solver='exact' for {rows:,} residuals and {columns:,} parameters",
-        {
+    text = f"{min(rows, columns)} x {min(rows, columns)}"
+    if model.form.kept and not as_matrix:
+        needed = {
+            "J": (2 * size * model.form.numbers, "outer products of its rows, and as much while they are made"),
+            "J Jᵀ": (2 * side, f"{text}, and its Cholesky factor"),
+        }
+    else:
+        needed = {
             "J": (matrix, f"{len(model.residual)} x {columns}"),
             "its factors": (matrix, "as many numbers"),
-            "the triangle": (4 * side, f"{min(rows, columns)} x {min(rows, columns)}, and its singular vectors"),
-        },
+            "the triangle": (4 * side, f"{text}, and its singular vectors"),
+        }
+    return (
+        f"The matrices of solver='exact' for {rows:,} residuals and {columns:,} parameters",
+        needed,
         model.residual.device,
         "Take fewer points in a step, or solver='lsmr', which forms no matrix",
     )

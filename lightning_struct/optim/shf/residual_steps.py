@@ -166,11 +166,11 @@ class ResidualSteps:
         if squared == 0.0:
             self._warn("zero", "SHF: the gradient of this batch is zero; no step is taken")
             return update(None, damping or 1.0, "zero_gradient")
-        bounds = settings.min_damping, settings.max_damping
         for center in (None,) if start is None else (start, None):
             with timed("solve"):
                 solver.begin(center, damping)
-                around = _FIRST_SHARE * solver.largest if damping is None else damping
+                bounds = max(settings.min_damping, solver.smallest_damping), settings.max_damping
+                around = _FIRST_SHARE * solver.largest if damping is None else max(damping, solver.smallest_damping)
                 steps = DampedSteps(model, solver, bounds, accelerated=settings.geodesic_acceleration is not False)
             with timed("line_search"):
                 step = steps.best(around, adapts=adapts)

@@ -1,0 +1,163 @@
+"""Gradients of one recorded function in its weight matrices, as sums of the outer products that they are made of.
+
+Where a record multiplies by a weight matrix, x Wᵀ or x W, and does nothing else with it, the gradient in W is a sum of outer
+products over the multiplications: of what is multiplied, x, and of the derivative of the result. Both are a few vectors,
+where W is a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+_SAME, _TURNED = (_aten.alias.default,), (_aten.t.default, _aten.transpose.int)
+# Arguments of a record: weights and buffers by name, and tensors.
+Example: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Sequence[Tensor]]
+# Outer products: (..., m, rows of W) and (..., m, columns of W).
+Outer: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One product x V with V = Wᵀ (``turned``) or V = W."""
+
+    name: str
+    operand: Node
+    turned: bool
+
+
+class WeightProducts:
+    """The products of a record with its weight matrices.
+
+    Args:
+        graph: a function of (weights by name, buffers by name, tensors) of operations on tensors, that returns residuals (k,).
+        example: its arguments, whose sizes matter.
+
+    Attributes:
+        counts: name -> the number of outer products that the gradient of one residual in this weight is a sum of. The other
+            weights are not there.
+    """
+
+    def __init__(self, graph: GraphModule, example: Example) -> None:
+        weights = example[0]
+        names = tree_leaves({name: name for name in weights})  # in the order of the placeholders
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._graph = graph
+        ShapeProp(graph).propagate(*example)
+        live, self._uses = _ancestors_of_output(graph.graph), dict[Node, _Use]()
+        for name, node in zip(names, placeholders, strict=False):
+            uses = {user: use for user, use in _uses_of(name, node) if user in live}
+            if weights[name].ndim == 2 and None not in uses.values():
+                self._uses |= uses  # type: ignore[arg-type]
+        self._sizes = [tuple(node.meta["tensor_meta"].shape) for node in self._uses]
+        self._probed = _probed(graph, self._uses)
+        self.counts: dict[str, int] = {}
+        for use, size in zip(self._uses.values(), self._sizes, strict=True):
+            self.counts[use.name] = self.counts.get(use.name, 0) + size[0]
+
+    def forget(self) -> None:
+        """From now on take no gradient as outer products."""
+        self._uses, self._sizes, self.counts = {}, [], {}
+        self._probed = _probed(self._graph, {})
+
+    def gradients(
+        self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Outer]]:
+        """Residuals (k,) and their gradients, which ``torch.func.vmap`` can be taken of.
+
+        Returns:
+            The residuals; name -> gradients (k, ...) of the weights that are not in ``counts``; and for those that are, name ->
+            (k, m, rows of W) and (k, m, columns of W), whose m outer products add up to the gradient.
+        """
+        others = {name: w for name, w in weights.items() if name not in self.counts}
+        reference = next(iter(weights.values()))
+        probes = [reference.new_zeros(size) for size in self._sizes]
+
+        def residuals_of(others: dict[str, Tensor], probes: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            return self._probed(*tree_leaves(({**weights, **others}, buffers, tensors)), *probes)
+
+        residuals, pull, operands = vjp(residuals_of, others, probes, has_aux=True)  # type: ignore[misc]
+        gradients, slopes = _rows_of(pull, residuals)
+        parts: dict[str, list[Outer]] = {}
+        for use, operand, slope in zip(self._uses.values(), operands, slopes, strict=True):
+            operand = operand.expand(len(residuals), *operand.shape)
+            parts.setdefault(use.name, []).append((slope, operand) if use.turned else (operand, slope))
+        return (
+            residuals,
+            gradients,
+            {name: (_joined([p[0] for p in of]), _joined([p[1] for p in of])) for name, of in parts.items()},
+        )
+
+
+def _rows_of(pull: Callable[..., Any], residuals: Tensor) -> Any:
+    """What ``pull`` gives for each residual."""
+    if len(residuals) == 1:
+        return torch.utils._pytree.tree_map(lambda t: t[None], pull(torch.ones_like(residuals)))
+    return vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _ancestors_of_output(graph: Graph) -> set[Node]:
+    """What the output depends on. Recording leaves operations that nothing needs, where they work in place."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in found:
+            found |= {node, *node.all_input_nodes}
+    return found
+
+
+def _uses_of(name: str, node: Node, turned: bool = False) -> Iterator[tuple[Node, _Use | None]]:
+    """The products with a weight, or with a view of it; None for what else is done with it."""
+    for user in node.users:
+        if user.target in _SAME:
+            yield from _uses_of(name, user, turned)
+        elif user.target in _TURNED:
+            yield from _uses_of(name, user, not turned)
+        elif user.target is _aten.mm.default and user.args[1] is node and user.args[0] is not node:
+            yield user, _Use(name, user.args[0], turned)  # type: ignore[arg-type]
+        elif (
+            user.target is _aten.addmm.default
+            and user.args[2] is node
+            and not user.kwargs
+            and node not in user.args[:2]
+        ):
+            yield user, _Use(name, user.args[1], turned)  # type: ignore[arg-type]
+        else:
+            yield user, None
+
+
+def _probed(module: GraphModule, uses: Mapping[Node, _Use]) -> GraphModule:
+    """A record of (all leaves of its arguments, a probe for each use) with the probes added to the products with weights.
+
+    It returns the residuals, and what was multiplied.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    residuals: Any = graph.graph_copy(module.graph, copies)[0]  # type: ignore[index]
+    *_, last = (node for node in graph.nodes if node.op == "placeholder")
+    operands: list[Any] = []
+    for number, (node, use) in enumerate(uses.items()):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"probe_{number}")
+        product = copies[node]
+        with graph.inserting_before(product):  # a view, since another operation may change the shape in place
+            operands.append(graph.call_function(_aten.alias.default, (copies[use.operand],)))
+        with graph.inserting_after(product):
+            moved = graph.call_function(_aten.add.Tensor, (product, last))
+        product.replace_all_uses_with(moved)
+        moved.args = (product, last)
+    if residuals in (copies[node] for node in uses):
+        residuals = next(iter(residuals.users))
+    graph.output((residuals, operands))
+    return GraphModule(module, graph)

@@ -281,28 +281,29 @@ class JacobianForm:
     cost: float
 
 
-def cheapest_form(
-    counts: Sequence[Mapping[str, int]], rows: Sequence[int], sizes: Mapping[str, torch.Size]
+def jacobian_form(
+    counts: Sequence[Mapping[str, int]], rows: Sequence[int], sizes: Mapping[str, torch.Size], *, for_gram: bool
 ) -> JacobianForm:
-    """The form in which J Jᵀ takes the fewest multiplications.
+    """The form in which J Jᵀ takes the fewest multiplications, or the one that takes the fewest numbers.
 
     Args:
         counts: of each block, by name of a weight the number of outer products that a row is the sum of.
         rows: of each block.
         sizes: of all weights, by name.
+        for_gram: the form for J Jᵀ.
 
     Example:
-        >>> cheapest_form([{"wide": 4, "narrow": 4}], [100], {"wide": (256, 256), "narrow": (1, 256)}).kept
+        >>> jacobian_form([{"wide": 4, "narrow": 4}], [100], {"wide": (256, 256), "narrow": (1, 256)}, for_gram=True).kept
         frozenset({'wide'})
     """
-    kept, numbers, cost = set(), 0.0, 0.0
+    kept, numbers, cost = set(), 0, 0.0
     for name, size in sizes.items():
         numbers_of, cost_of = sum(rows) * math.prod(size), float(math.prod(size))
         if all(name in of_block for of_block in counts):
-            mean = sum(of_block[name] * n for of_block, n in zip(counts, rows, strict=True)) / sum(rows)
-            as_products = mean * mean * (sum(size) + _PAIR)
-            if as_products < cost_of:
+            products = sum(of_block[name] * n for of_block, n in zip(counts, rows, strict=True))
+            kept_numbers, kept_cost = products * sum(size), (products / sum(rows)) ** 2 * (sum(size) + _PAIR)
+            if kept_cost < cost_of if for_gram else kept_numbers < numbers_of:
                 kept.add(name)
-                numbers_of, cost_of = round(mean * sum(rows)) * sum(size), as_products
+                numbers_of, cost_of = kept_numbers, kept_cost
         numbers, cost = numbers + numbers_of, cost + cost_of
-    return JacobianForm(frozenset(kept), int(numbers), cost)
+    return JacobianForm(frozenset(kept), numbers, cost)

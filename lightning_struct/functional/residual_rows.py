@@ -125,10 +125,14 @@ class BatchResiduals:
             return DenseJacobian(matrix)
         return FactoredJacobian(matrix, products, {name: p.shape for name, p in params.items()})
 
-    def product_counts(self) -> list[Mapping[str, int]]:
-        """For each block, name of a weight -> the outer products that a row of its columns of J is the sum of."""
+    def product_counts(self) -> list[Mapping[str, int]] | None:
+        """For each block, name of a weight -> the outer products that a row of its columns of J is the sum of.
+
+        None where the rows of a block cannot be told apart.
+        """
         rows = [self._known_rows(name) or self._checked_rows(name) for name in self.blocks]
-        return [{} if of_block is None else of_block.record.products.counts for of_block in rows]
+        counts: list[Mapping[str, int]] = [rows_of.record.products.counts for rows_of in rows if rows_of is not None]
+        return counts if len(counts) == len(rows) else None
 
     def _write_rows(
         self, name: str, params: Parameters, out: Tensor, kept: Collection[str]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_struct.data import Heat, Poisson
-from lightning_struct.functional.jacobians import FactoredJacobian, Jacobian, cheapest_form
+from lightning_struct.functional.jacobians import FactoredJacobian, Jacobian, jacobian_form
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
 from tests.cases import gaussian, trainable
@@ -92,6 +92,7 @@ def reference(name: str) -> Tensor:
 
 def kept_weights(of_batch: BatchResiduals, params: dict[str, Tensor]) -> set[str]:
     counts = of_batch.product_counts()
+    assert counts is not None
     return {name for name in params if all(name in of_block for of_block in counts)}
 
 
@@ -149,9 +150,23 @@ def test_rows_are_scaled_in_place() -> None:
     torch.testing.assert_close(jacobian.dense(), scale[:, None] * dense)
 
 
-def test_outer_products_are_kept_where_they_are_cheaper() -> None:
-    sizes = {"wide": torch.Size((256, 256)), "narrow": torch.Size((8, 8)), "bias": torch.Size((256,))}
-    form = cheapest_form([{"wide": 4, "narrow": 4}, {"wide": 1, "narrow": 1}], [90, 10], sizes)
+SIZES = {
+    "wide": torch.Size((256, 256)),
+    "narrow": torch.Size((20, 20)),
+    "least": torch.Size((4, 4)),
+    "bias": torch.Size((256,)),
+}
+COUNTS = [{"wide": 4, "narrow": 4, "least": 4}, {"wide": 1, "narrow": 1, "least": 1}]
+
+
+def test_outer_products_are_kept_where_they_make_the_gram_matrix_cheaper() -> None:
+    form = jacobian_form(COUNTS, [90, 10], SIZES, for_gram=True)
     assert form.kept == {"wide"}
-    assert form.numbers == 370 * 512 + 100 * (64 + 256)
+    assert form.numbers == 370 * 512 + 100 * (400 + 16 + 256)
     assert form.cost < 256 * 256
+
+
+def test_outer_products_are_kept_where_they_are_fewer_numbers() -> None:
+    form = jacobian_form(COUNTS, [90, 10], SIZES, for_gram=False)
+    assert form.kept == {"wide", "narrow"}
+    assert form.numbers == 370 * (512 + 40) + 100 * (16 + 256)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_struct.collective import all_gather_rows, all_reduce, world_size
 from lightning_struct.functional.gauss_newton import linearize
-from lightning_struct.functional.jacobians import Jacobian, JacobianForm, cheapest_form
+from lightning_struct.functional.jacobians import Jacobian, JacobianForm, jacobian_form
 from lightning_struct.functional.randomness import random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
@@ -101,21 +101,24 @@ class ResidualModel:
         return self.value_of(self.residual_at(d))
 
     @cached_property
-    def form(self) -> JacobianForm:
-        """The form in which J is kept here: outer products where they are cheaper for J Jᵀ, on a single process."""
-        sizes = {name: p.shape for name, p in self.weights.by_name.items()}
-        columns = len(self.weights.vector)
-        if world_size() > 1 or self.rows >= columns:
-            return JacobianForm(frozenset(), len(self.residual) * columns, columns)
-        return cheapest_form(self._batch.product_counts(), self._batch.sizes, sizes)
+    def form_for_gram(self) -> JacobianForm:
+        """The form in which J Jᵀ or JᵀJ is cheapest: with outer products on a single process, where N < P."""
+        if world_size() == 1 and self.rows < len(self.weights.vector):
+            return self._form(for_gram=True) or self._dense_form
+        return self._dense_form
 
-    def jacobian(self) -> Jacobian:
+    @cached_property
+    def form_for_products(self) -> JacobianForm | None:
+        """The smallest form; None where J would take a backward pass for each row."""
+        return self._form(for_gram=False)
+
+    def jacobian(self, form: JacobianForm) -> Jacobian:
         """J, (N, P), this process's rows.
 
         Raises:
             ValueError: NaN or infinity in it.
         """
-        jacobian = self._batch.jacobian(self.weights.by_name, self.form.kept)
+        jacobian = self._batch.jacobian(self.weights.by_name, form.kept)
         jacobian.scale_rows(self._scale)
         finite = torch.stack([part.isfinite().all() for part in jacobian.parts()]).all()
         if all_reduce((~finite).int()).item():
@@ -124,6 +127,18 @@ class ResidualModel:
                 "or a norm at zero. The weights are unchanged"
             )
         return jacobian
+
+    @property
+    def _dense_form(self) -> JacobianForm:
+        columns = len(self.weights.vector)
+        return JacobianForm(frozenset(), len(self.residual) * columns, columns)
+
+    def _form(self, *, for_gram: bool) -> JacobianForm | None:
+        counts = self._batch.product_counts()
+        if counts is None:
+            return None
+        sizes = {name: p.shape for name, p in self.weights.by_name.items()}
+        return jacobian_form(counts, self._batch.sizes, sizes, for_gram=for_gram)
 
     def products(self) -> Products:
         """Products with J at w."""
@@ -175,8 +190,23 @@ class ResidualModel:
         return residual.to(self._dtype) * self._scale
 
 
+class RowProducts:
+    """Products with J of a batch, over all processes, by its rows."""
+
+    def __init__(self, jacobian: Jacobian) -> None:
+        self._jacobian = jacobian
+
+    def forward(self, d: Tensor) -> Tensor:
+        """J d, this process's rows."""
+        return self._jacobian.product(d)
+
+    def backward(self, u: Tensor) -> Tensor:
+        """Jᵀu over the rows of all processes."""
+        return all_reduce(self._jacobian.transposed_product(u))
+
+
 class Products:
-    """Products with J of a batch, over all processes."""
+    """The same by passes through the module."""
 
     def __init__(self, batch: BatchResiduals, scale: Tensor, weights: FlatWeights) -> None:
         self._weights, self._scale = weights, scale

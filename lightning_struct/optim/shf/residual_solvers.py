@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
 from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, GramLeastSquares
+from lightning_struct.functional.jacobians import JacobianForm
 from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
-from lightning_struct.optim.shf.residual_model import ResidualModel
+from lightning_struct.optim.shf.residual_model import Products, ResidualModel, RowProducts
 
 # Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and each
 # parameter, as it is done by many small operations; and of the factorisations of JᵀJ or J Jᵀ, for each of its numbers and
@@ -77,9 +79,10 @@ class ExactSolver(ResidualSolver):
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
         check_memory(*_memory_of_exact(model))
-        self._jacobian = model.jacobian()
+        self._jacobian = model.jacobian(model.form_for_gram)
         # Where J is kept as outer products it may be too large to be factored as a matrix.
-        self._only_by_gram = bool(model.form.kept) and not fits_memory(*_memory_of_exact(model, as_matrix=True)[1:3])
+        as_matrix = _memory_of_exact(model, as_matrix=True)
+        self._only_by_gram = bool(model.form_for_gram.kept) and not fits_memory(as_matrix[1], as_matrix[2])
         self.gradient = all_reduce(self._jacobian.transposed_product(model.residual))
         self.variance = model.variance_from_rows(self._jacobian)
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
@@ -134,7 +137,10 @@ class ExactSolver(ResidualSolver):
 
 
 class KrylovSolver(ResidualSolver):
-    """By one bidiagonalisation, in the Krylov space of the batch; J is not formed.
+    """By one bidiagonalisation, in the Krylov space of the batch.
+
+    Products with J are those with its outer products, and with columns where these are smaller, as far as they fit into
+    memory; else by backward passes through the module, and J is not formed.
 
     Args:
         model: the problem.
@@ -147,9 +153,15 @@ class KrylovSolver(ResidualSolver):
 
     def __init__(self, model: ResidualModel, method: str, maxiter: int) -> None:
         self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
-        self._products = model.products()
+        form = model.form_for_products
+        self._products: Products | RowProducts
+        if form is not None and _fits_everywhere(model, _memory_of_products(model, form)):
+            jacobian = model.jacobian(form)
+            self._products, self.variance = RowProducts(jacobian), model.variance_from_rows(jacobian)
+        else:
+            self._products = model.products()
+            self.variance = model.variance_from_parts(self._products.backward)
         self.gradient = self._products.backward(model.residual)
-        self.variance = model.variance_from_parts(self._products.backward)
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual, self._start = self._model.residual, start
@@ -158,7 +170,7 @@ class KrylovSolver(ResidualSolver):
             self._products.backward,
             -residual if start is None else -residual - self.product(start),
             self._maxiter,
-            damping=damping or 0.0,
+            damping=0.5 * (damping or 0.0),  # the next smaller one, which is tried too
             tolerance=_TOLERANCE,
             method=self.method,
             all_reduce=all_reduce,
@@ -238,18 +250,24 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int) -> Residua
     if name is None:
         sizes = model.rows, len(model.weights.vector), model.residual.element_size(), maxiter
         name = chosen_solver(*sizes, numbers=0, cost=0.0)  # however J is kept
-        if name == "exact" and (form := model.form).kept:
+        if name == "exact" and (form := model.form_for_gram).kept:
             name = chosen_solver(*sizes, numbers=form.numbers, cost=form.cost)
         elif name == "exact":
             name = chosen_solver(*sizes)
-        if name == "exact" and not _fits_everywhere(model):
+        if name == "exact" and not _fits_everywhere(model, _memory_of_exact(model)[1]):
             name = "lsmr"
     return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
 
 
-def _fits_everywhere(model: ResidualModel) -> bool:
-    _, needed, device, _ = _memory_of_exact(model)
+def _fits_everywhere(model: ResidualModel, needed: dict[str, tuple[int, str]]) -> bool:
+    device = model.residual.device
     return all_reduce(torch.tensor([not fits_memory(needed, device)], dtype=torch.int, device=device)).item() == 0
+
+
+def _memory_of_products(model: ResidualModel, form: JacobianForm) -> dict[str, tuple[int, str]]:
+    """What J takes; more than there is where it is larger than its bound."""
+    size = form.numbers * model.residual.element_size()
+    return {"J": (2 * size if size <= _LARGEST_JACOBIAN else sys.maxsize, "and as much while it is made")}
 
 
 def _memory_of_exact(
@@ -260,9 +278,12 @@ def _memory_of_exact(
     size = model.residual.element_size()
     matrix, side = size * len(model.residual) * columns, size * min(rows, columns) ** 2
     text = f"{min(rows, columns)} x {min(rows, columns)}"
-    if model.form.kept and not as_matrix:
+    if model.form_for_gram.kept and not as_matrix:
         needed = {
-            "J": (2 * size * model.form.numbers, "outer products of its rows, and as much while they are made"),
+            "J": (
+                2 * size * model.form_for_gram.numbers,
+                "outer products of its rows, and as much while they are made",
+            ),
             "J Jᵀ": (2 * side, f"{text}, and its Cholesky factor"),
         }
     else:

@@ -141,7 +141,8 @@ class ResidualSteps:
         with timed("linearize"):
             model = ResidualModel(self._records, self._loss, weights, inputs, counts=counts)
             solver = make_solver(model, settings.solver, settings.maxiter)
-        self._warn_of_slow_rows()
+        if solver.method == "exact":
+            self._warn_of_slow_rows()
         squared = inner(solver.gradient, solver.gradient).item()
 
         def update(step: DampedStep | None, damping: float, reason: str) -> ResidualUpdate:

@@ -160,7 +160,7 @@ class GramLeastSquares(_AllDampings):
             self._gram = self._wide.gram_of_rows()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
         self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram))
-        self.smallest_damping = self.smallest_share(len(self._gram), self.jacobian.dtype) * self.largest_singular_value
+        self.smallest_damping = self.smallest_share(len(self._gram), self._gram.dtype) * self.largest_singular_value
 
     @staticmethod
     def smallest_share(size: int, dtype: torch.dtype) -> float:
@@ -182,7 +182,7 @@ class GramLeastSquares(_AllDampings):
             self._factor.copy_(self._gram).diagonal().add_(damping * damping)
             torch.linalg.cholesky(self._factor, out=self._factor)
             self._factor_damping = damping
-        solution = torch.cholesky_solve(coordinates[:, None], self._factor)[:, 0]
+        solution = torch.cholesky_solve(coordinates[:, None].to(self._factor), self._factor)[:, 0].to(coordinates)
         return solution if self._tall else self._wide.transposed_product(solution)
 
 

@@ -44,7 +44,7 @@ class Jacobian(ABC):
 
     @abstractmethod
     def gram_of_rows(self) -> Tensor:
-        """J Jᵀ, (N, N): its lower triangle; above it may be anything."""
+        """J Jᵀ, (N, N), in the dtype of J or a finer one: its lower triangle; above it may be anything."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -195,8 +195,10 @@ class FactoredJacobian(Jacobian):
         return torch.cat(parts)
 
     def gram_of_rows(self) -> Tensor:
-        gram = lower_gram(self._columns)
-        for blocks in self._products.values():
+        """In float64: what float32 would lose by squaring, a factorisation of J as a matrix would have to bring back."""
+        gram = lower_gram(self._columns.double())
+        for products in self._products.values():
+            blocks = [OuterProducts(block.left.double(), block.right.double()) for block in products]
             for block, (begin, end) in zip(blocks, self._blocks, strict=True):
                 for first in range(begin, end, _ROWS_AT_ONCE):
                     last = min(first + _ROWS_AT_ONCE, end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -128,6 +129,18 @@ def test_products_with_outer_products(name: str) -> None:
     torch.testing.assert_close(jacobian.transposed_product(u), dense.mT @ u)
     torch.testing.assert_close(jacobian.gram_of_rows().tril(), (dense @ dense.mT).tril())
     torch.testing.assert_close(jacobian.squared_norm(), dense.square().sum())
+
+
+def test_the_gram_matrix_of_a_float32_jacobian_is_float64() -> None:
+    module, params, points = problem("two outputs")
+    module = copy.deepcopy(module).float()
+    params = {name: p.float() for name, p in params.items()}
+    points = {name: at.float() for name, at in points.items()}
+    of_batch = BatchResiduals(RowRecords(module), params, (points,))
+    jacobian = of_batch.jacobian(params, kept_weights(of_batch, params))
+    dense, gram = jacobian.dense().double(), jacobian.gram_of_rows()
+    torch.testing.assert_close(gram.tril(), (dense @ dense.mT).tril(), rtol=1e-6, atol=1e-6)
+    assert gram.dtype == torch.float64
 
 
 def test_a_product_with_the_rows_of_one_block() -> None:

@@ -103,7 +103,7 @@ class ResidualModel:
     @cached_property
     def form_for_gram(self) -> JacobianForm:
         """The form in which J Jᵀ or JᵀJ is cheapest: with outer products on a single process, where N < P."""
-        if world_size() == 1 and self.rows < len(self.weights.vector):
+        if world_size() == 1 and self._device.type != "mps" and self.rows < len(self.weights.vector):
             return self._form(for_gram=True) or self._dense_form
         return self._dense_form
 

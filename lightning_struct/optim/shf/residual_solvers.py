@@ -22,8 +22,6 @@ from lightning_struct.optim.shf.residual_model import Products, ResidualModel, R
 _PRODUCTS, _FACTORISATIONS = 30.0, 2.0
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
-# A step is not likely to try a λ smaller than the last one's by more than this factor.
-_LIKELY_FALL = 4.0
 # A Krylov solver ends where the gradient of the damped problem has fallen to this share.
 _TOLERANCE = 1e-4
 
@@ -80,9 +78,6 @@ class ExactSolver(ResidualSolver):
         self._model = model
         check_memory(*_memory_of_exact(model))
         self._jacobian = model.jacobian(model.form_for_gram)
-        # Where J is kept as outer products it may be too large to be factored as a matrix.
-        as_matrix = _memory_of_exact(model, as_matrix=True)
-        self._only_by_gram = bool(model.form_for_gram.kept) and not fits_memory(as_matrix[1], as_matrix[2])
         self.gradient = all_reduce(self._jacobian.transposed_product(model.residual))
         self.variance = model.variance_from_rows(self._jacobian)
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
@@ -91,7 +86,7 @@ class ExactSolver(ResidualSolver):
         residual = self._model.residual
         self._start, self._b = start, -residual if start is None else -residual - self.product(start)
         if self._factored is None:
-            self._factor(by_gram=self._only_by_gram or damping is None or damping > self._smallest_likely_for_gram())
+            self._factor(by_gram=damping is None or self._is_only_by_gram or damping > self._smallest_for_gram())
         else:
             self._coordinates = self._factored.coordinates(self._b)
 
@@ -109,7 +104,7 @@ class ExactSolver(ResidualSolver):
         if (
             isinstance(self._factored, GramLeastSquares)
             and damping < self._factored.smallest_damping
-            and not self._only_by_gram
+            and not self._is_only_by_gram
         ):
             self._factor(by_gram=False)
         assert self._factored is not None, "begin() comes first"
@@ -123,17 +118,22 @@ class ExactSolver(ResidualSolver):
                 all_reduce=all_reduce,
                 all_gather=all_gather_unequal if world_size() > 1 else None,
             )
-            self.smallest_damping = self._factored.smallest_damping if self._only_by_gram else 0.0
+            self.smallest_damping = self._factored.smallest_damping if self._is_only_by_gram else 0.0
         else:
             self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian.dense())
         self.largest = self._factored.largest_singular_value
         self._coordinates = self._factored.coordinates(self._b)
 
-    def _smallest_likely_for_gram(self) -> float:
-        """λ from which smaller ones may be tried in this step by Cholesky factors, by ‖J‖, the Frobenius norm, for σ₁."""
+    @property
+    def _is_only_by_gram(self) -> bool:
+        """J that is kept as outer products is not made a matrix of: it is wide, and QR takes many times the time."""
+        return bool(self._model.form_for_gram.kept)
+
+    def _smallest_for_gram(self) -> float:
+        """λ down to which Cholesky factors will do, by ‖J‖, the Frobenius norm, for σ₁, which is smaller."""
         squared = all_reduce(self._jacobian.squared_norm()).item()
         size = min(self._model.rows, self._jacobian.shape[1])
-        return _LIKELY_FALL * math.sqrt(squared) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
+        return math.sqrt(squared) * GramLeastSquares.smallest_share(size, self._jacobian.dtype)
 
 
 class KrylovSolver(ResidualSolver):
@@ -270,20 +270,15 @@ def _memory_of_products(model: ResidualModel, form: JacobianForm) -> dict[str, t
     return {"J": (2 * size if size <= _LARGEST_JACOBIAN else sys.maxsize, "and as much while it is made")}
 
 
-def _memory_of_exact(
-    model: ResidualModel, as_matrix: bool = False
-) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
-    """What :func:`~lightning_struct.optim.memory.check_memory` is asked; ``as_matrix``: for J as a matrix in any case."""
-    rows, columns = model.rows, len(model.weights.vector)
+def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
+    """What :func:`~lightning_struct.optim.memory.check_memory` is asked."""
+    rows, columns, form = model.rows, len(model.weights.vector), model.form_for_gram
     size = model.residual.element_size()
     matrix, side = size * len(model.residual) * columns, size * min(rows, columns) ** 2
     text = f"{min(rows, columns)} x {min(rows, columns)}"
-    if model.form_for_gram.kept and not as_matrix:
+    if form.kept:
         needed = {
-            "J": (
-                2 * size * model.form_for_gram.numbers,
-                "outer products of its rows, and as much while they are made",
-            ),
+            "J": (2 * size * form.numbers, "outer products of its rows, and as much while they are made"),
             "J Jᵀ": (2 * side, f"{text}, and its Cholesky factor"),
         }
     else:

@@ -8,7 +8,8 @@ methods start from the same weights. The points are fixed and the same for all, 
 anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's network is large: every 5 steps
 of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each.
 Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of 50; "Adam, then L-BFGS" has half
-of the time each. SHF has two arguments, ``SHF(module, "least_squares")``. A rival that is not installed is said to be so:
+of the time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0" is without the warm start, which only
+points that are drawn anew call for. A rival that is not installed is said to be so:
 
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,8 +113,8 @@ def half_mean_square(residuals: dict[str, Tensor]) -> Tensor:
     return sum(0.5 * block.square().mean() for block in residuals.values())  # type: ignore[return-value]
 
 
-def by_shf(module: Residuals, draw: Callable[[int], Points]) -> Iterator[None]:
-    optimizer, step = SHF(module, LeastSquares()), 0
+def by_shf(module: Residuals, draw: Callable[[int], Points], **settings: float) -> Iterator[None]:
+    optimizer, step = SHF(module, LeastSquares(), **settings), 0  # type: ignore[arg-type]
     while True:
         optimizer.step(inputs=draw(step // 5))
         step += 1
@@ -172,8 +174,10 @@ def by_levenberg_marquardt(module: Residuals, draw: Callable[[int], Points]) -> 
         yield
 
 
+WITHOUT_WARM_START = "SHF, γ = 0"
 METHODS = {
     "SHF": by_shf,
+    WITHOUT_WARM_START: partial(by_shf, warm_start=0.0),
     "Adam": by_adam,
     "L-BFGS": by_lbfgs,
     "Adam, then L-BFGS": by_adam,
@@ -269,7 +273,9 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["poisson2d"])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[name for name in METHODS if name != WITHOUT_WARM_START]
+    )
     parser.add_argument("--only-print", action="store_true", help="the tables of the runs that are there")
     harness.add_job_options(parser)
     arguments = parser.parse_args()

@@ -156,9 +156,12 @@ def columns_of(what: str, task: Task) -> dict[str, Ways]:
     """The ways by the title of their column in the picture."""
     if what == "compare":
         return {"squared error": squared_error(task), "cross-entropy": cross_entropy(task)}
+    both = "k = 0.1, η = 1"  # trained once, shown in both columns
     return {
-        "ratio k (η = 1)": {f"k = {k:g}": ("mse", {"ratio": k}) for k in VALUES},
-        "gradient scale η (k = 0.1)": {f"η = {eta:g}": ("mse", {"gradient_scale": eta}) for eta in VALUES},
+        "ratio k (η = 1)": {both if k == 0.1 else f"k = {k:g}": ("mse", {"ratio": k}) for k in VALUES},
+        "gradient scale η (k = 0.1)": {
+            both if eta == 1.0 else f"η = {eta:g}": ("mse", {"gradient_scale": eta}) for eta in VALUES
+        },
     }
 
 
@@ -265,9 +268,8 @@ def train(
 def run_all(task: Task, options: argparse.Namespace) -> None:
     columns = columns_of(options.what, task)
     full = [f"full_{what}" for what in ("network", "data") if getattr(options, f"full_{what}")]
-    output = harness.make_directory(
-        (options.output or harness.RESULTS / "rls") / "_".join([options.what, options.task, *full])
-    )
+    folder = "_".join([options.what, options.task, f"{options.epochs or task.epochs}_epochs", *full])
+    output = harness.make_directory((options.output or harness.RESULTS / "rls") / folder)
     data: list[tuple[BatchedTensorDataset, BatchedTensorDataset]] = []  # loaded for the first run that is missing
 
     def run(name: str, way: Way, seed: int) -> Run:
@@ -305,7 +307,7 @@ def print_table(runs: Sequence[Run], columns: dict[str, Ways], level: float) -> 
         "training loss of the last",
         "seconds an epoch",
     )
-    for way in (way for ways in columns.values() for way in ways):
+    for way in dict.fromkeys(way for ways in columns.values() for way in ways):
         of_way = [run for run in runs if run["way"] == way]
         if not of_way:
             continue

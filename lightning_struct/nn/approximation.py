@@ -93,7 +93,7 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
             tolerance_change=1e-13,
             line_search_fn="strong_wolfe",
         )
-        with torch.enable_grad(), _progress_bar(iterations * 5 // 4) as bar:
+        with torch.enable_grad(), progress_bar(iterations * 5 // 4, "evaluation") as bar:
             optimizer.step(closure)
         with torch.no_grad():
             for copy, weight in zip(kept, weights, strict=True):
@@ -101,6 +101,6 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
                 weight.grad = None
 
 
-def _progress_bar(total: int) -> Any:
-    """tqdm's, or what torch has in place of it where that is not installed."""
-    return tqdm(total=total, unit="evaluation", delay=3.0, leave=False, disable=not sys.stderr.isatty())
+def progress_bar(total: int, unit: str) -> Any:
+    """tqdm's, on a terminal after some seconds, or what torch has in place of it where that is not installed."""
+    return tqdm(total=total, unit=unit, delay=3.0, leave=False, disable=not sys.stderr.isatty())

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
+from lightning_struct.nn.approximation import progress_bar
 
 # Singular value decompositions of larger matrices are computed for the leading values alone, at random.
 _LARGEST_DECOMPOSED = 512
@@ -47,6 +48,8 @@ def fit_subdiagonals(
 ) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
     """Lower ‖W - A W Bᵀ - G Hᵀ‖ over A, B, G and H by least squares for A and G, and for B and H, in turn.
 
+    Where it takes longer than some seconds, a progress bar shows the sweeps on a terminal.
+
     Args:
         W: (m, n), float64.
         rank: r, the columns of G and H.
@@ -57,9 +60,11 @@ def fit_subdiagonals(
     _, H = leading_factors(W - a.matvec(b.matvec(W).mT).mT, rank)
     # Read row by row and column by column: no other matrix of that size is made.
     squares, neighbours = W.square(), W.roll((1, 1), (0, 1)).mul_(W)
-    for _ in range(sweeps):
-        a, G = _fit_rows(W, squares, neighbours, b, H, corners[0])
-        b, H = _fit_rows(W.T, squares.T, neighbours.T, a, G, corners[1])
+    with progress_bar(sweeps, "sweep") as bar:
+        for _ in range(sweeps):
+            a, G = _fit_rows(W, squares, neighbours, b, H, corners[0])
+            b, H = _fit_rows(W.T, squares.T, neighbours.T, a, G, corners[1])
+            bar.update(1)
     return a, b
 
 

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import random
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any, Literal, cast
+from dataclasses import fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_reduce, rank
-from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.gradient_norms import required_batch_size
-from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
-from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.pickling import state_without_hooks
-from lightning_struct.optim.shf.batch_model import BatchModel
-from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
-from lightning_struct.optim.shf.kronecker import KroneckerFactors
 from lightning_struct.optim.shf.objective import Batches
-from lightning_struct.optim.shf.preconditioner import (
-    KroneckerAverages,
-    StepPreconditioner,
-    check_per_sample,
-    preconditioner_by_name,
-    preconditioner_by_object,
-)
-from lightning_struct.optim.shf.report import PhaseTimer, StepReport
-from lightning_struct.optim.shf.residual_steps import ResidualSteps, adapted_warm_start, check_settings_of_outputs
-from lightning_struct.optim.shf.settings import Settings, check_damping
-from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
-
-_log = logging.getLogger(__name__)
-# A step whose direction is no descent direction, or along which no step length will do, is solved anew from zero with
-# the damping multiplied by this, so often. The paper has no such guard.
-_RETRY_DAMPING, _RETRIES = 4.0, 5
-# Frames from a method that `step` calls to the caller of `step`: the method, `step`, and torch's two wrappers of it.
-_CALLER_OF_STEP = 5
-# Weight of the old in the averages that the rule of the next batch goes by.
-_RATIO_DECAY = 0.8
-# The loss of the next batch rises by more than this share: the step is taken back.
-_HARM = 0.1
-# Bound on the tolerance of the solver, which is loosened where steps are shortened.
-_LOOSEST_TOLERANCE = 0.3
+from lightning_struct.optim.shf.output_steps import OutputSteps
+from lightning_struct.optim.shf.report import StepReport
+from lightning_struct.optim.shf.residual_steps import ResidualSteps
+from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.step_state import StepState
 
 
 class SHF(torch.optim.Optimizer):
@@ -205,26 +174,16 @@ class SHF(torch.optim.Optimizer):
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check_parameters(named)
         self._names = list(named)
-        self._residual_steps: ResidualSteps | None = None
+        self._steps: ResidualSteps | OutputSteps
         if isinstance(self.loss, LeastSquares):
-            self._residual_steps = ResidualSteps(module, self.loss, given)
-            settings = self._residual_steps.settings
+            self._steps = ResidualSteps(module, self.loss, given)
         else:
-            check_settings_of_outputs(given)
-            settings = chosen_settings(given, module, named)
-        self.settings = settings
-        self._adapts_tolerance = settings.is_left("damping") and given.is_left("progress_tolerance")
-        self._kronecker: KroneckerAverages | None = None
-        if isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker":
-            factors = KroneckerFactors(module, named, max_size=settings.max_factor_size, exclude=exclude_factors)
-            self._kronecker = KroneckerAverages(factors, decay=factor_decay, interval=settings.factor_interval, l2=l2)
-        self._validation: Batches | None = None
-        self._uncovered = False
-        self._timed = PhaseTimer()
+            self._steps = OutputSteps(
+                module, self.loss, given, named, factor_decay=factor_decay, exclude_factors=exclude_factors
+            )
         self.report: StepReport | None = None
-        super().__init__(
-            named.values(), {name: getattr(settings, name) for name in ("damping", "drop", "warm_start", "maxiter")}
-        )
+        in_group = ("damping", "drop", "warm_start", "maxiter")
+        super().__init__(named.values(), {name: getattr(self.settings, name) for name in in_group})
 
     @classmethod
     def paper(cls, module: nn.Module, loss: str | GaussNewtonLoss, **overrides: Any) -> SHF:
@@ -264,316 +223,22 @@ class SHF(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        if self._residual_steps is not None:
-            return self._step_on_residuals(self._residual_steps, inputs, targets)
-        if inputs is None or targets is None:
-            raise TypeError(
-                "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
-                "LightningModule: automatic optimization gives an optimizer no batch"
-            )
-        self._timed = PhaseTimer()
-        coupled = coupling_layer(self.module) is not None
-        buffers = {name: b.clone() for name, b in self.module.named_buffers()} if coupled else {}
-        model = self._model_of(inputs, targets)  # A and b (Algorithms 4 and 5)
-        self._choose_damping(model)
-        if self._took_back(model):  # beyond the paper
-            for name, buffer in buffers.items():
-                self.module.get_buffer(name).copy_(buffer)
-            model = self._model_of(inputs, targets)
-        preconditioner = self._preconditioner_of(model)  # c (Algorithm 3)
-        update = self._search(model, preconditioner)  # d by LSMR (Algorithm 6), ρ and s (section 4.2)
-        self._move(model, update)  # w <- w + s d
-        self._adapt(model, preconditioner, update)  # λ, γ and maxiter (sections 4.2 and 4.5)
-        return self._report(model, update)  # n̂ (Algorithm 2)
-
-    def _step_on_residuals(self, steps: ResidualSteps, inputs: Any, targets: Any) -> StepReport:
-        """One iteration for a module that returns residuals."""
-        if targets is not None:
-            raise TypeError(
-                "with loss='least_squares' the module returns residuals, which need no targets: step(inputs=...). Give "
-                "measurements as inputs, or choose loss='mse'"
-            )
-        if inputs is None:
-            raise TypeError("SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none")
-        group, memory, self._timed = self.param_groups[0], self._memory, PhaseTimer()
-        weights = {name: p.detach() for name, p in zip(self._names, group["params"], strict=True)}
-        like = group["params"][0]
-        with seeded(self._seed(f"network on rank {rank()}"), like.device):
-            update = steps.take(
-                weights,
-                inputs,
-                damping=group["damping"],
-                adapts=self.drop is not None,
-                start=self._start(like),
-                counts=memory.get("blocks"),
-                timed=self._timed,
-            )
-        if update.direction is not None:
-            for name, change in update.model.weights.unflat(update.direction).items():
-                weights[name].add_(change)
-        if steps.adapts_warm_start:
-            group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, memory.get("loss_after"))
-        else:
-            group["warm_start"] = min(
-                group["warm_start"] * self.settings.warm_start_growth,
-                max(self.settings.max_warm_start, group["warm_start"]),
-            )
-        if memory["steps"] == 0 and rank() == 0:
-            _log.info(
-                f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
-                f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}"
-            )
-        self.damping = update.damping
-        self.state["shf"] = {  # type: ignore[index]
-            "steps": memory["steps"] + 1,
-            "largest_batch": 0,
-            "direction": update.direction,
-            "blocks": update.model.counts,
-            "loss_after": update.loss,
-        }
-        self.report = update.report(self.settings, self._timed.seconds)
+        self.report = self._steps.take(self._now, inputs, targets)
         return self.report
 
-    def _model_of(self, inputs: Any, targets: Tensor) -> BatchModel:
-        """The damped least-squares model of a batch at the current weights."""
-        settings, parameters = self.settings, self.param_groups[0]["params"]
-        check_per_sample(settings.preconditioner, self.module)
-        with self._timed("linearize"), seeded(self._seed(f"network on rank {rank()}"), parameters[0].device):
-            model = BatchModel(
-                self.module,
-                cast(GaussNewtonLoss, self.loss),
-                {name: p.detach() for name, p in zip(self._names, parameters, strict=True)},
-                inputs,
-                targets,
-                l2=settings.l2,
-                backend=settings.backend,
-                chunk_size=settings.chunk_size,
-                held_out=settings.held_out,
-                curvature_share=settings.curvature_share,
-                products=2 * self.param_groups[0]["maxiter"],
-                single_samples=settings.single_samples,
-                layers_show=not self._uncovered,
-            )
-        if model.uncovered is not None and settings.single_samples:
-            warnings.warn(
-                "SHF takes the variance from the gradients of single samples, which costs much more than from what each "
-                f"layer reads. That does not do here: {model.uncovered}.",
-                stacklevel=_CALLER_OF_STEP,
-            )
-        self._uncovered = self._uncovered or model.uncovered is not None
-        return model
-
-    def _took_back(self, model: BatchModel) -> bool:
-        """Measure by this batch what the last step gained, and adapt σ and λ; a harmful step is taken back.
-
-        Returns:
-            Whether the weights are those of before the last step again.
-        """
-        memory = self._memory
-        change = memory.get("change")
-        if change is None or self.settings.damping_rule != "next_batch":
-            return False
-        change = change.to(model.gradient)
-        with self._timed("next_batch"):
-            fresh = model.value - model.objective.value_at(-change)
-        settings, own = self.settings, memory["own_change"]
-        old_fresh, old_own = memory["average_changes"]
-        averages = (
-            _RATIO_DECAY * old_fresh + (1 - _RATIO_DECAY) * fresh,
-            _RATIO_DECAY * old_own + (1 - _RATIO_DECAY) * own,
-        )
-        ratio = min(max(averages[0] / averages[1], -1.0), 1.0) if averages[1] < 0.0 else 0.0
-        harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
-        if harmful:
-            _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
-            for name, part in model.weights.unflat(change).items():
-                model.weights.by_name[name].sub_(part)
-            averages, ratio = (0.0, averages[1]), -1.0
-        now = next_batch_rule(
-            ScaledDamping(memory["step_scale"], self.damping),
-            ratio,
-            drop=self.drop,
-            min_damping=settings.min_damping,
-            max_damping=settings.max_damping,
-        )
-        self.damping = now.damping
-        self.state["shf"] = memory | {  # type: ignore[index]
-            "step_scale": now.scale / 2 if harmful else now.scale,
-            "ratio": ratio,
-            "average_changes": averages,
-            "change": None,
-            "direction": None if harmful else memory["direction"],
-        }
-        return harmful
-
-    def _choose_damping(self, model: BatchModel) -> None:
-        """λ₁ and its bounds from the first batch, where they were not given."""
-        if not self.settings.is_left("damping"):
-            return
-        memory = self._memory
-        first = memory.get("first_damping", self.damping)  # which somebody may have set
-        if first is None:
-            with self._timed("first_damping"):
-                self.damping = first = first_damping(model, self._seed("curvature"))
-        self.state["shf"] = memory | {"first_damping": first}  # type: ignore[index]
-        self.settings = with_first_damping(self.settings, first, model.gradient.dtype)
-        if rank() == 0:
-            s = self.settings
-            factors = f" (every {s.factor_interval} steps)" if self._kronecker is not None else ""
-            _log.info(
-                f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
-                f"{model.linearization.backend!r}, damping={s.damping:.3g} in [{s.min_damping:.2g}, {s.max_damping:.2g}] "
-                f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}"
-            )
-
-    def _preconditioner_of(self, model: BatchModel) -> StepPreconditioner:
-        """The preconditioner that the settings name."""
-        given, damping = self.settings.preconditioner, self.damping
-        if self._kronecker is not None:
-            with self._timed("precondition"):
-                return self._kronecker.of_step(model, self._memory, damping, self._seed("signs"))
-        if given is None:
-            return StepPreconditioner(lambda _: None, damping)
-        if isinstance(given, str):
-            return StepPreconditioner(preconditioner_by_name(given, model, self._seed("signs")), damping)
-        return StepPreconditioner(preconditioner_by_object(given, model, cast(GaussNewtonLoss, self.loss)), damping)
-
-    def _search(self, model: BatchModel, preconditioner: StepPreconditioner) -> Update:
-        """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
-        if model.gradient_squared == 0.0:
-            warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=_CALLER_OF_STEP)
-            return Update(None, 0.0, model.value, 0.0, self.damping, 0, "zero_gradient")
-        damping, start, iterations, settings, scale = (
-            self.damping,
-            self._start(model.gradient),
-            0,
-            self.settings,
-            self._step_scale,
-        )
-        if self._adapts_tolerance:
-            settings = replace(
-                settings, progress_tolerance=min(settings.progress_tolerance / scale, _LOOSEST_TOLERANCE)
-            )
-        for _ in range(1 + _RETRIES):
-            with self._timed("precondition"):
-                scaling = preconditioner.at(damping)
-            with self._timed("solve"):
-                solution = solve(
-                    model,
-                    settings,
-                    damping=damping,
-                    start=start,
-                    preconditioner=scaling,
-                    maxiter=self._maxiter_for(model),
-                    validation=self._validation,
-                )
-            iterations += solution.iterations
-            solution = shortened(solution, scale)
-            with self._timed("line_search"):
-                update = update_along(model, settings, solution, damping=damping, iterations=iterations)
-            if update is not None:
-                return update
-            # The paper goes on with whatever direction it has; one that started from d0 != 0 need not be of descent.
-            tried, damping, start = damping, self._raised(damping), None
-        warnings.warn(
-            f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last one "
-            f"with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: use "
-            "float64 or stop",
-            stacklevel=_CALLER_OF_STEP,
-        )
-        return Update(None, 0.0, model.value, 0.0, self._raised(self.damping), iterations, "line_search")
-
-    def _start(self, like: Tensor) -> Tensor | None:
-        """d0 = γ d of the last step (section 4.5); None for zero."""
-        decay, direction = self.param_groups[0]["warm_start"], self._memory["direction"]
-        if direction is None or decay == 0.0:
-            return None
-        return direction.to(like) * decay  # a loaded direction may come from another device or dtype
-
-    def _maxiter_for(self, model: BatchModel) -> int:
-        """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""
-        maxiter, largest = self.param_groups[0]["maxiter"], self._memory["largest_batch"]
-        grows = self.settings.scale_maxiter and largest and model.n > largest
-        return math.ceil(model.n / largest * maxiter) if grows else maxiter
-
-    def _raised(self, damping: float) -> float:
-        return min(damping * _RETRY_DAMPING, self.settings.max_damping)
-
-    def _move(self, model: BatchModel, update: Update) -> None:
-        """w <- w + s d."""
-        if update.solution is not None:
-            for name, change in model.weights.unflat(update.solution.direction * update.step_length).items():
-                model.weights.by_name[name].add_(change)
-
-    def _adapt(self, model: BatchModel, preconditioner: StepPreconditioner, update: Update) -> None:
-        """λ by the Levenberg-Marquardt rule (section 4.2), γ and maxiter (section 4.5), and the memory of the step."""
-        settings, group, memory = self.settings, self.param_groups[0], self._memory
-        group["maxiter"] = self._maxiter_for(model)
-        group["warm_start"] = min(group["warm_start"] * settings.warm_start_growth, settings.max_warm_start)
-        self.damping = update.damping
-        if self.drop is not None:
-            adapted = settings.adapted_damping(update.damping, update.reduction_ratio, self.drop)
-            # The next batch decides about a fall of λ, where the rule is so.
-            self.damping = adapted if settings.damping_rule == "levenberg_marquardt" else max(adapted, update.damping)
-        measured: dict[str, Any] = {}
-        if settings.damping_rule == "next_batch":
-            measured = {
-                "step_scale": self._step_scale,
-                "average_changes": memory.get("average_changes", (0.0, 0.0)),
-                "ratio": memory.get("ratio"),
-                "change": None if update.solution is None else update.solution.direction * update.step_length,
-                "own_change": update.loss - model.value,
-            }
-        if "first_damping" in memory:
-            measured["first_damping"] = memory["first_damping"]
-        # A new dict, since a state_dict() taken before, and an optimizer loaded from one, hold the old one.
-        self.state["shf"] = {  # type: ignore[index]
-            "steps": memory["steps"] + 1,
-            "largest_batch": max(model.n, memory["largest_batch"]),
-            "direction": None if update.solution is None else update.solution.last,
-            "factors": preconditioner.factors,
-            "factor_damping": preconditioner.factor_damping,
-            **measured,
-        }
-
-    def _report(self, model: BatchModel, update: Update) -> StepReport:
-        """The report of a step, with the merit at the new weights and n̂ (Algorithm 2)."""
-        settings, predicted = self.settings, None
-        with self._timed("merit"):
-            merit = None if self._validation is None else merit_after(model, update, self._validation)
-        if model.variance is not None and model.gradient_squared > 0.0:
-            predicted = required_batch_size(
-                model.variance, model.gradient_squared, settings.dataset_size, settings.theta
-            )
-        self.report = StepReport(
-            loss_before=model.value,
-            loss_after=update.loss,
-            reduction_ratio=update.reduction_ratio,
-            step_length=update.step_length,
-            damping=update.damping,
-            solver_iterations=update.iterations,
-            stop_reason=update.stop_reason,
-            merits=() if update.solution is None else update.solution.merits,
-            merit=merit,
-            gradient_norm=math.sqrt(model.gradient_squared),
-            gradient_variance=model.variance,
-            batch_size=model.samples,
-            predicted_batch_size=predicted,
-            seconds=self._timed.seconds,
-            step_scale=self._step_scale,
-            next_batch_ratio=self._memory.get("ratio"),
-        )
-        return self.report
+    @property
+    def settings(self) -> Settings:
+        """The arguments as one value, with what was chosen."""
+        return self._steps.settings
 
     @property
     def damping(self) -> float:
         """λ of the next step; None where the first step has still to choose it."""
-        return self.param_groups[0]["damping"]
+        return self._now.damping
 
     @damping.setter
     def damping(self, value: float) -> None:
-        check_damping(value)
-        self.param_groups[0]["damping"] = float(value)
+        self._now.damping = value
 
     @property
     def drop(self) -> float | None:
@@ -596,16 +261,7 @@ class SHF(torch.optim.Optimizer):
         Raises:
             ValueError: no samples on any process.
         """
-        if batches is None or self._residual_steps is not None:
-            self._validation = None
-            return
-        self._validation = list(batches)
-        samples = torch.tensor(
-            [sum(len(targets) for _, targets in self._validation)], device=self.param_groups[0]["params"][0].device
-        )
-        if all_reduce(samples).item() == 0:
-            self._validation = None
-            raise ValueError("the validation data has no samples: give a validation set, or None to do without")
+        self._steps.set_validation(batches, self.param_groups[0]["params"][0].device)
 
     def summary(self) -> str:
         """A table of the Kronecker preconditioner: the form that each parameter has, and its memory.
@@ -613,9 +269,9 @@ class SHF(torch.optim.Optimizer):
         Raises:
             ValueError: the preconditioner is another.
         """
-        if self._kronecker is None:
+        if self._steps.kronecker is None:
             raise ValueError(f"only preconditioner='kronecker' has a summary, not {self.settings.preconditioner!r}")
-        return self._kronecker.summary()
+        return self._steps.kronecker.summary()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: the module's parameters are one.
@@ -631,19 +287,8 @@ class SHF(torch.optim.Optimizer):
         return state_without_hooks(self)
 
     @property
-    def _memory(self) -> dict[str, Any]:
-        """State that a resumed run needs beside the values of the group. It is under a string key: torch casts the state of
-        a parameter to that parameter's dtype when it is loaded."""
-        return self.state.setdefault("shf", {"steps": 0, "largest_batch": 0, "direction": None})  # type: ignore[call-overload]
-
-    @property
-    def _step_scale(self) -> float:
-        """σ of the rule of the next batch."""
-        return self._memory.get("step_scale", 1.0)
-
-    def _seed(self, purpose: str) -> int:
-        """Seed for ``purpose`` in this step. 32 bits: the CPU generator ignores the rest."""
-        return random.Random(f"{self.settings.seed} {self._memory['steps']} {purpose}").getrandbits(32)
+    def _now(self) -> StepState:
+        return StepState(self.state, self.param_groups[0], self._names, self.settings.seed)
 
 
 def _check_parameters(named: dict[str, nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -11,16 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.collective import rank
 from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
+from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
 from lightning_struct.optim.shf.residual_solvers import make_solver
 from lightning_struct.optim.shf.settings import PAPER, Settings
+from lightning_struct.optim.shf.step_state import StepState
 
+_log = logging.getLogger(__name__)
+# Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update`, `take`, `step`, torch's two wrappers.
+_CALLER_OF_STEP = 8
 _FILLED = {name: value for name, value in PAPER.items() if name != "solver"}
 # Where a step fails, the next one goes on with λ times this.
 _RAISED = 10.0
@@ -97,7 +105,7 @@ class ResidualSteps:
 
     Attributes:
         settings: the same, with values for what was left, but for λ₁ and the solver, which each batch decides about.
-        adapts_warm_start: whether γ was left, and follows :func:`adapted_warm_start`.
+        kronecker: None: there are no Kronecker factors.
 
     Raises:
         ValueError: a setting that has no meaning here.
@@ -110,12 +118,66 @@ class ResidualSteps:
             if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
                 raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
         self._loss = loss
-        self.adapts_warm_start = settings.is_left("warm_start")
+        self.kronecker = None
+        self._adapts_warm_start = settings.is_left("warm_start")
         self.settings = settings.filled({**_FILLED, "warm_start": 0.0})
         self._records = RowRecords(module)
         self._warned: set[str] = set()
 
-    def take(
+    def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
+        """One step of the weights.
+
+        Raises:
+            TypeError: there are targets, or no inputs.
+        """
+        if targets is not None:
+            raise TypeError(
+                "with loss='least_squares' the module returns residuals, which need no targets: step(inputs=...). Give "
+                "measurements as inputs, or choose loss='mse'"
+            )
+        if inputs is None:
+            raise TypeError("SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none")
+        group, memory, weights = now.group, now.memory, now.weights
+        like = group["params"][0]
+        with seeded(now.seed(f"network on rank {rank()}"), like.device):
+            update = self._update(
+                weights,
+                inputs,
+                damping=group["damping"],
+                adapts=group["drop"] is not None,
+                start=now.start(like),
+                counts=memory.get("blocks"),
+                timed=now.timed,
+            )
+        if update.direction is not None:
+            for name, change in update.model.weights.unflat(update.direction).items():
+                weights[name].add_(change)
+        if self._adapts_warm_start:
+            group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, memory.get("loss_after"))
+        else:
+            group["warm_start"] = min(
+                group["warm_start"] * self.settings.warm_start_growth,
+                max(self.settings.max_warm_start, group["warm_start"]),
+            )
+        if memory["steps"] == 0 and rank() == 0:
+            _log.info(
+                f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
+                f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}"
+            )
+        now.damping = update.damping
+        now.memory = {
+            "steps": memory["steps"] + 1,
+            "largest_batch": 0,
+            "direction": update.direction,
+            "blocks": update.model.counts,
+            "loss_after": update.loss,
+        }
+        return update.report(self.settings, now.timed.seconds)
+
+    def set_validation(self, batches: Batches | None, device: torch.device) -> None:
+        """Nothing: no solver of residuals needs a merit."""
+
+    def _update(
         self,
         weights: dict[str, Tensor],
         inputs: Any,
@@ -200,7 +262,7 @@ class ResidualSteps:
     def _warn(self, about: str, message: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
-            warnings.warn(message, stacklevel=6)
+            warnings.warn(message, stacklevel=_CALLER_OF_STEP)
 
 
 def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> float:

@@ -1,0 +1,354 @@
+"""Steps of SHF for a loss of a module's outputs (Emirahmetoglu & Stewart, Algorithms 1 to 6)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.collective import all_reduce, rank
+from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
+from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.functional.layers import coupling_layer
+from lightning_struct.functional.losses import GaussNewtonLoss
+from lightning_struct.functional.randomness import seeded
+from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
+from lightning_struct.optim.shf.kronecker import KroneckerFactors
+from lightning_struct.optim.shf.objective import Batches
+from lightning_struct.optim.shf.preconditioner import (
+    KroneckerAverages,
+    StepPreconditioner,
+    check_per_sample,
+    preconditioner_by_name,
+    preconditioner_by_object,
+)
+from lightning_struct.optim.shf.report import StepReport
+from lightning_struct.optim.shf.residual_steps import check_settings_of_outputs
+from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
+from lightning_struct.optim.shf.step_state import StepState
+
+_log = logging.getLogger(__name__)
+# A step whose direction is no descent direction, or along which no step length will do, is solved anew from zero with
+# the damping multiplied by this, so often. The paper has no such guard.
+_RETRY_DAMPING, _RETRIES = 4.0, 5
+# Frames from a method that `take` calls to the caller of SHF.step: the method, `take`, `step`, and torch's two wrappers of it.
+_CALLER_OF_STEP = 6
+# Weight of the old in the averages that the rule of the next batch goes by.
+_RATIO_DECAY = 0.8
+# The loss of the next batch rises by more than this share: the step is taken back.
+_HARM = 0.1
+# Bound on the tolerance of the solver, which is loosened where steps are shortened.
+_LOOSEST_TOLERANCE = 0.3
+
+
+class OutputSteps:
+    """Steps on batches of a module whose outputs are compared with targets.
+
+    Args:
+        module: the network.
+        loss: of its outputs.
+        given: the settings as given to the optimizer.
+        named: name -> the trained parameters.
+        factor_decay, exclude_factors: of the Kronecker factors, see SHF.
+
+    Attributes:
+        settings: with values for what was left; λ₁ and its bounds once the first step has chosen them.
+        kronecker: the Kronecker factors; None where the preconditioner is another.
+
+    Raises:
+        ValueError: a setting that is for residuals.
+        MemoryError: the Kronecker factors take more than is free.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: GaussNewtonLoss,
+        given: Settings,
+        named: Mapping[str, nn.Parameter],
+        *,
+        factor_decay: float,
+        exclude_factors: Sequence[str | nn.Module],
+    ) -> None:
+        check_settings_of_outputs(given)
+        self._module, self._loss = module, loss
+        self.settings = settings = chosen_settings(given, module, named)
+        self._adapts_tolerance = settings.is_left("damping") and given.is_left("progress_tolerance")
+        self.kronecker: KroneckerAverages | None = None
+        if isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker":
+            factors = KroneckerFactors(module, named, max_size=settings.max_factor_size, exclude=exclude_factors)
+            self.kronecker = KroneckerAverages(
+                factors, decay=factor_decay, interval=settings.factor_interval, l2=settings.l2
+            )
+        self._validation: Batches | None = None
+        self._uncovered = False
+
+    def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
+        """One step of the weights.
+
+        Raises:
+            TypeError: inputs or targets are missing.
+        """
+        if inputs is None or targets is None:
+            raise TypeError(
+                "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
+                "LightningModule: automatic optimization gives an optimizer no batch"
+            )
+        coupled = coupling_layer(self._module) is not None
+        buffers = {name: b.clone() for name, b in self._module.named_buffers()} if coupled else {}
+        model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
+        self._choose_damping(now, model)
+        if self._took_back(now, model):  # beyond the paper
+            for name, buffer in buffers.items():
+                self._module.get_buffer(name).copy_(buffer)
+            model = self._model_of(now, inputs, targets)
+        preconditioner = self._preconditioner_of(now, model)  # c (Algorithm 3)
+        update = self._search(now, model, preconditioner)  # d by LSMR (Algorithm 6), ρ and s (section 4.2)
+        _move(model, update)  # w <- w + s d
+        self._adapt(now, model, preconditioner, update)  # λ, γ and maxiter (sections 4.2 and 4.5)
+        return self._report(now, model, update)  # n̂ (Algorithm 2)
+
+    def set_validation(self, batches: Batches | None, device: torch.device) -> None:
+        """The validation data, see SHF.
+
+        Raises:
+            ValueError: no samples on any process.
+        """
+        self._validation = None if batches is None else list(batches)
+        if self._validation is None:
+            return
+        samples = torch.tensor([sum(len(targets) for _, targets in self._validation)], device=device)
+        if all_reduce(samples).item() == 0:
+            self._validation = None
+            raise ValueError("the validation data has no samples: give a validation set, or None to do without")
+
+    def _model_of(self, now: StepState, inputs: Any, targets: Tensor) -> BatchModel:
+        """The damped least-squares model of a batch at the current weights."""
+        settings, device = self.settings, now.group["params"][0].device
+        check_per_sample(settings.preconditioner, self._module)
+        with now.timed("linearize"), seeded(now.seed(f"network on rank {rank()}"), device):
+            model = BatchModel(
+                self._module,
+                self._loss,
+                now.weights,
+                inputs,
+                targets,
+                l2=settings.l2,
+                backend=settings.backend,
+                chunk_size=settings.chunk_size,
+                held_out=settings.held_out,
+                curvature_share=settings.curvature_share,
+                products=2 * now.group["maxiter"],
+                single_samples=settings.single_samples,
+                layers_show=not self._uncovered,
+            )
+        if model.uncovered is not None and settings.single_samples:
+            warnings.warn(
+                "SHF takes the variance from the gradients of single samples, which costs much more than from what each "
+                f"layer reads. That does not do here: {model.uncovered}.",
+                stacklevel=_CALLER_OF_STEP,
+            )
+        self._uncovered = self._uncovered or model.uncovered is not None
+        return model
+
+    def _took_back(self, now: StepState, model: BatchModel) -> bool:
+        """Measure by this batch what the last step gained, and adapt σ and λ; a harmful step is taken back.
+
+        Returns:
+            Whether the weights are those of before the last step again.
+        """
+        memory = now.memory
+        change = memory.get("change")
+        if change is None or self.settings.damping_rule != "next_batch":
+            return False
+        change = change.to(model.gradient)
+        with now.timed("next_batch"):
+            fresh = model.value - model.objective.value_at(-change)
+        settings, own = self.settings, memory["own_change"]
+        old_fresh, old_own = memory["average_changes"]
+        averages = (
+            _RATIO_DECAY * old_fresh + (1 - _RATIO_DECAY) * fresh,
+            _RATIO_DECAY * old_own + (1 - _RATIO_DECAY) * own,
+        )
+        ratio = min(max(averages[0] / averages[1], -1.0), 1.0) if averages[1] < 0.0 else 0.0
+        harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
+        if harmful:
+            _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
+            for name, part in model.weights.unflat(change).items():
+                model.weights.by_name[name].sub_(part)
+            averages, ratio = (0.0, averages[1]), -1.0
+        ruled = next_batch_rule(
+            ScaledDamping(memory["step_scale"], now.damping),
+            ratio,
+            drop=now.group["drop"],
+            min_damping=settings.min_damping,
+            max_damping=settings.max_damping,
+        )
+        now.damping = ruled.damping
+        now.memory = memory | {
+            "step_scale": ruled.scale / 2 if harmful else ruled.scale,
+            "ratio": ratio,
+            "average_changes": averages,
+            "change": None,
+            "direction": None if harmful else memory["direction"],
+        }
+        return harmful
+
+    def _choose_damping(self, now: StepState, model: BatchModel) -> None:
+        """λ₁ and its bounds from the first batch, where they were not given."""
+        if not self.settings.is_left("damping"):
+            return
+        memory = now.memory
+        first = memory.get("first_damping", now.damping)  # which somebody may have set
+        if first is None:
+            with now.timed("first_damping"):
+                now.damping = first = first_damping(model, now.seed("curvature"))
+        now.memory = memory | {"first_damping": first}
+        self.settings = with_first_damping(self.settings, first, model.gradient.dtype)
+        if rank() == 0:
+            s = self.settings
+            factors = f" (every {s.factor_interval} steps)" if self.kronecker is not None else ""
+            _log.info(
+                f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
+                f"{model.linearization.backend!r}, damping={s.damping:.3g} in [{s.min_damping:.2g}, {s.max_damping:.2g}] "
+                f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}"
+            )
+
+    def _preconditioner_of(self, now: StepState, model: BatchModel) -> StepPreconditioner:
+        """The preconditioner that the settings name."""
+        given, damping = self.settings.preconditioner, now.damping
+        if self.kronecker is not None:
+            with now.timed("precondition"):
+                return self.kronecker.of_step(model, now.memory, damping, now.seed("signs"))
+        if given is None:
+            return StepPreconditioner(lambda _: None, damping)
+        if isinstance(given, str):
+            return StepPreconditioner(preconditioner_by_name(given, model, now.seed("signs")), damping)
+        return StepPreconditioner(preconditioner_by_object(given, model, self._loss), damping)
+
+    def _search(self, now: StepState, model: BatchModel, preconditioner: StepPreconditioner) -> Update:
+        """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
+        if model.gradient_squared == 0.0:
+            warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=_CALLER_OF_STEP)
+            return Update(None, 0.0, model.value, 0.0, now.damping, 0, "zero_gradient")
+        damping, start, iterations, settings, scale = (
+            now.damping,
+            now.start(model.gradient),
+            0,
+            self.settings,
+            now.step_scale,
+        )
+        if self._adapts_tolerance:
+            settings = replace(
+                settings, progress_tolerance=min(settings.progress_tolerance / scale, _LOOSEST_TOLERANCE)
+            )
+        for _ in range(1 + _RETRIES):
+            with now.timed("precondition"):
+                scaling = preconditioner.at(damping)
+            with now.timed("solve"):
+                solution = solve(
+                    model,
+                    settings,
+                    damping=damping,
+                    start=start,
+                    preconditioner=scaling,
+                    maxiter=self._maxiter_for(now, model),
+                    validation=self._validation,
+                )
+            iterations += solution.iterations
+            solution = shortened(solution, scale)
+            with now.timed("line_search"):
+                update = update_along(model, settings, solution, damping=damping, iterations=iterations)
+            if update is not None:
+                return update
+            # The paper goes on with whatever direction it has; one that started from d0 != 0 need not be of descent.
+            tried, damping, start = damping, self._raised(damping), None
+        warnings.warn(
+            f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last one "
+            f"with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: use "
+            "float64 or stop",
+            stacklevel=_CALLER_OF_STEP,
+        )
+        return Update(None, 0.0, model.value, 0.0, self._raised(now.damping), iterations, "line_search")
+
+    def _maxiter_for(self, now: StepState, model: BatchModel) -> int:
+        """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""
+        maxiter, largest = now.group["maxiter"], now.memory["largest_batch"]
+        grows = self.settings.scale_maxiter and largest and model.n > largest
+        return math.ceil(model.n / largest * maxiter) if grows else maxiter
+
+    def _raised(self, damping: float) -> float:
+        return min(damping * _RETRY_DAMPING, self.settings.max_damping)
+
+    def _adapt(self, now: StepState, model: BatchModel, preconditioner: StepPreconditioner, update: Update) -> None:
+        """λ by the Levenberg-Marquardt rule (section 4.2), γ and maxiter (section 4.5), and the memory of the step."""
+        settings, group, memory = self.settings, now.group, now.memory
+        group["maxiter"] = self._maxiter_for(now, model)
+        group["warm_start"] = min(group["warm_start"] * settings.warm_start_growth, settings.max_warm_start)
+        now.damping = update.damping
+        if group["drop"] is not None:
+            adapted = settings.adapted_damping(update.damping, update.reduction_ratio, group["drop"])
+            # The next batch decides about a fall of λ, where the rule is so.
+            now.damping = adapted if settings.damping_rule == "levenberg_marquardt" else max(adapted, update.damping)
+        measured: dict[str, Any] = {}
+        if settings.damping_rule == "next_batch":
+            measured = {
+                "step_scale": now.step_scale,
+                "average_changes": memory.get("average_changes", (0.0, 0.0)),
+                "ratio": memory.get("ratio"),
+                "change": None if update.solution is None else update.solution.direction * update.step_length,
+                "own_change": update.loss - model.value,
+            }
+        if "first_damping" in memory:
+            measured["first_damping"] = memory["first_damping"]
+        now.memory = {
+            "steps": memory["steps"] + 1,
+            "largest_batch": max(model.n, memory["largest_batch"]),
+            "direction": None if update.solution is None else update.solution.last,
+            "factors": preconditioner.factors,
+            "factor_damping": preconditioner.factor_damping,
+            **measured,
+        }
+
+    def _report(self, now: StepState, model: BatchModel, update: Update) -> StepReport:
+        """The report of a step, with the merit at the new weights and n̂ (Algorithm 2)."""
+        settings, predicted = self.settings, None
+        with now.timed("merit"):
+            merit = None if self._validation is None else merit_after(model, update, self._validation)
+        if model.variance is not None and model.gradient_squared > 0.0:
+            predicted = required_batch_size(
+                model.variance, model.gradient_squared, settings.dataset_size, settings.theta
+            )
+        return StepReport(
+            loss_before=model.value,
+            loss_after=update.loss,
+            reduction_ratio=update.reduction_ratio,
+            step_length=update.step_length,
+            damping=update.damping,
+            solver_iterations=update.iterations,
+            stop_reason=update.stop_reason,
+            merits=() if update.solution is None else update.solution.merits,
+            merit=merit,
+            gradient_norm=math.sqrt(model.gradient_squared),
+            gradient_variance=model.variance,
+            batch_size=model.samples,
+            predicted_batch_size=predicted,
+            seconds=now.timed.seconds,
+            step_scale=now.step_scale,
+            next_batch_ratio=now.memory.get("ratio"),
+        )
+
+
+def _move(model: BatchModel, update: Update) -> None:
+    """w <- w + s d."""
+    if update.solution is not None:
+        for name, change in model.weights.unflat(update.solution.direction * update.step_length).items():
+            model.weights.by_name[name].add_(change)

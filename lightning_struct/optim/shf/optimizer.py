@@ -168,18 +168,18 @@ class SHF(torch.optim.Optimizer):
     ) -> None:
         # Every argument but the first two is a field of the settings.
         arguments = locals()
-        self.loss = get_loss(loss)
+        objective = get_loss(loss)
         given = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check_parameters(named)
         self._names = list(named)
         self._steps: ResidualSteps | OutputSteps
-        if isinstance(self.loss, LeastSquares):
-            self._steps = ResidualSteps(module, self.loss, given)
+        if isinstance(objective, LeastSquares):
+            self._steps = ResidualSteps(module, objective, given)
         else:
             self._steps = OutputSteps(
-                module, self.loss, given, named, factor_decay=factor_decay, exclude_factors=exclude_factors
+                module, objective, given, named, factor_decay=factor_decay, exclude_factors=exclude_factors
             )
         self.report: StepReport | None = None
         in_group = ("damping", "drop", "warm_start", "maxiter")
@@ -225,6 +225,15 @@ class SHF(torch.optim.Optimizer):
                 closure()
         self.report = self._steps.take(self._now, inputs, targets)
         return self.report
+
+    @property
+    def loss(self) -> GaussNewtonLoss | LeastSquares:
+        """What is minimised; another one of its kind may take its place."""
+        return self._steps.loss
+
+    @loss.setter
+    def loss(self, value: GaussNewtonLoss | LeastSquares) -> None:
+        self._steps.loss = value
 
     @property
     def settings(self) -> Settings:

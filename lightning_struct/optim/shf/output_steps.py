@@ -60,6 +60,7 @@ class OutputSteps:
         factor_decay, exclude_factors: of the Kronecker factors, see SHF.
 
     Attributes:
+        loss: as given.
         settings: with values for what was left; λ₁ and its bounds once the first step has chosen them.
         kronecker: the Kronecker factors; None where the preconditioner is another.
 
@@ -79,7 +80,7 @@ class OutputSteps:
         exclude_factors: Sequence[str | nn.Module],
     ) -> None:
         check_settings_of_outputs(given)
-        self._module, self._loss = module, loss
+        self._module, self.loss = module, loss
         self.settings = settings = chosen_settings(given, module, named)
         self._adapts_tolerance = settings.is_left("damping") and given.is_left("progress_tolerance")
         self.kronecker: KroneckerAverages | None = None
@@ -137,7 +138,7 @@ class OutputSteps:
         with now.timed("linearize"), seeded(now.seed(f"network on rank {rank()}"), device):
             model = BatchModel(
                 self._module,
-                self._loss,
+                self.loss,
                 now.weights,
                 inputs,
                 targets,
@@ -232,7 +233,7 @@ class OutputSteps:
             return StepPreconditioner(lambda _: None, damping)
         if isinstance(given, str):
             return StepPreconditioner(preconditioner_by_name(given, model, now.seed("signs")), damping)
-        return StepPreconditioner(preconditioner_by_object(given, model, self._loss), damping)
+        return StepPreconditioner(preconditioner_by_object(given, model, self.loss), damping)
 
     def _search(self, now: StepState, model: BatchModel, preconditioner: StepPreconditioner) -> Update:
         """Solve the model and search along the direction, anew from zero with larger damping where that fails."""

@@ -104,6 +104,7 @@ class ResidualSteps:
         settings: as given to the optimizer.
 
     Attributes:
+        loss: as given.
         settings: the same, with values for what was left, but for λ₁ and the solver, which each batch decides about.
         kronecker: None: there are no Kronecker factors.
 
@@ -117,7 +118,7 @@ class ResidualSteps:
             given = tuple(given) if isinstance(given, list) else given  # a command line makes lists of tuples
             if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
                 raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
-        self._loss = loss
+        self.loss = loss
         self.kronecker = None
         self._adapts_warm_start = settings.is_left("warm_start")
         self.settings = settings.filled({**_FILLED, "warm_start": 0.0})
@@ -201,7 +202,7 @@ class ResidualSteps:
         """
         settings = self.settings
         with timed("linearize"):
-            model = ResidualModel(self._records, self._loss, weights, inputs, counts=counts)
+            model = ResidualModel(self._records, self.loss, weights, inputs, counts=counts)
             solver = make_solver(model, settings.solver, settings.maxiter)
         if solver.method == "exact":
             self._warn_of_slow_rows()

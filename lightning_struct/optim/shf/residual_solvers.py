@@ -155,7 +155,8 @@ class KrylovSolver(ResidualSolver):
         self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
         form = model.form_for_products
         self._products: Products | RowProducts
-        if form is not None and _fits_everywhere(model, _memory_of_products(model, form)):
+        fits = _fits_everywhere(model, _memory_of_products(model, form))  # asked on all processes
+        if form is not None and fits:
             jacobian = model.jacobian(form)
             self._products, self.variance = RowProducts(jacobian), model.variance_from_rows(jacobian)
         else:
@@ -264,9 +265,9 @@ def _fits_everywhere(model: ResidualModel, needed: dict[str, tuple[int, str]]) -
     return all_reduce(torch.tensor([not fits_memory(needed, device)], dtype=torch.int, device=device)).item() == 0
 
 
-def _memory_of_products(model: ResidualModel, form: JacobianForm) -> dict[str, tuple[int, str]]:
-    """What J takes; more than there is where it is larger than its bound."""
-    size = form.numbers * model.residual.element_size()
+def _memory_of_products(model: ResidualModel, form: JacobianForm | None) -> dict[str, tuple[int, str]]:
+    """What J takes; more than there is where it is larger than its bound, or has no form."""
+    size = sys.maxsize if form is None else form.numbers * model.residual.element_size()
     return {"J": (2 * size if size <= _LARGEST_JACOBIAN else sys.maxsize, "and as much while it is made")}
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, vmap
 
+from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
+from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
 from tests.cases import flat, gaussian, trainable
 
@@ -239,13 +241,32 @@ def test_the_variance_is_that_of_the_gradient(name: str) -> None:
             ]
         )
         total += gradients.var(0).sum().item() / len(residuals)
-    exact, parts = (
-        SHF(build(), LeastSquares(shares), damping=1.0, solver=solver).step(inputs=inputs)
-        for solver in ("exact", "lsmr")
-    )
-    assert exact.gradient_variance == pytest.approx(rows * total, rel=1e-9)
-    assert exact.predicted_batch_size == math.ceil(rows * total / (0.5 * exact.gradient_norm) ** 2)
-    assert parts.gradient_variance is not None and parts.gradient_variance == pytest.approx(rows * total, rel=1.0)
+    for solver in ("exact", "lsmr"):
+        report = SHF(build(), LeastSquares(shares), damping=1.0, solver=solver).step(inputs=inputs)
+        assert report.gradient_variance == pytest.approx(rows * total, rel=1e-9)
+        assert report.predicted_batch_size == math.ceil(rows * total / (0.5 * report.gradient_norm) ** 2)
+
+
+def test_where_rows_cannot_be_told_apart_lsmr_estimates_the_variance_from_parts_of_the_batch() -> None:
+    report = SHF(Coupled(), LeastSquares({"interior": 1.0, "boundary": 10.0}), solver="lsmr").step(inputs=points())
+    assert report.gradient_variance is not None and report.gradient_variance > 0.0
+
+
+def test_a_wide_network_takes_the_step_of_the_dense_problem() -> None:
+    """Its J is kept as outer products."""
+    torch.manual_seed(0)
+    equation, generator = Poisson(2), torch.Generator().manual_seed(0)
+    module = PhysicsInformedNetwork(equation, [48, 40]).double()
+    inputs = {
+        name: equation.regions[name].sample(n, generator).double() for name, n in (("interior", 20), ("boundary", 8))
+    }
+    function, before, damping = scaled_residuals(module, inputs, None), weights(module), 0.5
+    jacobian, residuals = torch.autograd.functional.jacobian(function, before), function(before)
+    step = -jacobian.mT @ torch.linalg.solve(jacobian @ jacobian.mT + damping**2 * torch.eye(28), residuals)
+    optimizer = SHF(module, "least_squares", damping=damping, drop=None, geodesic_acceleration=False)
+    report = optimizer.step(inputs=inputs)
+    torch.testing.assert_close(weights(module) - before, step, rtol=1e-9, atol=1e-9)
+    assert report.stop_reason == "exact"
 
 
 def test_a_run_that_is_resumed_repeats_itself_bit_for_bit() -> None:

@@ -15,11 +15,12 @@ points that are drawn anew call for. A rival that is not installed is said to be
 
 Printed is the error after parts of the time, the median over seeds with the lowest and the highest. Where points are drawn anew
 the error moves up and down from step to step; there it is that of the weights with the lowest loss so far on points that are not
-trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps.
+trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps. The curves are drawn, too.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import harness
@@ -268,6 +270,32 @@ def print_tables(runs: Sequence[harness.Run]) -> None:
             harness.print_row(method, *cells, steps, len(of_method))
 
 
+@harness.readable
+def draw(runs: Sequence[harness.Run]) -> Figure:
+    """The error over seconds, a panel for each problem; where points are drawn anew that of the weights kept so far."""
+    problems = [name for name in PROBLEMS if any(run["problem"] == name for run in runs)]
+    figure = Figure(figsize=(harness.WIDTH, 2.4 * math.ceil(len(problems) / 2) + 1), layout="constrained")
+    panels = figure.subplots(math.ceil(len(problems) / 2), 2, squeeze=False).flatten()
+    curves: dict[str, Any] = {}
+    for name, axes in zip(problems, panels, strict=False):
+        for color, method in enumerate(METHODS):
+            of_method = [run for run in runs if (run["problem"], run["method"]) == (name, method)]
+            for i, run in enumerate(of_method):
+                seconds = [point["seconds"] for point in run["curve"]]
+                errors = [error_at(run, second) for second in seconds]
+                (line,) = axes.plot(seconds, errors, **harness.seed_style(i), color=f"C{color}")
+                curves.setdefault(method, line)
+        axes.set(title=PROBLEMS[name].title, xscale="log", yscale="log", xlabel="CPU seconds", ylabel="relative error")
+        harness.plain_ticks(axes.xaxis)
+        axes.grid(alpha=0.25)
+    for axes in panels[len(problems) :]:
+        axes.set_axis_off()
+    title = harness.explain_seeds({run["seed"] for run in runs})
+    ordered = [method for method in METHODS if method in curves]
+    figure.legend([curves[m] for m in ordered], ordered, loc="outside lower center", ncols=3, title=title)
+    return figure
+
+
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=["poisson2d"])
@@ -298,6 +326,8 @@ def main() -> None:
     runs = harness.load_runs(directory)
     harness.print_machines(runs)
     print_tables(runs)
+    draw(runs).savefig(directory / "errors.png")
+    print(f"\ncurves: {directory / 'errors.png'}")
 
 
 if __name__ == "__main__":

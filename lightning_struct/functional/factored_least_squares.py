@@ -156,7 +156,7 @@ class GramLeastSquares(_AllDampings):
         if self._tall:
             self._gram = all_reduce(lower_gram(self.jacobian.dense().mT))
         else:
-            self._wide = self.jacobian if all_gather is None else DenseJacobian(all_gather(self.jacobian.dense()))
+            self._wide = self.jacobian if all_gather is None else self.jacobian.gathered(all_gather)
             self._gram = self._wide.gram_of_rows()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
         self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,6 +49,14 @@ class Jacobian(ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """J as a matrix."""
+
+    @abstractmethod
+    def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> Jacobian:
+        """The rows of all processes, in the order of ranks.
+
+        Args:
+            all_gather: (k, ...) of each process, k may differ, to (sum of all k, ...).
+        """
 
     @abstractmethod
     def squared_norms(self, u: Tensor, samples: int, rows: slice) -> Tensor:
@@ -99,6 +107,9 @@ class DenseJacobian(Jacobian):
 
     def dense(self) -> Tensor:
         return self._matrix
+
+    def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> DenseJacobian:
+        return DenseJacobian(all_gather(self._matrix))
 
     def squared_norms(self, u: Tensor, samples: int, rows: slice) -> Tensor:
         matrix = self._matrix[rows]
@@ -221,6 +232,28 @@ class FactoredJacobian(Jacobian):
             for block, (first, last) in zip(self._products[name], self._blocks, strict=True):
                 part[first:last].copy_(block.dense().flatten(1))
         return matrix
+
+    def gathered(self, all_gather: Callable[[Tensor], Tensor]) -> FactoredJacobian:
+        sizes = torch.tensor([[last - first for first, last in self._blocks]], device=self._columns.device)
+        counts = all_gather(sizes).T.tolist()  # by block, then by process
+
+        def by_process(factors: Sequence[Tensor]) -> list[list[Tensor]]:
+            """The factors of the blocks of each process."""
+            by_block = [
+                all_gather(factor.transpose(0, 1)).transpose(0, 1).split(of_block, dim=1)
+                for factor, of_block in zip(factors, counts, strict=True)
+            ]
+            return [list(of_process) for of_process in zip(*by_block, strict=True)]
+
+        products = {}
+        for name, blocks in self._products.items():
+            left, right = by_process([block.left for block in blocks]), by_process([block.right for block in blocks])
+            products[name] = [
+                OuterProducts(*factors)
+                for of_process in zip(left, right, strict=True)
+                for factors in zip(*of_process, strict=True)
+            ]
+        return FactoredJacobian(all_gather(self._columns), products, self._sizes)
 
     def squared_norms(self, u: Tensor, samples: int, rows: slice) -> Tensor:
         total = DenseJacobian(self._columns).squared_norms(u, samples, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_struct.collective import all_gather_rows, all_reduce, world_size
+from lightning_struct.collective import all_gather_rows, all_reduce
 from lightning_struct.functional.gauss_newton import linearize
-from lightning_struct.functional.jacobians import Jacobian, JacobianForm, jacobian_form
+from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form
 from lightning_struct.functional.randomness import random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
@@ -102,18 +102,25 @@ class ResidualModel:
 
     @cached_property
     def form_for_gram(self) -> JacobianForm:
-        """The form in which J Jᵀ or JᵀJ is cheapest: with outer products on a single process, where N < P."""
-        if world_size() == 1 and self._device.type != "mps" and self.rows < len(self.weights.vector):
-            return self._form(for_gram=True) or self._dense_form
-        return self._dense_form
+        """The form in which J Jᵀ or JᵀJ is cheapest: with outer products where N < P. The same on all processes."""
+        if self._device.type == "mps" or self.rows >= len(self.weights.vector):  # which has no float64
+            return self._dense_form
+        sizes = [
+            self.counts[name] * (block.numel() // max(len(block), 1) if block.ndim else 1)
+            for name, block in self._batch.blocks.items()
+        ]
+        form = self._form(sizes, for_gram=True) or self._dense_form
+        described = f"{sorted(form.kept)} {self._batch.product_counts()}"
+        digest = torch.tensor([zlib.crc32(described.encode())], device=self._device)
+        return form if len(set(all_gather_rows(digest)[:, 0].tolist())) == 1 else self._dense_form
 
     @cached_property
     def form_for_products(self) -> JacobianForm | None:
         """The smallest form; None where J would take a backward pass for each row."""
-        return self._form(for_gram=False)
+        return self._form(self._batch.sizes, for_gram=False)
 
     def jacobian(self, form: JacobianForm) -> Jacobian:
-        """J, (N, P), this process's rows.
+        """J, (N, P), this process's rows; as a matrix on all processes where one has no other form.
 
         Raises:
             ValueError: NaN or infinity in it.
@@ -121,24 +128,26 @@ class ResidualModel:
         jacobian = self._batch.jacobian(self.weights.by_name, form.kept)
         jacobian.scale_rows(self._scale)
         finite = torch.stack([part.isfinite().all() for part in jacobian.parts()]).all()
-        if all_reduce((~finite).int()).item():
+        is_matrix = torch.tensor(isinstance(jacobian, DenseJacobian), device=self._device)
+        not_finite, matrices = all_reduce(torch.stack([~finite, is_matrix]).int()).tolist()
+        if not_finite:
             raise ValueError(
                 "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for a root "
                 "or a norm at zero. The weights are unchanged"
             )
-        return jacobian
+        return DenseJacobian(jacobian.dense()) if matrices else jacobian
 
     @property
     def _dense_form(self) -> JacobianForm:
         columns = len(self.weights.vector)
         return JacobianForm(frozenset(), len(self.residual) * columns, columns)
 
-    def _form(self, *, for_gram: bool) -> JacobianForm | None:
+    def _form(self, rows: Sequence[int], *, for_gram: bool) -> JacobianForm | None:
         counts = self._batch.product_counts()
         if counts is None:
             return None
         sizes = {name: p.shape for name, p in self.weights.by_name.items()}
-        return jacobian_form(counts, self._batch.sizes, sizes, for_gram=for_gram)
+        return jacobian_form(counts, rows, sizes, for_gram=for_gram)
 
     def products(self) -> Products:
         """Products with J at w."""

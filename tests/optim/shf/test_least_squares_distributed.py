@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_struct.functional import LeastSquares
 from lightning_struct.optim import SHF
@@ -18,11 +18,26 @@ from tests.processes import in_two_processes
 pytestmark = pytest.mark.slow
 
 # Of the interior and of the boundary: rows of the two shares. The module has 19 weights.
-SIZES = {"tall": ((30, 25), (3, 4)), "one tall": ((5, 40), (4, 1)), "wide": ((5, 3), (2, 1))}
+SIZES = {
+    "tall": ((30, 25), (3, 4)),
+    "one tall": ((5, 40), (4, 1)),
+    "wide": ((5, 3), (2, 1)),
+    "outer products": ((5, 3), (2, 1)),
+}
 SOLVERS: dict[str, dict[str, Any]] = {
     "exact": {"solver": "exact", "warm_start": 0.5},
     "lsmr": {"solver": "lsmr", "maxiter": 19},
 }
+
+
+class WideEquation(Equation):
+    """Its J is kept as outer products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 320), nn.Tanh(), nn.Linear(320, 1)]
+        self.net = nn.Sequential(*layers).double()
 
 
 def points(sizes: tuple[tuple[int, int], tuple[int, int]], rank: int | None) -> dict[str, Tensor]:
@@ -44,7 +59,7 @@ def train(rank: int | None) -> dict[str, list[dict[str, Any]]]:
     steps: dict[str, list[dict[str, Any]]] = {}
     for solver, options in SOLVERS.items():
         for name, sizes in SIZES.items():
-            module = Equation()
+            module = WideEquation() if name == "outer products" else Equation()
             optimizer = SHF(module, LeastSquares({"interior": 1.0, "boundary": 10.0}), **options)
             steps[f"{solver} {name}"] = []
             for _ in range(3):

@@ -220,17 +220,17 @@ def test_the_tables_of_the_papers_are_those_of_the_data() -> None:
 def test_a_table_changes_with_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harness: ModuleType) -> None:
     papers = import_module("papers")
     monkeypatch.setattr(papers, "DATA", tmp_path)
-    folder = tmp_path / "rls/sweep_mnist"
+    folder = tmp_path / "rls/sweep_mnist_3_epochs"
     folder.mkdir(parents=True)
     page = "before\n<!-- table: rls_figures_4_and_5 -->\nold\n<!-- end -->\nbehind\n"
     for seed, accuracy in ((1, 0.5), (0, 0.25)):
         epochs = [{"test_accuracy": accuracy, "train_loss": 2.0}]
         harness.keep_run(
-            folder / f"{seed}.json", {"way": "k = 0.1", "seed": seed, "epochs": epochs, "seconds": 3.0 + seed}
+            folder / f"{seed}.json", {"way": "k = 1", "seed": seed, "epochs": epochs, "seconds": 3.0 + seed}
         )
     made = papers.filled(page)
     assert made.startswith("before\n<!-- table") and made.endswith("<!-- end -->\nbehind\n") and "old" not in made
-    assert "| k = 0.1 | 25.00 / 50.00 | 25.00 / 50.00 | 2 / 2 |" in made
+    assert "| k = 1 | 25.00 / 50.00 | 25.00 / 50.00 | 2 / 2 |" in made
     assert f"{harness.machine_line()}: 2 runs of 3 to 4 CPU seconds." in made
     assert papers.filled(made) == made
 

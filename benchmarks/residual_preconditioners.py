@@ -8,7 +8,7 @@ itself the value at d is above its lowest, after products with J and Jᵀ, those
 
 - ``bidiagonalisation``: one Golub-Kahan process with all columns kept and orthogonalised, as in SHF;
 - ``conjugate gradients``: the same Krylov space in exact arithmetic, without orthogonalisation;
-- ``Kronecker``: conjugate gradients, preconditioned by Kronecker factors of JᵀJ for each layer, from the outer products of J;
+- ``Kronecker``: conjugate gradients, preconditioned by Kronecker factors of JᵀJ for each layer, from the gradients of rows;
 - ``Nyström 50``: preconditioned by a randomised Nyström approximation of JᵀJ of rank 50, which takes 50 of the products.
 
 A minute of one core.

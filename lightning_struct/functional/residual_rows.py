@@ -4,8 +4,8 @@ A residual mostly depends on one row of the inputs alone: on one point of a diff
 Jacobian are gradients of single rows, N times cheaper than by a backward pass for each through the whole batch. The
 module is recorded once for a single row, as operations on tensors; derivatives in the inputs that it takes itself, by
 ``torch.func`` or by autograd, are then operations like all others, and ``torch.func.vmap`` runs the record over all rows.
-That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once, at some
-of the points.
+That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once; where
+J is large, at some of the points.
 
 The residuals alone are wanted several times in a step. A batch that is as large as the last one is recorded as a whole, too:
 what the module does in Python, and its own derivatives above all, are then done once, and not in each call.
@@ -34,7 +34,7 @@ Parameters: TypeAlias = Mapping[str, Tensor]
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much memory,
 # and pass the processor's caches sooner where the rows are short.
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
-# Points at which the derivative of a record is compared with the module's.
+# Points at which the derivative of a record is compared with the module's at least, where all would be too many numbers.
 _CHECKED_POINTS = 64
 
 
@@ -389,12 +389,13 @@ class _Rows:
         return torch.cat(values), {name: _joined(parts) for name, parts in products.items()}
 
     def has_derivative_of(self, residuals: Tensor, point: Parameters) -> bool:
-        """Whether uᵀJ is that of autograd, for one random u that is zero but at some of the points."""
+        """Whether uᵀJ is that of autograd, for one random u, which is zero but at some of the points where J is large."""
         params = {name: p.detach() for name, p in point.items()}
         count = next(len(t) for t, dim in zip(self._inputs.tensors, self._inputs.dims, strict=True) if dim == 0)
-        at = torch.linspace(0, count - 1, min(count, _CHECKED_POINTS), device=residuals.device).round().long()
-        shape = (count, len(residuals) // count)
-        out = residuals.new_empty(len(at) * shape[1], sum(p.numel() for p in point.values()))
+        shape, columns = (count, len(residuals) // count), sum(p.numel() for p in point.values())
+        checked = min(count, max(_CHECKED_POINTS, _NUMBERS_AT_ONCE // (shape[1] * columns)))
+        at = torch.linspace(0, count - 1, checked, dtype=torch.float64).round().long().to(residuals.device)
+        out = residuals.new_empty(len(at) * shape[1], columns)
         self.jacobian(params, out, at=at)
         u = torch.randn(len(out), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(residuals)
         full = torch.zeros(shape, dtype=u.dtype, device=u.device)

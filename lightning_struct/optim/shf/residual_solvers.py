@@ -33,7 +33,7 @@ class ResidualSolver(ABC):
         gradient: Jᵀr, (P,): ∇f.
         variance: ‖Var‖₁ of the gradients of single samples; None where it is not defined.
         largest: the largest singular value of J, or its estimate.
-        smallest_damping: λ must not be below it.
+        smallest_damping: a λ that adapts does not fall below it.
         iterations: iterations so far; 0 for the exact solver.
         method: ``"exact"``, ``"lsmr"`` or ``"lsqr"``.
         name: why it stops.
@@ -101,11 +101,7 @@ class ExactSolver(ResidualSolver):
         return self._factored_for(damping).solve(b, damping)
 
     def _factored_for(self, damping: float) -> FactoredLeastSquares | GramLeastSquares:
-        if (
-            isinstance(self._factored, GramLeastSquares)
-            and damping < self._factored.smallest_damping
-            and not self._is_only_by_gram
-        ):
+        if isinstance(self._factored, GramLeastSquares) and damping < self._factored.smallest_damping:
             self._factor(by_gram=False)
         assert self._factored is not None, "begin() comes first"
         return self._factored
@@ -126,7 +122,7 @@ class ExactSolver(ResidualSolver):
 
     @property
     def _is_only_by_gram(self) -> bool:
-        """J that is kept as outer products is not made a matrix of: it is wide, and QR takes many times the time."""
+        """No matrix is made of outer products, unless a fixed λ calls for it: J is wide, and QR takes many times the time."""
         return bool(self._model.form_for_gram.kept)
 
     def _smallest_for_gram(self) -> float:

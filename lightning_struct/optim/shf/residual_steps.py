@@ -233,8 +233,9 @@ class ResidualSteps:
         for center in (None,) if start is None else (start, None):
             with timed("solve"):
                 solver.begin(center, damping)
-                bounds = max(settings.min_damping, solver.smallest_damping), settings.max_damping
-                around = _FIRST_SHARE * solver.largest if damping is None else max(damping, solver.smallest_damping)
+                smallest = solver.smallest_damping if adapts else 0.0
+                bounds = max(settings.min_damping, smallest), settings.max_damping
+                around = _FIRST_SHARE * solver.largest if damping is None else max(damping, smallest)
                 steps = DampedSteps(model, solver, bounds, accelerated=settings.geodesic_acceleration is not False)
             with timed("line_search"):
                 step = steps.best(around, adapts=adapts)

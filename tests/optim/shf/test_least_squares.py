@@ -464,3 +464,16 @@ def test_a_solver_that_is_not_named_fits_into_memory(monkeypatch: pytest.MonkeyP
     assert SHF(Equation(), "least_squares").step(inputs=points()).stop_reason == "exact"
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: 1000)
     assert SHF(Equation(), "least_squares").step(inputs=points()).solver_iterations > 0
+
+
+def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:
+    """Where Cholesky factors of J Jᵀ would not do."""
+    torch.manual_seed(0)
+    equation, generator = Poisson(2), torch.Generator().manual_seed(0)
+    module = PhysicsInformedNetwork(equation, [48, 40]).double()
+    points = {"interior": equation.regions["interior"].sample(20, generator).double()}
+    adaptive = SHF(module, "least_squares")
+    for _ in range(15):  # near a minimum, where so small a damping gives a step that lowers the loss
+        adaptive.step(inputs=points)
+    report = SHF(module, "least_squares", damping=1e-7, drop=None).step(inputs=points)
+    assert report.damping == 1e-7

@@ -6,8 +6,8 @@
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY --kronecker --cpu-seconds 120
 
 Without ``--kronecker`` it compares SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), the same with damping around
-the origin instead of the start (USPS only), and Adam at each of ``--rates``. All begin with the same sparse weights for a
-seed. On USPS a seed takes about 40 minutes of one core.
+the origin instead of the start (USPS only), Martens' method, the paper's rival (``hf.yaml``), and Adam at each of ``--rates``.
+All begin with the same sparse weights for a seed. On USPS a seed takes about 40 minutes of one core.
 
 With ``--kronecker`` it compares SHF with Kronecker factors (``recipes/TASK_autoencoder/kronecker.yaml``) with
 
@@ -191,9 +191,10 @@ def kronecker_ways(task: str, options: argparse.Namespace, output: Path) -> dict
 def paper_ways(task: str, options: argparse.Namespace) -> dict[str, list[str]]:
     """The ways without ``--kronecker``: name -> arguments of the recipe."""
     configs, data = harness.CONFIGS / f"{task}_autoencoder", data_arguments(task, options)
-    shf, adam = ([f"--config={configs / name}", *data] for name in ("shf.yaml", "adam.yaml"))
+    shf, hf, adam = ([f"--config={configs / name}", *data] for name in ("shf.yaml", "hf.yaml", "adam.yaml"))
     until = [f"--trainer.max_time=00:00:{options.minutes:02d}:00"] if options.minutes else []
-    ways = {"shf": [*shf, *until, f"--trainer.max_steps={options.iterations}"]}
+    bounded = [*until, f"--trainer.max_steps={options.iterations}"]
+    ways = {"shf": [*shf, *bounded], "hf": [*hf, *bounded]}
     for rate in options.rates:
         change = [f"--model.init_args.optimizer.init_args.lr={rate}", f"--trainer.max_epochs={options.adam_epochs}"]
         ways[f"adam {rate}"] = [*adam, *until, *change]

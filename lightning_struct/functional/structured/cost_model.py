@@ -69,10 +69,9 @@ def method_for_any_operators(m: int, n: int, *, kept: bool = False) -> str:
 def kept_matrix_is_faster(m: int, n: int, rank: int, batch: int) -> bool:
     """Whether a matrix (m, n) that is kept is multiplied faster as it is than by 2 + 2r kept transforms.
 
-    Transforms of a small batch cost their overhead, of a large one 200 times as much as products per number. A single
-    vector waits for one operation after the other, which takes longer still where other programs use the caches.
+    Transforms of a small batch cost their overhead, of a large one 200 times as much as products per number.
     """
-    at_least = max(1100 if batch < 4 else 900, (2 + 2 * rank) * min(200, 40 + 12 * batch))
+    at_least = max(900, (2 + 2 * rank) * min(200, 40 + 12 * batch))
     return min(m, n) <= at_least and m * n <= LARGEST_KEPT_MATRIX
 
 

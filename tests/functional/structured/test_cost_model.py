@@ -19,8 +19,8 @@ def test_the_matrix_is_kept_up_to_larger_sizes_for_higher_ranks_and_more_rows():
     assert [largest_kept(rank, batch) for rank, batch in ((1, 4), (16, 4), (16, 64))] == [512, 2048, 4096]
 
 
-def test_a_single_vector_takes_the_matrix_up_to_a_thousand_units():
-    assert [largest_kept(1, batch) for batch in (1, 4, 64)] == [1024, 512, 512]
+def test_the_matrix_of_rank_one_is_kept_below_a_thousand_units():
+    assert [largest_kept(1, batch) for batch in (1, 4, 64)] == [512, 512, 512]
 
 
 def test_no_matrix_is_kept_that_takes_too_much_memory():

@@ -1,4 +1,4 @@
-"""Figures of Thomas et al., "Learning compressed transforms with low displacement rank", that stand beside ours.
+"""Figures of the papers that stand beside ours: of Thomas et al., but where another paper is named.
 
 A way is a class of matrices with its rank, ``None`` for a class that has no rank.
 """
@@ -74,6 +74,13 @@ TABLE_10: dict[Way, tuple[Sequence[float], Sequence[float]]] = {
     ("toeplitz_like", 1): ((33.71, 36.44, 39.32, 41.12), (56.15, 67.75, 72.30, 73.95)),
     ("low_rank", 1): ((21.44, 23.46, 23.48, 25.06), (24.25, 26.20, 26.85, 26.40)),
 }
+TABLE_11: dict[Way, tuple[Sequence[float], Sequence[float]]] = {
+    ("unstructured", None): ((54.12, 62.53, 67.52, 67.94), (81.85, 88.25, 89.75, 90.30)),
+    ("ldr_td", 1): ((53.66, 62.15, 67.25, 68.79), (86.45, 91.35, 93.00, 92.55)),
+    ("ldr_sd", 1): ((50.72, 61.92, 65.93, 67.40), (86.95, 90.90, 91.55, 92.20)),
+    ("toeplitz_like", 1): ((49.10, 57.20, 61.53, 63.00), (81.65, 88.15, 90.90, 90.95)),
+    ("low_rank", 1): ((26.98, 27.97, 28.97, 29.63), (33.15, 38.40, 42.55, 44.55)),
+}
 # Training less test accuracy in per cent, in the order of DATA.
 TABLE_12: dict[Way, tuple[float, ...]] = {
     ("unstructured", None): (55.78, 21.63, 34.32, 40.03),
@@ -90,6 +97,12 @@ TABLE_2 = {
     "low_rank": (205.72, 179.46, 172.38, 144.41, 135.65, 133.37),
 }
 UNSTRUCTURED_PERPLEXITY = 117.74
+# Table 2 of Emirahmetoglu and Stewart: training and test errors ½‖x̂ - x‖² of Martens' method and of SHF.
+SHF_TABLE_2 = {
+    "curves": {"hf": (0.051, 0.098), "shf": (0.160, 0.214)},
+    "mnist": {"hf": (0.910, 1.436), "shf": (0.959, 1.435)},
+    "usps": {"hf": (1.007, 1.961), "shf": (0.999, 1.947)},
+}
 # Table 14: how many times faster than a dense layer LDR-SD of rank 1 multiplies one vector, by its size.
 TABLE_14 = {4096: 3.34, 8192: 9.71, 16384: 21.2, 32768: 46.1}
 

@@ -32,7 +32,7 @@ norm 1, for all):
 - RLS+M: RLS with momentum 0.5 under the squared error; HRLS+M: the same for the hidden layers under the cross-entropy of all
   others, where AdamW trains the output layer. AdamW's rate is 1e-3 times that of RLS, which is 1 in the middle of the grid.
   As in the paper there is no bound on the gain, and gradients are clipped in all tasks, to 5 where others are not clipped.
-  ``HRLS+M, max_gain`` has the default bound on the gain, too.
+  *Default* has the default bounds instead, and no clipping.
 
 ``pip install pytorch_optimizer singd`` for the two that are packages of their own: a way whose package is missing is left out,
 which is said. Runs are kept in ``--output``, a file for each: a benchmark that was stopped goes on where it was.
@@ -263,12 +263,12 @@ def kfac(network: nn.Module, rate: float, task: Task) -> Optimizers:
 
 def rls(network: nn.Module, rate: float, task: Task, **arguments: Any) -> Optimizers:
     auxiliary = partial(torch.optim.AdamW, lr=1e-3 * rate)
-    return [RLS(network, lr=rate, momentum=0.5, auxiliary=auxiliary, **(paper(task) | arguments))]
+    return [RLS(network, lr=rate, momentum=0.5, auxiliary=auxiliary, **arguments)]
 
 
-def paper(task: Task) -> dict[str, Any]:
-    """The paper's bound on a step: clipping of the gradients."""
-    return {"max_gain": None, "max_grad_norm": task.max_grad_norm or 5.0}
+def clipped_rls(network: nn.Module, rate: float, task: Task, **arguments: Any) -> Optimizers:
+    """With the paper's bound on a step: clipping of the gradients."""
+    return rls(network, rate, task, max_gain=None, max_grad_norm=task.max_grad_norm or 5.0, **arguments)
 
 
 @dataclass(frozen=True)
@@ -296,9 +296,10 @@ WAYS = {
     "Muon": Way(1e-3, muon, needs="torch.optim._muon"),
     "SOAP": Way(3e-3, soap, needs="pytorch_optimizer"),
     "K-FAC": Way(0.03, kfac, needs="singd", not_for=("lstm",)),
-    "RLS+M": Way(1.0, rls, squared=True),
-    "HRLS+M": Way(1.0, partial(rls, exclude=["output"])),
-    "HRLS+M, max_gain": Way(1.0, partial(rls, exclude=["output"], max_gain=1.0)),
+    "RLS+M": Way(1.0, clipped_rls, squared=True),
+    "HRLS+M": Way(1.0, partial(clipped_rls, exclude=["output"])),
+    "RLS+M, default": Way(1.0, rls, squared=True),
+    "HRLS+M, default": Way(1.0, partial(rls, exclude=["output"])),
 }
 
 

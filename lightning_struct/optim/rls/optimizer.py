@@ -16,6 +16,7 @@ from lightning_struct.functional.layers import excluded_modules, plain_name, pla
 from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.rls.all_weights import gain_limits, not_finite
+from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE
 from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import (
@@ -62,7 +63,7 @@ class RLS(torch.optim.Optimizer):
         module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``,
             ``nn.GRU``, their cells and the projections of ``nn.MultiheadAttention`` are trained by RLS, and layers that
             :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
-        lr: the factor of the step that schedulers change. Above 1 a step may exceed ``max_gain`` by as much.
+        lr: the factor of the step that schedulers change. Above 1 a step may exceed the bounds by as much.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
@@ -74,9 +75,10 @@ class RLS(torch.optim.Optimizer):
         max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is larger.
             The gradients of layers that RLS trains stay as they are, only their step is scaled.
         max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs for the
-            inputs of the batch by more than about c times the gradient in them. 2 is the limit of stability of a layer that
-            steps alone; what layers do that step together adds up. See :mod:`~lightning_struct.optim.rls.gain_limit`. None:
-            the paper's steps, which need inputs in [0, 1], or clipping.
+            inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a layer that
+            steps alone. Where several step together, each changes by a twentieth of its norm at most, besides. See
+            :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which have no bound at all and need inputs
+            in [0, 1], or clipping.
         interval: P is updated in one of so many steps, by as much as in all of them.
         form: of P: ``"full"``, d² numbers for d inputs, the paper's; ``"low_rank"``, 2rd of them, see
             :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None: full
@@ -120,7 +122,7 @@ class RLS(torch.optim.Optimizer):
         l1: float = 0.0,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
-        max_gain: float | None = 1.0,
+        max_gain: float | None = 2.0,
         interval: int = 1,
         form: InverseForm | None = None,
         rank: int = 32,
@@ -311,6 +313,7 @@ class RLS(torch.optim.Optimizer):
             self._check_parameters()
         coefficient = self._checked_clip_coefficient(means)
         limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
+        changes_at_most = LARGEST_CHANGE if self.max_gain is not None and len(means) > 1 else None
         for weight, mean in means.items():
             group = self._group_of[weight]
             weight.step_(
@@ -324,6 +327,7 @@ class RLS(torch.optim.Optimizer):
                 l1=group["l1"],
                 decay=group["lr"] * group["weight_decay"],
                 limit=limits.get(weight),
+                changes_at_most=changes_at_most,
             )
         self._forget_statistics()
         return coefficient

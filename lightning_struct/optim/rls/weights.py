@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.recursive_least_squares import (
@@ -211,6 +212,7 @@ class TrainedWeight:
         l1: float,
         decay: float = 0.0,
         limit: GainLimit | None = None,
+        changes_at_most: float | None = None,
     ) -> None:
         """θ ← (1 - δ)θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
@@ -225,6 +227,7 @@ class TrainedWeight:
             l1: γ.
             decay: δ.
             limit: of the gain; None where it is small for sure.
+            changes_at_most: bound on the norm of the step, as a share of that of the weight; see :mod:`.gain_limit`.
         """
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
         if self.by_rows:
@@ -247,15 +250,21 @@ class TrainedWeight:
         if decay:
             features.mul_(1 - decay)
             constants.mul_(1 - decay)
+        most = None
+        if changes_at_most is not None:
+            # lr multiplies what the bounds leave
+            most = lr * changes_at_most * get_total_norm([features, constants]).clamp(min=self.first_norm)
         if momentum:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]
             velocity = state["velocity"]
-            self._add_step_(velocity, momentum, inverse, -rate)  # Ω ← αΩ - (η/h) P ∇, equation (99)
+            # Ω ← αΩ - (η/h) P ∇, equation (99)
+            self._add_bounded_step_(velocity, momentum, inverse, -rate, None if most is None else (1 - momentum) * most)
             features.add_(velocity[0])  # Θ ← Θ + Ω, equation (100)
             constants.add_(velocity[1])
         else:
-            self._add_step_([features, constants], 1.0, inverse, -rate)  # equations (62), (63) and (97)
+            # equations (62), (63) and (97)
+            self._add_bounded_step_([features, constants], 1.0, inverse, -rate, most)
         if not self.by_rows and state["steps"] % self.interval == 0:  # equations (53), (84) and (94)
             # A step that updates P does it for those that do not.
             of_update = weight * self.interval
@@ -282,6 +291,37 @@ class TrainedWeight:
             if isinstance(inverse, SquareRootInverse):
                 inverse = replace(inverse, forgetting=1.0)
         return inverse
+
+    def _add_bounded_step_(
+        self,
+        targets: Sequence[Tensor],
+        beta: float,
+        inverse: InverseAutocorrelation,
+        factor: Tensor,
+        most: Tensor | None,
+    ) -> None:
+        """:meth:`_add_step_`, with ``factor`` ∇ P scaled to the norm ``most`` if its own is larger."""
+        if most is None or self._is_small_for_sure(inverse, factor, most):
+            self._add_step_(targets, beta, inverse, factor)
+            return
+        step = [torch.zeros_like(target) for target in targets]
+        self._add_step_(step, 1.0, inverse, factor)
+        norm = get_total_norm(step)
+        share = (most / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+        for target, part in zip(targets, step, strict=True):
+            target.mul_(beta).addcmul_(part, share)
+
+    def _is_small_for_sure(self, inverse: InverseAutocorrelation, factor: Tensor, most: Tensor) -> bool:
+        """Whether the norm of ∇ alone says so: P <= I where it does not forget. To look means to wait for other devices."""
+        if most.device.type != "cpu" or inverse.forgetting < 1:
+            return False
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return bool(factor.abs().max() * get_total_norm(gradients) <= most)
+
+    @property
+    def first_norm(self) -> float:
+        """The norm that a weight of this shape has where ``nn.Linear`` draws it."""
+        return math.sqrt(self.groups * self.outputs / 3)
 
     def _add_step_(
         self, targets: Sequence[Tensor], beta: float, inverse: InverseAutocorrelation, factor: Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -105,6 +106,27 @@ def test_training_without_settings_never_loses_what_it_began_with(build: Callabl
         assert values[-1] < values[0]
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_autoencoder_without_settings_learns(momentum: float) -> None:
+    for seed in range(5):
+        inputs, _ = images(seed)
+        torch.manual_seed(seed)
+        sizes = (144, 96, 48, 16, 48, 96, 144)
+        layers = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
+        module = nn.Sequential(*layers[:-1])
+        optimizer = RLS(module, momentum=momentum)
+        values = []
+        for step in range(60):
+            batch = inputs[64 * (step % 4) : 64 * (step % 4 + 1)]
+            optimizer.zero_grad()
+            loss = (module(batch) - batch).square().sum() / 128
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        assert max(values) <= 3 * values[0]
+        assert values[-1] < 0.5 * values[0]
+
+
 def test_without_the_bound_standardised_inputs_end_in_nan() -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         losses(
@@ -125,7 +147,7 @@ def largest_eigenvalues(use: Rows) -> list[float]:
 def first_step(module: nn.Module, batch: Tensor, max_gain: float | None, lr: float = 1.0) -> dict[str, Tensor]:
     changed = copy.deepcopy(module)
     optimizer = RLS(changed, max_gain=max_gain, ratio=1e-9, lr=lr)  # h = 1
-    changed(batch).square().sum().backward()
+    (1e-6 * changed(batch).square().sum()).backward()  # small, so that the weights change little
     optimizer.step()
     return {
         name: (p - q).detach() for (name, p), q in zip(changed.named_parameters(), module.parameters(), strict=True)
@@ -212,6 +234,71 @@ def test_a_step_whose_gain_is_small_is_that_without_a_bound() -> None:
     module, batch = nn.Linear(4, 3), 0.1 * torch.randn(9, 4)
     bounded, free = first_step(module, batch, 2.0), first_step(module, batch, None)
     assert torch.equal(bounded["weight"], free["weight"])
+
+
+# --- the bound on the change -----------------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
+
+
+def large_steps(module: nn.Module, steps: int = 1, **options: Any) -> list[float]:
+    """By how much of its norm each layer changes in the last of steps with huge gradients."""
+    optimizer = RLS(module, **options)
+    batch = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        before = [joined(layer) for layer in module.children()]
+        optimizer.zero_grad()
+        (1e6 * module(batch).square().sum()).backward()
+        optimizer.step()
+    after = [joined(layer) for layer in module.children()]
+    return [((new - old).norm() / old.norm()).item() for old, new in zip(before, after, strict=True)]
+
+
+def joined(layer: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in layer.parameters()])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 3}, {"form": "low_rank", "rank": 2}, {"form": "rank1"}, {"forgetting": 0.9}]
+)
+def test_weights_that_step_together_change_by_a_twentieth_of_their_norm_at_most(options: dict[str, Any]) -> None:
+    assert large_steps(two_layers(), **options) == pytest.approx([0.05, 0.05])
+
+
+def test_a_bounded_change_has_the_direction_of_the_step() -> None:
+    bounded, free = two_layers(), two_layers()
+    before = [joined(layer) for layer in bounded.children()]
+    large_steps(bounded)
+    large_steps(free, max_gain=None)
+    for old, small, large in zip(before, bounded.children(), free.children(), strict=True):
+        cosine = nn.functional.cosine_similarity(joined(small) - old, joined(large) - old, dim=0)
+        assert cosine.item() == pytest.approx(1)
+
+
+def test_the_learning_rate_multiplies_what_the_bound_on_the_change_leaves() -> None:
+    assert large_steps(two_layers(), lr=3.0) == pytest.approx([0.15, 0.15])
+
+
+def test_with_momentum_many_steps_in_one_direction_are_bounded_together() -> None:
+    changes = large_steps(two_layers(), steps=8, momentum=0.5)
+    assert max(changes) <= 0.05 / 0.95 and max(changes) > 0.03
+
+
+def test_weights_that_begin_at_zero_may_change_as_those_that_torch_draws() -> None:
+    module = two_layers()
+    nn.init.zeros_(module[1].weight)
+    nn.init.constant_(module[1].bias, 1e-3)
+    before = joined(module[1])
+    large_steps(module)
+    assert (joined(module[1]) - before).norm().item() == pytest.approx(0.05)  # of sqrt(3 / 3), for three outputs
+
+
+def test_a_weight_that_steps_alone_may_change_by_more() -> None:
+    module = nn.Sequential(two_layers()[0])
+    assert large_steps(module)[0] > 1
 
 
 @pytest.mark.parametrize("eta", [0.25, 4.0])

@@ -251,15 +251,14 @@ class TrainedWeight:
             features.mul_(1 - decay)
             constants.mul_(1 - decay)
         most = None
-        if changes_at_most is not None:
-            # lr multiplies what the bounds leave
-            most = lr * changes_at_most * get_total_norm([features, constants]).clamp(min=self.first_norm)
+        if changes_at_most is not None:  # lr multiplies what the bounds leave
+            norm = get_total_norm([features, constants]).clamp(min=self.first_norm)
+            most = (1 - momentum) * lr * changes_at_most * norm
         if momentum:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]
             velocity = state["velocity"]
-            # Ω ← αΩ - (η/h) P ∇, equation (99)
-            self._add_bounded_step_(velocity, momentum, inverse, -rate, None if most is None else (1 - momentum) * most)
+            self._add_bounded_step_(velocity, momentum, inverse, -rate, most)  # Ω ← αΩ - (η/h) P ∇, equation (99)
             features.add_(velocity[0])  # Θ ← Θ + Ω, equation (100)
             constants.add_(velocity[1])
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import harness
@@ -19,8 +20,12 @@ from harness import Run
 from paper_tables import (
     BUDGET_RANKS,
     FRACTIONS,
+    SHF_TABLE_2,
+    TABLE_3,
     TABLE_8,
+    TABLE_9,
     TABLE_10,
+    TABLE_11,
     TABLE_12,
     Way,
     paper_accuracy,
@@ -32,10 +37,10 @@ from structured_classes import LABELS, ways_in
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results/papers.md"
 DATA = DOCS / "results/data"
-PICTURE = DOCS / "images/papers_rls_sweep.png"
 BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
-SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])
+SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])  # the same for all tasks
+SWEPT = ("mnist", "cifar", "imdb")
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,33 @@ def named(way: Way) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def sweep_runs() -> list[Run]:
-    return harness.load_runs(DATA / "rls/sweep_mnist_3_epochs")
+def shf_table_2() -> Table:
+    titles = {"shf": "SHF", "hf": "Martens' method", "adam 1e-3": "Adam, 0.001"}
+    rows, used = [], []
+    for task, papers in SHF_TABLE_2.items():
+        runs = harness.load_runs(DATA / "autoencoders" / task)
+        for name, title in titles.items():
+            if not (found := [run for run in runs if run["name"] == name]):
+                continue
+            used += found
+            cells = (
+                by_seed(found, lambda run: run["steps"][-1]["step"], "{:.0f}"),
+                by_seed(found, lambda run: run["seconds"], "{:.0f}"),
+                by_seed(found, lambda run: 0.5 * min(v["error"] for v in run["validations"]), "{:.3f}"),
+                by_seed(found, lambda run: 0.5 * run["test_at_best"], "{:.3f}"),
+            )
+            paper = f"{papers[name][1]:.3f}" if name in papers else ""
+            rows.append([task.upper(), title, *cells, paper])
+    head = ["data", "method", "steps", "CPU seconds", "validation ½‖x̂ - x‖²", "test", "the paper, test"]
+    return Table(head, rows, used)
 
 
-def figures_4_and_5() -> Table:
-    runs = sweep_runs()
+def sweep_runs(task: str) -> list[Run]:
+    return harness.load_runs(DATA / f"rls/sweep_{task}_3_epochs")
+
+
+def figures_4_and_5(task: str) -> Table:
+    runs = sweep_runs(task)
     columns: dict[str, tuple[Callable[[Run], float], str]] = {
         "test % after epoch 1": (lambda run: 100 * run["epochs"][0]["test_accuracy"], "{:.2f}"),
         "after epoch 3": (lambda run: 100 * run["epochs"][-1]["test_accuracy"], "{:.2f}"),
@@ -138,24 +164,52 @@ def table_2() -> Table:
     return Table(["input-hidden matrices", "parameters", *columns, "the paper, WikiText-2"], rows, runs)
 
 
-def image_runs(variant: str, fraction: float = 1.0) -> list[Run]:
-    """The runs of a single hidden layer on a data set of images, with this part of the samples."""
-    return harness.load_runs(DATA / f"structured_tasks/{variant}_made_shl_50_epochs_{fraction:g}")
+def image_runs(variant: str, fraction: float = 1.0, network: str = "shl") -> list[Run]:
+    """The runs of a network on a data set of images, with this part of the samples."""
+    return harness.load_runs(DATA / f"structured_tasks/{variant}_made_{network}_50_epochs_{fraction:g}")
 
 
 def accuracy(run: Run) -> float:
     return 100 * run["test_accuracy"]
 
 
-def table_8() -> Table:
-    found = [run for run in image_runs("noise") if run["way"][0] in TABLE_8]
+def table_1() -> Table:
+    """Test accuracies of the classes of rank one but on noise, which Table 10 has."""
+    titles = {"background_rotation": "background and rotation", "cifar": "CIFAR-10 in grey"}
+    columns = {variant: runs for variant in titles if (runs := image_runs(variant))}
+    rows, used = [], []
+    for way in TABLE_10:
+        cells = []
+        for variant, runs in columns.items():
+            found, paper = of_way(runs, way), paper_accuracy(way, variant, "shl")
+            cells += [by_seed(found, accuracy), f"{paper:.2f}" if paper else ""]
+            used += found
+        if any(cells[::2]):
+            rows.append([named(way), *cells])
+    head = [cell for variant in columns for cell in (f"{titles[variant]}, test %", "the paper")]
+    return Table(["hidden layer", *head], rows, used)
+
+
+def table_3() -> Table:
+    runs = harness.load_runs(DATA / "structured_convolution/2_epochs")
+    rows = []
+    for network, (title, paper) in TABLE_3.items():
+        if found := [run for run in runs if run["network"] == network]:
+            parameters = f"{found[0]['parameters']:,}"
+            rows.append([title, parameters, by_seed(found, accuracy), f"{paper:.2f}"])
+    return Table(["first hidden layer", "parameters", "test %, 2 epochs", "the paper, 50 epochs"], rows, runs)
+
+
+def tables_8_and_9(network: str) -> Table:
+    papers = TABLE_8 if network == "shl" else TABLE_9
+    found = [run for run in image_runs("noise", network=network) if run["way"][0] in papers]
     titles = {"ldr_sd": "LDR-SD", "pruned": "pruned", "reduced": "fewer hidden units"}
     rows, used = [], []
     for rank in sorted({run["way"][1] for run in found if run["way"][0] == "pruned"}):
         of_rank = {name: of_way(found, (name, rank)) for name in titles}
         cells = [f"{of_rank['ldr_sd'][0]['parameters']:,}"]
         for name, of_class in of_rank.items():
-            paper = TABLE_8[name][1][BUDGET_RANKS.index(rank)]
+            paper = papers[name][1][BUDGET_RANKS.index(rank)]
             cells += [by_seed(of_class, accuracy), f"{paper:.2f}"]
             used += of_class
         rows.append([str(rank), *cells])
@@ -163,12 +217,12 @@ def table_8() -> Table:
     return Table(["rank of LDR-SD", "parameters", *columns], rows, used)
 
 
-def table_10() -> Table:
-    columns = {fraction: image_runs("noise", fraction) for fraction in FRACTIONS}
+def tables_10_and_11(network: str) -> Table:
+    columns = {fraction: image_runs("noise", fraction, network) for fraction in FRACTIONS}
     columns = {fraction: runs for fraction, runs in columns.items() if runs}
     rows, used = [], []
-    for way, (_, papers) in TABLE_10.items():
-        if not of_way(columns[1.0], way):
+    for way, (_, papers) in (TABLE_10 if network == "shl" else TABLE_11).items():
+        if not any(of_way(runs, way) for runs in columns.values()):
             continue
         cells = []
         for fraction, runs in columns.items():
@@ -207,10 +261,17 @@ def table_13() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    "rls_figures_4_and_5": figures_4_and_5,
+    "shf_table_2": shf_table_2,
+    "rls_figures_4_and_5": partial(figures_4_and_5, "mnist"),
+    "rls_figures_4_and_5_cifar": partial(figures_4_and_5, "cifar"),
+    "rls_figures_4_and_5_imdb": partial(figures_4_and_5, "imdb"),
+    "ldr_table_1": table_1,
     "ldr_table_2": table_2,
-    "ldr_table_8": table_8,
-    "ldr_table_10": table_10,
+    "ldr_table_3": table_3,
+    "ldr_table_8": partial(tables_8_and_9, "shl"),
+    "ldr_table_9": partial(tables_8_and_9, "lenet"),
+    "ldr_table_10": partial(tables_10_and_11, "shl"),
+    "ldr_table_11": partial(tables_10_and_11, "lenet"),
     "ldr_table_12": table_12,
     "ldr_table_13": table_13,
 }
@@ -231,7 +292,8 @@ def filled(page: str) -> str:
 def main() -> None:
     harness.make_parser(__doc__).parse_args()
     PAGE.write_text(filled(PAGE.read_text()))
-    rls.draw(sweep_runs(), SWEEP).savefig(PICTURE, dpi=100)
+    for task in SWEPT:
+        rls.draw(sweep_runs(task), SWEEP).savefig(DOCS / f"images/papers_rls_sweep_{task}.png", dpi=100)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,22 @@ def test_everything_that_a_page_links_to_is_there(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them alike."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_anchor_that_a_page_links_to_is_a_heading(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(((?!https?:)[^)#]*)#([^)]+)\)", text)
+    targets = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links]
+    assert [
+        (path.name, anchor) for path, anchor in targets if path.suffix == ".md" and anchor not in anchors(path)
+    ] == []
+
+
 def test_readme_can_be_read_in_one_sitting() -> None:
     assert len(README.read_text().splitlines()) <= 250
 
@@ -49,12 +65,19 @@ def test_readme_has_no_picture_that_an_index_would_not_show() -> None:
     assert re.findall(r"!\[[^]]*\]\((?!https:)[^)]*\)", README.read_text()) == []
 
 
-def test_figures_of_the_readme_are_those_of_the_results() -> None:
-    results = "\n".join(page.read_text() for page in SITE if page.parent.name == "results")
-    claims = re.findall(r"^\*\*(.*?)\*\*", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert claims
-    figures = {figure for claim in claims for figure in re.findall(r"\d+(?:,\d{3})*\.\d+", claim)}
-    assert sorted(figure for figure in figures if figure not in results) == []
+README_SECTIONS = [
+    section for section in README.read_text().split("\n## ") if re.search(r"^\*\*", section, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("section", README_SECTIONS, ids=lambda section: section.splitlines()[0])
+def test_figures_of_a_section_of_the_readme_are_those_of_the_results_it_links_to(section: str) -> None:
+    pages = set(re.findall(r"\((docs/results/\w+\.md)", section))
+    results = "\n".join((ROOT / page).read_text() for page in pages)
+    claims = re.findall(r"^\*\*.*?(?=\n\n|\Z)", section, flags=re.DOTALL | re.MULTILINE)
+    figures = {figure for claim in claims for figure in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", claim)}
+    assert figures
+    assert sorted(figure for figure in figures if not re.search(rf"(?<![\d.,]){figure}(?![\d]|[.,]\d)", results)) == []
 
 
 def string(node: ast.expr) -> str:

@@ -51,7 +51,7 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
     """Put structured layers into a model as they are in a compressed one, with weights still to be loaded.
 
     Args:
-        model: as the compressed one was before, changed in place; or itself compressed alike already, and left so.
+        model: as the compressed one was before, changed in place. Layers that have their structure already stay.
         structure: what :func:`layer_structure` returned.
 
     Returns:
@@ -60,7 +60,9 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
     Raises:
         ValueError: a class is unknown; the model has no layer of a name, or one that has no matrix.
     """
-    if not structure or layer_structure(model) == {name: dict(entry) for name, entry in structure.items()}:
+    present = layer_structure(model)
+    structure = {name: entry for name, entry in structure.items() if present.get(name) != dict(entry)}
+    if not structure:
         return model
     attentions = _call_attention(model, structure)
     made: dict[nn.Module, nn.Module] = {}

@@ -264,6 +264,15 @@ def test_compressed_weights_are_loaded_into_the_model_that_it_was(network, image
     assert apply_structure(again, layer_structure(network)) is again
 
 
+def test_layers_that_have_their_structure_already_stay():
+    made = nn.Sequential(LowRank(24, 24, rank=2), nn.Linear(24, 24))
+    structure = {"0": {"class": "LowRank", "rank": 2}, "1": {"class": "LowRank", "rank": 3}}
+    kept = made[0]
+    assert layer_structure(apply_structure(made, structure)) == structure and made[0] is kept
+    with pytest.raises(ValueError, match="the structure has LowRank for 0, where Sequential has a LowRank"):
+        apply_structure(made, {"0": {"class": "LowRank", "rank": 4}})
+
+
 def test_structure_of_another_model_is_an_error(network, images):
     compress(network, images, budget=0.95, exclude="attention")
     with pytest.raises(ValueError, match="where Sequential has no such layer: make the model"):

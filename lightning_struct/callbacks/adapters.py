@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_struct.callbacks.compression import Compression
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
+from lightning_struct.nn.attention import StructuredAttention
+from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -28,11 +32,14 @@ class AdapterCheckpoint(Callback):
 
         Trainer(callbacks=[AdapterCheckpoint(), ModelCheckpoint(...)])
 
+    With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint keeps structured
+    layers whole, frozen or not: no other module has those that compression has made.
+
     Outside of a Trainer, and for other modules with the same base, load the adapters by
     ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by ``load_from_checkpoint(path, strict=False)``.
 
-    From :meth:`setup` to :meth:`teardown` it stands in for the module's ``on_save_checkpoint`` and ``on_load_checkpoint``, and
-    calls them: callbacks are not asked where weights alone are saved, nor before weights are loaded. So
+    From :meth:`setup` to :meth:`teardown` it adds to the module's ``on_save_checkpoint`` and ``on_load_checkpoint``: callbacks
+    are not asked where weights alone are saved, nor before weights are loaded. So
     ``trainer.save_checkpoint(path, weights_only=True)`` after the end of a run keeps all weights.
 
     Raises:
@@ -42,8 +49,8 @@ class AdapterCheckpoint(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_sharded_weights(trainer, "AdapterCheckpoint")
-        vars(pl_module)["on_save_checkpoint"] = MethodType(_save_without_base, pl_module)
-        vars(pl_module)["on_load_checkpoint"] = MethodType(_load_beside_base, pl_module)
+        leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))
+        add_checkpoint_hooks(pl_module, "AdapterCheckpoint", save=leave_out, load=_fill_in_base)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not has_adapters(pl_module):
@@ -53,32 +60,42 @@ class AdapterCheckpoint(Callback):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        _leave_out_base(pl_module, checkpoint)  # also after the end of a run
+        _leave_out_base(pl_module, checkpoint, is_compressed=_compresses(trainer))  # also after the end of a run
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for name in ("on_save_checkpoint", "on_load_checkpoint"):
-            vars(pl_module).pop(name, None)
+        remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")
 
 
-def _save_without_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """``on_save_checkpoint`` of a module with adapters."""
-    type(pl_module).on_save_checkpoint(pl_module, checkpoint)
-    _leave_out_base(pl_module, checkpoint)
+def _compresses(trainer: Any) -> bool:
+    return any(isinstance(callback, Compression) for callback in trainer.callbacks)
 
 
-def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """Take the frozen weights out of a checkpoint, and keep their norms; once."""
+def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: bool) -> None:
+    """Take the frozen weights out of a checkpoint, and keep their norms; once.
+
+    What compression has made stays in: the module that the checkpoint is loaded into has it from there alone.
+    """
     if _BASE_NORMS in checkpoint or not has_adapters(pl_module):
         return
     frozen = frozen_parameter_names(pl_module)
+    if is_compressed:
+        frozen -= _names_in_structured_layers(pl_module)
     weights = checkpoint["state_dict"]
     checkpoint[_BASE_NORMS] = {plain_name(n): _norm(weights[n]) for n in weights if plain_name(n) in frozen}
     checkpoint["state_dict"] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
 
 
-def _load_beside_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """``on_load_checkpoint`` of a module with adapters: the frozen weights are those that the module has."""
-    type(pl_module).on_load_checkpoint(pl_module, checkpoint)
+def _names_in_structured_layers(model: nn.Module) -> set[str]:
+    return {
+        plain_name(f"{layer}.{name}")
+        for layer, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, StructuredLinear | StructuredAttention)
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _fill_in_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """Put the frozen weights that the module has into a checkpoint that they were left out of."""
     norms = checkpoint.get(_BASE_NORMS, {})
     left_out = {name: value for name, value in pl_module.state_dict().items() if plain_name(name) in norms}
     for name, value in left_out.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from lightning_struct.nn.compress import compress
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.replace import replacement_report
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
@@ -86,13 +86,10 @@ class Compression(Callback):
                 f"Compression works in one process, but there are {trainer.world_size}: with devices=1, or call "
                 "lightning_struct.nn.compress before the fit"
             )
-        # Callbacks are not asked before weights are loaded, nor where weights alone are saved.
-        vars(pl_module)["on_save_checkpoint"] = MethodType(_save_with_structure, pl_module)
-        vars(pl_module)["on_load_checkpoint"] = MethodType(_load_into_structure, pl_module)
+        add_checkpoint_hooks(pl_module, "Compression", save=_note_structure, load=_make_structure)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        for name in ("on_save_checkpoint", "on_load_checkpoint"):
-            vars(pl_module).pop(name, None)
+        remove_checkpoint_hooks(pl_module, "Compression")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._is_done or trainer.current_epoch < self.epoch:
@@ -120,7 +117,7 @@ class Compression(Callback):
         self._is_done = state_dict["is_done"]
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_STRUCTURE] = layer_structure(pl_module)  # also after the end of a run
+        _note_structure(pl_module, checkpoint)  # also after the end of a run
 
     def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
         """Batches with as many samples as are asked for, on the device of the module."""
@@ -144,15 +141,12 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _save_with_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """``on_save_checkpoint`` of a module that is compressed."""
-    type(pl_module).on_save_checkpoint(pl_module, checkpoint)
+def _note_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint[_STRUCTURE] = layer_structure(pl_module)
 
 
-def _load_into_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """``on_load_checkpoint`` of a module that is compressed: the layers are made for the weights."""
-    type(pl_module).on_load_checkpoint(pl_module, checkpoint)
+def _make_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    """Make the layers that the weights of a checkpoint are for."""
     try:
         apply_structure(pl_module, checkpoint.get(_STRUCTURE, {}))
     except ValueError as error:

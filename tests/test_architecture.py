@@ -111,6 +111,24 @@ def test_the_mathematics_optimizers_and_layers_need_torch_alone(part):
     assert others == []
 
 
+def private_imports(tree: ast.Module) -> list[str]:
+    """The private names, and names from private modules, that are imported from modules of the package."""
+    return [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == PACKAGE
+        for alias in node.names
+        if any(
+            part.startswith("_") and not part.startswith("__") for part in [*str(node.module).split("."), alias.name]
+        )
+    ]
+
+
+def test_no_module_imports_a_private_name_of_another():
+    assert private_imports(ast.parse(f"def f():\n    from {PACKAGE}.nn.ldr import _x, y")) == [f"{PACKAGE}.nn.ldr._x"]
+    assert {name: found for name, tree in modules().items() if (found := private_imports(tree))} == {}
+
+
 def names_of_lightning(tree: ast.Module) -> list[str]:
     """The modules of Lightning, of either namespace, that are imported in a module."""
     return [

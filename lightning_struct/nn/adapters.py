@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from lightning_struct.functional.layers import hidden_layers, is_affine, kind_of
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import is_pointwise
 from lightning_struct.nn.ldr import LearnedOperatorLinear
-from lightning_struct.nn.replace import LayerFactory, Selection, _is_from_linear, _Selector, _with_parents
+from lightning_struct.nn.replace import LayerFactory, is_from_linear
+from lightning_struct.nn.selection import Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, linear_of, updated
 
@@ -27,8 +27,8 @@ def add_adapters(
     model: nn.Module,
     factory: LayerFactory,
     *,
-    include: Selection | Iterable[Selection] | None = None,
-    exclude: Selection | Iterable[Selection] | None = None,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] | None = None,
     train: str | nn.Module | Iterable[str | nn.Module] = (),
     scale: float | None = None,
     dropout: float = 0.0,
@@ -77,16 +77,11 @@ def add_adapters(
         >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         256
     """
-    if _is_from_linear(factory):
+    if is_from_linear(factory):
         raise ValueError(
             "an adapter starts at zero, and is near to no weight: give the class instead of its from_linear"
         )
-    included = None if include is None else _Selector("include", include, model)
-    excluded = _Selector("exclude", () if exclude is None else exclude, model)
-
-    def is_selected(name: str, layer: nn.Module, owner: nn.Module | None = None) -> bool:
-        return (included is None or included.has(name, layer, owner)) and not excluded.has(name, layer, owner)
-
+    selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
     had_adapters = has_adapters(model)
     kept_away = {id(below) for layer in model.modules() if _is_adapter(layer) for below in layer.modules()}
@@ -98,9 +93,9 @@ def add_adapters(
         if id(layer) in kept_away:
             continue
         if isinstance(layer, nn.MultiheadAttention):
-            parts = _selected_projections(name, layer, is_selected)
+            parts = _selected_projections(name, layer, selection)
         else:
-            parts = [name] if (is_affine(layer) or is_pointwise(layer)) and is_selected(name, layer) else []
+            parts = [name] if (is_affine(layer) or is_pointwise(layer)) and selection.has(name, layer) else []
         if not parts:
             continue
         if id(layer) not in made:
@@ -283,32 +278,28 @@ def _require_adapters(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no adapters: call add_adapters first")
 
 
-def _parameters_named(model: nn.Module, selections: Any) -> list[nn.Parameter]:
+def _parameters_named(model: nn.Module, selectors: Any) -> list[nn.Parameter]:
     """The parameters that names, patterns and modules stand for."""
     selected: list[nn.Parameter] = []
-    for selection in [selections] if isinstance(selections, str | nn.Module) else selections:
-        if isinstance(selection, nn.Module):
-            below = {id(parameter) for parameter in selection.parameters()}
+    for selector in [selectors] if isinstance(selectors, str | nn.Module) else selectors:
+        if isinstance(selector, nn.Module):
+            below = {id(parameter) for parameter in selector.parameters()}
             found = [parameter for parameter in model.parameters() if id(parameter) in below]
         else:
-            found = [
-                parameter
-                for name, parameter in model.named_parameters()
-                if any(fnmatchcase(above, selection) for above in _with_parents(name))
-            ]
+            found = [parameter for name, parameter in model.named_parameters() if is_at_or_below(name, selector)]
         if not found:
-            raise ValueError(f"train names {selection!r}, which has no parameters in {type(model).__name__}")
+            raise ValueError(f"train names {selector!r}, which has no parameters in {type(model).__name__}")
         selected += found
     return selected
 
 
-def _selected_projections(name: str, layer: nn.MultiheadAttention, is_selected: Callable[..., bool]) -> list[str]:
+def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Selection) -> list[str]:
     """Those of an attention's projections that are selected by their names below it, such as ``"attention.q_proj"``."""
     sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
     return [
         part
         for part, size in sizes.items()
-        if is_selected(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
+        if selection.has(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
     ]
 
 

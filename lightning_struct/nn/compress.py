@@ -19,7 +19,8 @@ from lightning_struct.nn.budget import Option, least_increase, smallest_within
 from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
-from lightning_struct.nn.replace import LayerFactory, Selection, _Selector, put_in_place, replacement, take_hooks
+from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement, take_hooks
+from lightning_struct.nn.selection import Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ def compress(
     max_loss_increase: float | None = None,
     loss: BatchLoss | None = None,
     candidates: Candidates | None = None,
-    include: Selection | Iterable[Selection] | None = None,
-    exclude: Selection | Iterable[Selection] | None = None,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
     """Make a trained model smaller by structured layers: to a number of parameters, or until its loss has risen so far. ::
 
@@ -95,9 +96,9 @@ def compress(
     batches = list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
-    is_selected = _selection(model, include, exclude)
+    selection = Selection(model, include, exclude)
     with _called_attention(model) as owners:
-        places = _places(model, owners, is_selected)
+        places = _places(model, owners, selection)
         layers = [model.get_submodule(names[0]) for names in places]
         measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
         with observed_outputs(layers if candidates is None else []) as moments:
@@ -215,17 +216,7 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
         put_in_place(model, back)
 
 
-def _selection(model: nn.Module, include: Any, exclude: Any) -> Callable[..., bool]:
-    included = None if include is None else _Selector("include", include, model)
-    excluded = _Selector("exclude", () if exclude is None else exclude, model)
-
-    def is_selected(name: str, layer: nn.Module, owner: nn.Module | None) -> bool:
-        return (included is None or included.has(name, layer, owner)) and not excluded.has(name, layer, owner)
-
-    return is_selected
-
-
-def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], is_selected: Callable[..., bool]) -> list[list[str]]:
+def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Selection) -> list[list[str]]:
     """The names of each selected layer; several where it stands at several places."""
     owner_of = {part: owner for called, owner in owners.items() for part in called.children()}
     left = hidden_layers(model, of_other_forwards=True)
@@ -233,7 +224,7 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], is_selected: C
     shared = _shared_elsewhere(model)
     names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if layer in left or as_matrix(layer) is None or not is_selected(name, layer, owner_of.get(layer)):
+        if layer in left or as_matrix(layer) is None or not selection.has(name, layer, owner_of.get(layer)):
             continue
         if layer in shared:
             _log.info("%s is left as it is: another module has its weight, too", name)

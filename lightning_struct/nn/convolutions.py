@@ -12,14 +12,13 @@ from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS
 from lightning_struct.nn.replace import (
     LayerFactory,
-    Selection,
-    _is_from_linear,
-    _Selector,
+    is_from_linear,
     log_replacement,
     put_in_place,
     replacement,
     take_hooks,
 )
+from lightning_struct.nn.selection import Selection, Selector
 
 _Convolution = Any  # nn.Conv1d, nn.Conv2d or nn.Conv3d
 
@@ -29,8 +28,8 @@ def replace_conv(
     factory: LayerFactory,
     example: Tensor | tuple[Any, ...],
     *,
-    include: Selection | Iterable[Selection] | None = None,
-    exclude: Selection | Iterable[Selection] | None = None,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
     """Put a :class:`~lightning_struct.nn.BlockStructured` where each convolution stands that keeps the size of images, in
     place (Thomas et al., section 5.2). ::
@@ -69,16 +68,13 @@ def replace_conv(
         >>> [type(layer).__name__ for layer in model], model(torch.randn(2, 1, 8, 8)).shape
         (['BlockStructured', 'ReLU', 'Conv2d'], torch.Size([2, 4, 3, 3]))
     """
-    included = None if include is None else _Selector("include", include, model)
-    excluded = _Selector("exclude", () if exclude is None else exclude, model)
+    selection = Selection(model, include, exclude)
     sizes = _sizes_of_images(model, example if isinstance(example, tuple) else (example,))
     replacements: dict[int, BlockStructured] = {}
     places: list[tuple[str, nn.Module]] = []
     reasons: dict[str, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if type(layer) not in CONVOLUTIONS:
-            continue
-        if (included is not None and not included.has(name, layer)) or excluded.has(name, layer):
+        if type(layer) not in CONVOLUTIONS or not selection.has(name, layer):
             continue
         seen = sizes.get(layer, set())
         reason = _why_not(layer, seen)
@@ -143,7 +139,7 @@ def _why_not(layer: _Convolution, sizes: _Sizes) -> str | None:
 
 def _blocks(name: str, layer: _Convolution, size: torch.Size, factory: LayerFactory) -> BlockStructured:
     """The layer in place of a convolution."""
-    from_linear = _is_from_linear(factory)
+    from_linear = is_from_linear(factory)
     pairs = iter([(i, j) for i in range(layer.out_channels) for j in range(layer.in_channels)])
 
     def block(in_features: int, out_features: int, bias: bool) -> nn.Module:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
 from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine
-from lightning_struct.nn.attention import PROJECTIONS, StructuredAttention, why_not_called, with_projections
+from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import (
     CONVOLUTIONS,
     ChannelLinear,
@@ -18,14 +17,13 @@ from lightning_struct.nn.channels import (
     is_pointwise,
     why_not_pointwise,
 )
+from lightning_struct.nn.selection import Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
 
 LayerFactory = Callable[..., nn.Module]
 """Called as ``factory(in_features, out_features, bias=bias)``; or a ``from_linear``, called on the layer itself."""
-Selection = str | nn.Module | Callable[[str, nn.Module], bool]
-"""A name with or without wildcards, a module, or a function of the name and the module."""
 
 _NOT_SELECTED = "compress has kept it, include and exclude have left it, or nothing was replaced here yet"
 _HOOKS = (
@@ -43,8 +41,8 @@ def replace_linear(
     model: nn.Module,
     factory: LayerFactory,
     *,
-    include: Selection | Iterable[Selection] | None = None,
-    exclude: Selection | Iterable[Selection] | None = None,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
     """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by its
     matrix (see :func:`~lightning_struct.functional.layers.register_layer`) or computes what ``nn.Linear`` does, as
@@ -88,12 +86,7 @@ def replace_linear(
         >>> [type(layer).__name__ for layer in model]
         ['LowRank', 'ReLU', 'Linear']
     """
-    included = None if include is None else _Selector("include", include, model)
-    excluded = _Selector("exclude", () if exclude is None else exclude, model)
-
-    def is_selected(name: str, layer: nn.Module, owner: nn.Module | None = None) -> bool:
-        return (included is None or included.has(name, layer, owner)) and not excluded.has(name, layer, owner)
-
+    selection = Selection(model, include, exclude)
     in_attention = hidden_layers(model, of_other_forwards=True)
     replacements: dict[int, nn.Module | None] = {}
     places: list[tuple[str, nn.Module]] = []
@@ -101,9 +94,9 @@ def replace_linear(
         if isinstance(layer, StructuredLinear) or layer in in_attention:
             continue
         if id(layer) not in replacements or replacements[id(layer)] is None:
-            replacements[id(layer)] = _replacement_of(name, layer, factory, is_selected)
+            replacements[id(layer)] = _replacement_of(name, layer, factory, selection)
         replacement = replacements[id(layer)]
-        if replacement is not None and (isinstance(layer, nn.MultiheadAttention) or is_selected(name, layer)):
+        if replacement is not None and (isinstance(layer, nn.MultiheadAttention) or selection.has(name, layer)):
             places.append((name, replacement))
     if not places:
         raise ValueError(
@@ -208,9 +201,7 @@ def _skipped(model: nn.Module) -> dict[str, str]:
     return skipped
 
 
-def _replacement_of(
-    name: str, layer: nn.Module, factory: LayerFactory, is_selected: Callable[..., bool]
-) -> nn.Module | None:
+def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selection: Selection) -> nn.Module | None:
     """What stands in place of a layer; None if it stays."""
 
     def replace(name: str, linear: nn.Linear) -> nn.Module:
@@ -225,18 +216,18 @@ def _replacement_of(
 
         def projection(part: str, linear: nn.Linear) -> nn.Module | None:
             of_part = f"{name}.{part}" if name else part
-            return replace(of_part, linear) if is_selected(of_part, linear, layer) else None
+            return replace(of_part, linear) if selection.has(of_part, linear, layer) else None
 
         attention = with_projections(layer, projection)
         if attention is not None:
             take_hooks(attention, layer)
         return attention
-    if is_pointwise(layer) and is_selected(name, layer):
+    if is_pointwise(layer) and selection.has(name, layer):
         linear = replace(name, as_pointwise_linear(layer))
         pointwise = ChannelLinear(linear, layer.stride).train(layer.training)  # type: ignore[arg-type]
         take_hooks(pointwise, layer)
         return pointwise
-    if is_affine(layer) and is_selected(name, layer):
+    if is_affine(layer) and selection.has(name, layer):
         structured = replace(name, as_linear(layer))
         take_hooks(structured, layer)
         return structured
@@ -255,46 +246,6 @@ def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
             _log.warning("%s had its weight together with %s, and no longer has", ", ".join(gone), ", ".join(kept))
 
 
-class _Selector:
-    """A selection of modules by names, patterns, modules and functions."""
-
-    def __init__(self, argument: str, selections: Selection | Iterable[Selection], model: nn.Module) -> None:
-        if isinstance(selections, str | nn.Module) or callable(selections):
-            selections = [selections]
-        self.names: list[str] = []
-        self.modules: set[int] = set()
-        self.predicates: list[Callable[[str, nn.Module], bool]] = []
-        named = dict(model.named_modules(remove_duplicate=False))
-        for name, module in list(named.items()):
-            if isinstance(module, nn.MultiheadAttention):
-                named |= {f"{name}.{part}" if name else part: module for part in PROJECTIONS}
-        for selection in selections:
-            if isinstance(selection, str):
-                if not any(fnmatchcase(name, selection) for name in named):
-                    raise ValueError(f"{argument} names {selection!r}, which is not in {type(model).__name__}")
-                self.names.append(selection)
-            elif isinstance(selection, nn.Module):
-                if all(selection is not module for module in named.values()):
-                    raise ValueError(f"{argument} has a module that is not in {type(model).__name__}: {selection}")
-                self.modules.update(map(id, selection.modules()))
-            else:
-                self.predicates.append(selection)
-
-    def has(self, name: str, module: nn.Module, owner: nn.Module | None = None) -> bool:
-        return (
-            id(module) in self.modules
-            or id(owner) in self.modules
-            or any(fnmatchcase(above, selection) for above in _with_parents(name) for selection in self.names)
-            or any(predicate(name, module) for predicate in self.predicates)
-        )
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:
     """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
 
@@ -302,7 +253,7 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
         TypeError, ValueError: the factory refuses the layer, which is named.
     """
     try:
-        if _is_from_linear(factory):
+        if is_from_linear(factory):
             layer = factory(linear)
         else:
             layer = factory(linear.in_features, linear.out_features, bias=linear.bias is not None)
@@ -333,7 +284,8 @@ def take_hooks(new: nn.Module, old: nn.Module) -> None:
     new._is_full_backward_hook = old._is_full_backward_hook
 
 
-def _is_from_linear(factory: LayerFactory) -> bool:
+def is_from_linear(factory: LayerFactory) -> bool:
+    """Whether a factory is the ``from_linear`` of a class, by itself or in a ``functools.partial``."""
     while isinstance(factory, functools.partial):
         factory = factory.func
     return getattr(factory, "__name__", "") == "from_linear"

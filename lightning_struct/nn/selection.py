@@ -1,0 +1,103 @@
+"""Which modules of a model are meant, by names, patterns, modules and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_struct.nn.attention import PROJECTIONS
+
+Selector = str | nn.Module | Callable[[str, nn.Module], bool]
+"""A name with or without wildcards, a module, or a function of the name and the module."""
+
+
+class Selection:
+    """The modules of a model that ``include`` means and ``exclude`` does not.
+
+    A name, a pattern or a module stands for all that is below it, too. The projections of ``nn.MultiheadAttention``, which
+    are no modules there, have the names ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name.
+
+    Args:
+        model: what names begin from.
+        include: None: all.
+        exclude: None: nothing.
+
+    Raises:
+        ValueError: a name, a pattern or a module of ``include`` or ``exclude`` is not in the model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> selection = Selection(model, exclude="2")
+        >>> [name for name, layer in model.named_modules() if selection.has(name, layer)]
+        ['', '0', '1']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        include: Selector | Iterable[Selector] | None = None,
+        exclude: Selector | Iterable[Selector] | None = None,
+    ) -> None:
+        self._included = None if include is None else _Selectors("include", include, model)
+        self._excluded = _Selectors("exclude", () if exclude is None else exclude, model)
+
+    def has(self, name: str, module: nn.Module, owner: nn.Module | None = None) -> bool:
+        """Whether a module is meant.
+
+        Args:
+            name: its name in the model.
+            module: itself, or what computes as it does where it is none of the model's.
+            owner: the attention that it is a projection of.
+        """
+        is_included = self._included is None or self._included.match(name, module, owner)
+        return is_included and not self._excluded.match(name, module, owner)
+
+
+def is_at_or_below(name: str, pattern: str) -> bool:
+    """Whether the pattern matches a name, or that of a module above it.
+
+    Example:
+        >>> is_at_or_below("encoder.0.weight", "enc*.0"), is_at_or_below("encoder.0", "0")
+        (True, False)
+    """
+    while name:
+        if fnmatchcase(name, pattern):
+            return True
+        name = name.rpartition(".")[0]
+    return False
+
+
+class _Selectors:
+    """The selectors of one argument."""
+
+    def __init__(self, argument: str, selectors: Selector | Iterable[Selector], model: nn.Module) -> None:
+        if isinstance(selectors, str | nn.Module) or callable(selectors):
+            selectors = [selectors]
+        self.patterns: list[str] = []
+        self.modules: set[int] = set()
+        self.predicates: list[Callable[[str, nn.Module], bool]] = []
+        named = dict(model.named_modules(remove_duplicate=False))
+        for name, module in list(named.items()):
+            if isinstance(module, nn.MultiheadAttention):
+                named |= {f"{name}.{part}" if name else part: module for part in PROJECTIONS}
+        for selector in selectors:
+            if isinstance(selector, str):
+                if not any(fnmatchcase(name, selector) for name in named):
+                    raise ValueError(f"{argument} names {selector!r}, which is not in {type(model).__name__}")
+                self.patterns.append(selector)
+            elif isinstance(selector, nn.Module):
+                if all(selector is not module for module in named.values()):
+                    raise ValueError(f"{argument} has a module that is not in {type(model).__name__}: {selector}")
+                self.modules.update(map(id, selector.modules()))
+            else:
+                self.predicates.append(selector)
+
+    def match(self, name: str, module: nn.Module, owner: nn.Module | None) -> bool:
+        return (
+            id(module) in self.modules
+            or id(owner) in self.modules
+            or any(is_at_or_below(name, pattern) for pattern in self.patterns)
+            or any(predicate(name, module) for predicate in self.predicates)
+        )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.functional.residuals import LeastSquares
-from lightning_struct.optim.shf import SHF, StepReport
+from lightning_struct.optim.shf import SHF, OutputSettings, StepReport
 from lightning_struct.strategies.manual import ManualOptimization
 from lightning_struct.strategies.requirements import Requirements
 
@@ -152,7 +152,8 @@ class SHFOptimization(ManualOptimization):
             "batch_size": report.batch_size,
             "gradient_variance": report.gradient_variance,
         }
-        if self.shf.settings.damping_rule == "next_batch":
+        settings = self.shf.settings
+        if isinstance(settings, OutputSettings) and settings.damping_rule == "next_batch":
             values |= {"step_scale": report.step_scale, "next_batch_ratio": report.next_batch_ratio}
         if not any(isinstance(callback, GrowingBatchSize) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             values["batch_size_predicted"] = report.predicted_batch_size

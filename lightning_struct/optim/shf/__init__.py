@@ -1,12 +1,14 @@
 """SHF: stochastic Hessian-free optimization with LSMR.
 
-`optimizer` is Algorithm 1, `settings` its arguments as a value that checks itself, `batch_model` and `objective` the
-least-squares model of a batch and the true objective, `solve` the subproblem, `merit` the end of a solve by validation
-data, `preconditioner` and `kronecker` what the solve is preconditioned with, `report` what a step reports.
+`optimizer` is Algorithm 1, `settings` its arguments as a value that checks itself, `complete_settings` the same with values
+for what was left to be chosen, `batch_model` and `objective` the least-squares model of a batch and the true objective,
+`solve` the subproblem, `merit` the end of a solve by validation data, `preconditioner` and `kronecker` what the solve is
+preconditioned with, `report` what a step reports.
 """
 
+from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.optimizer import SHF
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.settings import Settings
 
-__all__ = ["SHF", "Settings", "StepReport"]
+__all__ = ["SHF", "OutputSettings", "ResidualSettings", "Settings", "StepReport"]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
-from lightning_struct.optim.shf.settings import PAPER, Settings
+from lightning_struct.optim.shf.settings import AUTO, PAPER, Settings
 
 # Samples of a batch, for the sizes of what is done once per step and once per sample.
 _TYPICAL_BATCH = 128
@@ -23,7 +25,7 @@ _FIRST_DAMPING = 1.5
 _POWER_ITERATIONS = 12
 
 
-def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Settings:
+def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> OutputSettings:
     """The settings with values for all that was left, but for λ₁ and its bounds, where λ₁ was not given.
 
     With λ₁ given, the rest is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few iterations,
@@ -35,38 +37,48 @@ def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[s
         parameters: name -> parameter, those that are trained.
     """
     if settings.damping is not None:
-        return settings.filled(PAPER)
+        return OutputSettings.of(settings.filled(PAPER))
     of_y = settings.damping_space == "y"  # impossible with CG and with Kronecker factors
     settings = settings.filled(
         {"preconditioner": "diagonal" if of_y else "kronecker", "solver": "lsmr" if of_y else "cg"}
     )
     factored = settings.preconditioner == "kronecker"
-    if factored and settings.is_left("max_factor_size"):
-        settings = settings.filled({"max_factor_size": _largest_factor(settings, module, parameters)})
-    return settings.filled(
-        {
-            "drop": 0.85,
-            "damping_rule": "next_batch",
-            "warm_start": 0.9,
-            "warm_start_growth": 1.0,
-            "maxiter": 20 if factored else 50,
-            "scale_maxiter": False,
-            "progress_tolerance": 0.05,
-            "progress_window": 1,
-            "factor_interval": _factor_interval(settings, module, parameters) if factored else 1,
-            "max_factor_size": None,
-            "single_samples": False,
-        }
+    largest, interval = settings.max_factor_size, 1
+    if largest == AUTO:
+        largest = _largest_factor(settings, module, parameters) if factored else None
+    if factored:
+        interval = _factor_interval(settings, largest, module, parameters)
+    return OutputSettings.of(
+        settings.filled(
+            {
+                "drop": 0.85,
+                "damping_rule": "next_batch",
+                "warm_start": 0.9,
+                "warm_start_growth": 1.0,
+                "maxiter": 20 if factored else 50,
+                "scale_maxiter": False,
+                "progress_tolerance": 0.05,
+                "progress_window": 1,
+                "factor_interval": interval,
+                "max_factor_size": largest,
+                "single_samples": False,
+            }
+        )
     )
 
 
-def with_first_damping(settings: Settings, damping: float, dtype: torch.dtype) -> Settings:
+def with_first_damping(settings: OutputSettings, damping: float, dtype: torch.dtype) -> OutputSettings:
     """The settings with λ₁ and the bounds that follow from it, where they were left.
 
     Below λ₁ √ε rounding is larger than what the damping adds; above 1,000 λ₁ nothing moves.
     """
-    bounds = {"min_damping": damping * math.sqrt(torch.finfo(dtype).eps), "max_damping": 1e3 * damping}
-    return settings.filled({"damping": damping, **bounds})
+    smallest, largest = settings.min_damping, settings.max_damping
+    return replace(
+        settings,
+        damping=damping,
+        min_damping=damping * math.sqrt(torch.finfo(dtype).eps) if smallest is None else smallest,
+        max_damping=1e3 * damping if largest is None else largest,
+    )
 
 
 def first_damping(model: BatchModel, seed: int) -> float:
@@ -104,9 +116,11 @@ def _largest_factor(settings: Settings, module: nn.Module, parameters: Mapping[s
     return size
 
 
-def _factor_interval(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int:
+def _factor_interval(
+    settings: Settings, largest: int | None, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> int:
     """Steps from one factorisation to the next, at most ten, for which these take about a fifth of the operations."""
-    factors = KroneckerFactors(module, parameters, max_size=settings.max_factor_size, exclude=settings.exclude_factors)
+    factors = KroneckerFactors(module, parameters, max_size=largest, exclude=settings.exclude_factors)
     factorisation = 1.5 * factors.cubed_rows
     # Forward and backward of 6 operations a weight and sample, and three products with the curvature of 8.
     step = 30.0 * _TYPICAL_BATCH * sum(p.numel() for p in parameters.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.pickling import state_without_hooks
+from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.output_steps import OutputSteps
 from lightning_struct.optim.shf.report import StepReport
@@ -37,6 +38,7 @@ class SHF(torch.optim.Optimizer):
         loss: ``"mse"``: ½‖outputs - targets‖² averaged over samples; ``"cross_entropy"``: of logits; an object with
             the methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a module
             that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their blocks.
+            Arguments that mean nothing with residuals are refused there; ``settings`` has those that do.
         damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the root of the largest eigenvalue of the Gauss-Newton
             matrix of the first batch; with residuals a tenth of the largest singular value.
         drop: the Levenberg-Marquardt rule multiplies λ by it where ρ > ``upper`` and divides where ρ < ``lower``;
@@ -104,12 +106,15 @@ class SHF(torch.optim.Optimizer):
             not given, they are tried.
 
     Attributes:
-        settings: the arguments above as one value, with what was chosen; λ₁ and its bounds once the first step has chosen
-            them. The current λ (None until then), ``drop``, γ and ``maxiter`` are in ``param_groups[0]``.
+        settings: those of the arguments above that mean something with the loss, as one value, with what was chosen; λ₁ and
+            its bounds once the first step has chosen them. With residuals ``damping`` and ``solver`` stay None where they
+            are left to the batches. The current λ (None until the first step has chosen it), ``drop``, γ and ``maxiter``
+            are in ``param_groups[0]``.
         report: the :class:`StepReport` of the last step; None before the first.
 
     Raises:
-        ValueError: an argument out of range; weights that are neither float32 nor float64, or of mixed dtype.
+        ValueError: an argument out of range, or without a meaning beside the loss; no parameter that requires a gradient;
+            weights that are neither float32 nor float64, or of mixed dtype, or on several devices.
         MemoryError: the Kronecker factors take more than is free.
 
     Example:
@@ -166,10 +171,47 @@ class SHF(torch.optim.Optimizer):
         seed: int = 0,
         geodesic_acceleration: bool | None = None,
     ) -> None:
-        # Every argument but the first two is a field of the settings.
-        arguments = locals()
         objective = get_loss(loss)
-        given = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
+        given = Settings(
+            damping=damping,
+            drop=drop,
+            lower=lower,
+            upper=upper,
+            min_damping=min_damping,
+            max_damping=max_damping,
+            damping_rule=damping_rule,
+            solver=solver,
+            preconditioner=preconditioner,
+            damping_center=damping_center,
+            damping_space=damping_space,
+            warm_start=warm_start,
+            warm_start_growth=warm_start_growth,
+            max_warm_start=max_warm_start,
+            maxiter=maxiter,
+            scale_maxiter=scale_maxiter,
+            miniter=miniter,
+            recover=recover,
+            atol=atol,
+            ftol=ftol,
+            progress_tolerance=progress_tolerance,
+            progress_window=progress_window,
+            return_best=return_best,
+            armijo=armijo,
+            l2=l2,
+            theta=theta,
+            dataset_size=dataset_size,
+            backend=backend,
+            chunk_size=chunk_size,
+            factor_decay=factor_decay,
+            factor_interval=factor_interval,
+            max_factor_size=max_factor_size,
+            exclude_factors=exclude_factors,
+            held_out=held_out,
+            curvature_share=curvature_share,
+            single_samples=single_samples,
+            seed=seed,
+            geodesic_acceleration=geodesic_acceleration,
+        )
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check_parameters(named)
@@ -178,9 +220,7 @@ class SHF(torch.optim.Optimizer):
         if isinstance(objective, LeastSquares):
             self._steps = ResidualSteps(module, objective, given)
         else:
-            self._steps = OutputSteps(
-                module, objective, given, named, factor_decay=factor_decay, exclude_factors=exclude_factors
-            )
+            self._steps = OutputSteps(module, objective, given, named)
         self.report: StepReport | None = None
         in_group = ("damping", "drop", "warm_start", "maxiter")
         super().__init__(named.values(), {name: getattr(self.settings, name) for name in in_group})
@@ -236,14 +276,14 @@ class SHF(torch.optim.Optimizer):
         self._steps.loss = value
 
     @property
-    def settings(self) -> Settings:
-        """The arguments as one value, with what was chosen."""
+    def settings(self) -> OutputSettings | ResidualSettings:
+        """The arguments that mean something with the loss, as one value, with what was chosen."""
         return self._steps.settings
 
     @property
-    def damping(self) -> float:
-        """λ of the next step; None where the first step has still to choose it."""
-        return self._now.damping
+    def damping(self) -> float | None:
+        """λ of the next step; None where the first step has still to choose it, from its batch."""
+        return self.param_groups[0]["damping"]
 
     @damping.setter
     def damping(self, value: float) -> None:
@@ -256,7 +296,7 @@ class SHF(torch.optim.Optimizer):
 
     @drop.setter
     def drop(self, value: float | None) -> None:
-        self.settings.check_drop(value)
+        replace(self.settings, drop=value)  # raises ValueError for a factor out of range
         self.param_groups[0]["drop"] = value
 
     def set_validation(self, batches: Batches | None) -> None:
@@ -276,11 +316,9 @@ class SHF(torch.optim.Optimizer):
         """A table of the Kronecker preconditioner: the form that each parameter has, and its memory.
 
         Raises:
-            ValueError: the preconditioner is another.
+            ValueError: the preconditioner is another, or the module returns residuals, whose solvers have none.
         """
-        if self._steps.kronecker is None:
-            raise ValueError(f"only preconditioner='kronecker' has a summary, not {self.settings.preconditioner!r}")
-        return self._steps.kronecker.summary()
+        return self._steps.summary()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group: the module's parameters are one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
+from lightning_struct.optim.shf.complete_settings import check_settings_of_outputs
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.preconditioner import (
@@ -30,7 +31,6 @@ from lightning_struct.optim.shf.preconditioner import (
     preconditioner_by_object,
 )
 from lightning_struct.optim.shf.report import StepReport
-from lightning_struct.optim.shf.residual_steps import check_settings_of_outputs
 from lightning_struct.optim.shf.settings import Settings
 from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
 from lightning_struct.optim.shf.step_state import StepState
@@ -57,7 +57,6 @@ class OutputSteps:
         loss: of its outputs.
         given: the settings as given to the optimizer.
         named: name -> the trained parameters.
-        factor_decay, exclude_factors: of the Kronecker factors, see SHF.
 
     Attributes:
         loss: as given.
@@ -75,19 +74,17 @@ class OutputSteps:
         loss: GaussNewtonLoss,
         given: Settings,
         named: Mapping[str, nn.Parameter],
-        *,
-        factor_decay: float,
-        exclude_factors: Sequence[str | nn.Module],
     ) -> None:
         check_settings_of_outputs(given)
         self._module, self.loss = module, loss
         self.settings = settings = chosen_settings(given, module, named)
-        self._adapts_tolerance = settings.is_left("damping") and given.is_left("progress_tolerance")
+        self._adapts_tolerance = given.is_left("damping") and given.is_left("progress_tolerance")
         self.kronecker: KroneckerAverages | None = None
         if isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker":
-            factors = KroneckerFactors(module, named, max_size=settings.max_factor_size, exclude=exclude_factors)
+            size, excluded = settings.max_factor_size, settings.exclude_factors
+            factors = KroneckerFactors(module, named, max_size=size, exclude=excluded)
             self.kronecker = KroneckerAverages(
-                factors, decay=factor_decay, interval=settings.factor_interval, l2=settings.l2
+                factors, decay=settings.factor_decay, interval=settings.factor_interval, l2=settings.l2
             )
         self._validation: Batches | None = None
         self._uncovered = False
@@ -116,6 +113,16 @@ class OutputSteps:
         _move(model, update)  # w <- w + s d
         self._adapt(now, model, preconditioner, update)  # λ, γ and maxiter (sections 4.2 and 4.5)
         return self._report(now, model, update)  # n̂ (Algorithm 2)
+
+    def summary(self) -> str:
+        """What each parameter has of the Kronecker preconditioner, see SHF.
+
+        Raises:
+            ValueError: the preconditioner is another.
+        """
+        if self.kronecker is None:
+            raise ValueError(f"only preconditioner='kronecker' has a summary, not {self.settings.preconditioner!r}")
+        return self.kronecker.summary()
 
     def set_validation(self, batches: Batches | None, device: torch.device) -> None:
         """The validation data, see SHF.
@@ -186,12 +193,13 @@ class OutputSteps:
             for name, part in model.weights.unflat(change).items():
                 model.weights.by_name[name].sub_(part)
             averages, ratio = (0.0, averages[1]), -1.0
+        smallest, largest = settings.damping_bounds
         ruled = next_batch_rule(
             ScaledDamping(memory["step_scale"], now.damping),
             ratio,
             drop=now.group["drop"],
-            min_damping=settings.min_damping,
-            max_damping=settings.max_damping,
+            min_damping=smallest,
+            max_damping=largest,
         )
         now.damping = ruled.damping
         now.memory = memory | {
@@ -205,21 +213,21 @@ class OutputSteps:
 
     def _choose_damping(self, now: StepState, model: BatchModel) -> None:
         """λ₁ and its bounds from the first batch, where they were not given."""
-        if not self.settings.is_left("damping"):
+        if self.settings.damping is not None:
             return
         memory = now.memory
-        first = memory.get("first_damping", now.damping)  # which somebody may have set
+        first = memory.get("first_damping", now.group["damping"])  # which somebody may have set
         if first is None:
             with now.timed("first_damping"):
                 now.damping = first = first_damping(model, now.seed("curvature"))
         now.memory = memory | {"first_damping": first}
         self.settings = with_first_damping(self.settings, first, model.gradient.dtype)
         if rank() == 0:
-            s = self.settings
+            s, (smallest, largest) = self.settings, self.settings.damping_bounds
             factors = f" (every {s.factor_interval} steps)" if self.kronecker is not None else ""
             _log.info(
                 f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
-                f"{model.linearization.backend!r}, damping={s.damping:.3g} in [{s.min_damping:.2g}, {s.max_damping:.2g}] "
+                f"{model.linearization.backend!r}, damping={first:.3g} in [{smallest:.2g}, {largest:.2g}] "
                 f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}"
             )
 
@@ -287,7 +295,7 @@ class OutputSteps:
         return math.ceil(model.n / largest * maxiter) if grows else maxiter
 
     def _raised(self, damping: float) -> float:
-        return min(damping * _RETRY_DAMPING, self.settings.max_damping)
+        return min(damping * _RETRY_DAMPING, self.settings.damping_bounds[1])
 
     def _adapt(self, now: StepState, model: BatchModel, preconditioner: StepPreconditioner, update: Update) -> None:
         """λ by the Levenberg-Marquardt rule (section 4.2), γ and maxiter (section 4.5), and the memory of the step."""

@@ -6,8 +6,8 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
@@ -29,18 +30,14 @@ from lightning_struct.optim.shf.step_state import StepState
 _log = logging.getLogger(__name__)
 # Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update`, `take`, `step`, torch's two wrappers.
 _CALLER_OF_STEP = 8
-_FILLED = {name: value for name, value in PAPER.items() if name != "solver"}
+_OF_PAPER = ("drop", "min_damping", "max_damping", "warm_start_growth", "maxiter")
+_FILLED = {name: PAPER[name] for name in _OF_PAPER} | {"warm_start": 0.0, "geodesic_acceleration": True}
 # Where a step fails, the next one goes on with λ times this.
 _RAISED = 10.0
 # γ rises no further by itself: the paper's γ₁.
 _LARGEST_WARM_START = 0.7
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
-_STANDS_FOR_NOTHING = (
-    "preconditioner damping_center damping_space scale_maxiter miniter recover ftol progress_tolerance progress_window "
-    "return_best armijo l2 backend factor_decay factor_interval max_factor_size exclude_factors held_out curvature_share "
-    "damping_rule single_samples"
-)
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class ResidualUpdate:
     gradient_squared: float
     variance: float | None = None
 
-    def report(self, settings: Settings, seconds: dict[str, float]) -> StepReport:
+    def report(self, settings: ResidualSettings, seconds: dict[str, float]) -> StepReport:
         """The report of the step."""
         predicted = None
         if self.variance is not None and self.gradient_squared > 0.0:
@@ -101,27 +98,22 @@ class ResidualSteps:
     Args:
         module: returns residuals.
         loss: the weights of their blocks.
-        settings: as given to the optimizer.
+        given: the settings as given to the optimizer.
 
     Attributes:
         loss: as given.
-        settings: the same, with values for what was left, but for λ₁ and the solver, which each batch decides about.
-        kronecker: None: there are no Kronecker factors.
+        settings: with values for what was left, but for λ₁, which the first batch decides about, and the solver, about
+            which each does.
 
     Raises:
         ValueError: a setting that has no meaning here.
     """
 
-    def __init__(self, module: nn.Module, loss: LeastSquares, settings: Settings) -> None:
-        for field in fields(Settings):
-            given = getattr(settings, field.name)
-            given = tuple(given) if isinstance(given, list) else given  # a command line makes lists of tuples
-            if field.name in _STANDS_FOR_NOTHING.split() and given != field.default:
-                raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
+    def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
+        check_settings_of_residuals(given)
         self.loss = loss
-        self.kronecker = None
-        self._adapts_warm_start = settings.is_left("warm_start")
-        self.settings = settings.filled({**_FILLED, "warm_start": 0.0})
+        self._adapts_warm_start = given.is_left("warm_start")
+        self.settings = ResidualSettings.of(given.filled(_FILLED))
         self._records = RowRecords(module)
         self._warned: set[str] = set()
 
@@ -174,6 +166,17 @@ class ResidualSteps:
             "loss_after": update.loss,
         }
         return update.report(self.settings, now.timed.seconds)
+
+    def summary(self) -> NoReturn:
+        """Nothing: there are no factors, see SHF.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "with loss='least_squares' there are no factors to summarise: its solvers work on the Jacobian of the residuals "
+            "and have no preconditioner. summary() is for other losses with preconditioner='kronecker'"
+        )
 
     def set_validation(self, batches: Batches | None, device: torch.device) -> None:
         """Nothing: no solver of residuals needs a merit."""
@@ -236,7 +239,7 @@ class ResidualSteps:
                 smallest = solver.smallest_damping if adapts else 0.0
                 bounds = max(settings.min_damping, smallest), settings.max_damping
                 around = _FIRST_SHARE * solver.largest if damping is None else max(damping, smallest)
-                steps = DampedSteps(model, solver, bounds, accelerated=settings.geodesic_acceleration is not False)
+                steps = DampedSteps(model, solver, bounds, accelerated=settings.geodesic_acceleration)
             with timed("line_search"):
                 step = steps.best(around, adapts=adapts)
             if step is not None:
@@ -282,11 +285,3 @@ def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> fl
     if left is None or abs(loss - left) <= torch.finfo(torch.float64).eps ** 0.5 * left:
         return warm_start
     return 0.5 * (warm_start + min(max(1.0 - left / loss, 0.0), _LARGEST_WARM_START))
-
-
-def check_settings_of_outputs(settings: Settings) -> None:
-    """Raise ValueError for settings that another loss than ``"least_squares"`` cannot have."""
-    if settings.solver == "exact" or settings.geodesic_acceleration:
-        raise ValueError(
-            "solver='exact' and geodesic_acceleration=True are for loss='least_squares', a module that returns residuals"
-        )

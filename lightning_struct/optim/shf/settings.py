@@ -1,25 +1,23 @@
-"""Settings of SHF: a value that checks itself."""
+"""Settings of SHF as they are given: a value that checks itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 from torch import nn
 
-from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt
 from lightning_struct.functional.gauss_newton import BACKENDS
 from lightning_struct.functional.least_squares import RightPreconditioner
 
 SOLVERS = ("lsmr", "lsqr", "cg", "exact")
 PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")
 DAMPING_RULES = ("levenberg_marquardt", "next_batch")
-# A setting that is left to be chosen: None, or where None has a meaning of its own, "auto".
-CHOSEN: Any = None
-AUTO: Any = "auto"
-_NONE_HAS_A_MEANING = ("drop", "preconditioner", "max_factor_size")
+# What says that a setting is left to be chosen where None has a meaning of its own; elsewhere None says so.
+AUTO: Final = "auto"
 # The paper's settings, with which all goes on as it is described there; what is not given is taken from here once λ₁ is.
 PAPER: dict[str, Any] = {
     "drop": 0.99,
@@ -42,11 +40,10 @@ PAPER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of :class:`~lightning_struct.optim.SHF`, whose keyword arguments they are and where each is described.
+    """What :class:`~lightning_struct.optim.SHF` is given: its keyword arguments, which are described there.
 
-    Those that are None or ``"auto"`` and have a value in the paper are left to be chosen: by SHF, whose settings have
-    all of them, or by :meth:`paper`. ``damping``, ``drop``, ``warm_start`` and ``maxiter`` are those of the first step: from then on they are in the
-    optimizer's parameter group.
+    Those that are None or ``"auto"`` by default are left to be chosen. With values for them, and without those that have no
+    meaning with its loss, they are an optimizer's ``settings``: :class:`OutputSettings` or :class:`ResidualSettings`.
 
     Raises:
         ValueError: a setting out of range, or two that exclude each other. The message names them.
@@ -60,28 +57,28 @@ class Settings:
         ValueError: damping must be finite and > 0, got 0.0
     """
 
-    damping: float = CHOSEN
-    drop: float | None = AUTO
+    damping: float | None = None
+    drop: float | Literal["auto"] | None = "auto"
     lower: float = 0.25
     upper: float = 0.75
-    min_damping: float = CHOSEN
-    max_damping: float = CHOSEN
-    damping_rule: str = CHOSEN
-    solver: str = CHOSEN
-    preconditioner: str | RightPreconditioner | None = AUTO
+    min_damping: float | None = None
+    max_damping: float | None = None
+    damping_rule: str | None = None
+    solver: str | None = None
+    preconditioner: str | RightPreconditioner | None = "auto"
     damping_center: str = "start"
     damping_space: str | None = None
-    warm_start: float = CHOSEN
-    warm_start_growth: float = CHOSEN
+    warm_start: float | None = None
+    warm_start_growth: float | None = None
     max_warm_start: float = 0.95
-    maxiter: int = CHOSEN
-    scale_maxiter: bool = CHOSEN
+    maxiter: int | None = None
+    scale_maxiter: bool | None = None
     miniter: int = 50
     recover: int = 100
     atol: float = 1e-8
     ftol: float = 1e-7
-    progress_tolerance: float = CHOSEN
-    progress_window: int = CHOSEN
+    progress_tolerance: float | None = None
+    progress_window: int | None = None
     return_best: bool = False
     armijo: float = 1e-4
     l2: float = 0.0
@@ -90,19 +87,18 @@ class Settings:
     backend: str | None = None
     chunk_size: int | None = None
     factor_decay: float = 0.8
-    factor_interval: int = CHOSEN
-    max_factor_size: int | None = AUTO
+    factor_interval: int | None = None
+    max_factor_size: int | Literal["auto"] | None = "auto"
     exclude_factors: Sequence[str | nn.Module] = ()
     held_out: float = 0.0
     curvature_share: float = 1.0
-    single_samples: bool = CHOSEN
+    single_samples: bool | None = None
     seed: int = 0
     geodesic_acceleration: bool | None = None
 
     def __post_init__(self) -> None:
         if self.damping is not None:
             check_damping(self.damping)
-        self.check_drop(self.drop)
         self._check_choices()
         self._check_ranges()
         self._check_combinations()
@@ -110,7 +106,7 @@ class Settings:
     def is_left(self, name: str) -> bool:
         """Whether a setting is left to be chosen."""
         value = getattr(self, name)
-        return isinstance(value, str) and value == AUTO if name in _NONE_HAS_A_MEANING else value is None
+        return isinstance(value, str) and value == AUTO if getattr(Settings, name) == AUTO else value is None
 
     def filled(self, values: Mapping[str, Any]) -> Settings:
         """These settings, with those of the values that are left to be chosen.
@@ -125,28 +121,6 @@ class Settings:
     def damped_space(self) -> str:
         """``damping_space``, or where it is not given the one that the other settings allow."""
         return self.damping_space or ("x" if self._damps_x_only else "y")
-
-    def check_drop(self, drop: float | None) -> None:
-        """Raise ValueError for a ``drop`` that the Levenberg-Marquardt rule has no meaning for."""
-        check_levenberg_marquardt(
-            1.0 if drop in (None, AUTO) else drop,
-            self.lower,
-            self.upper,
-            self.min_damping or 0.0,
-            MAX_DAMPING if self.max_damping is None else self.max_damping,
-        )
-
-    def adapted_damping(self, damping: float, reduction_ratio: float, drop: float) -> float:
-        """λ of the next step by the Levenberg-Marquardt rule (section 4.2)."""
-        return levenberg_marquardt(
-            damping,
-            reduction_ratio,
-            drop=drop,
-            lower=self.lower,
-            upper=self.upper,
-            min_damping=self.min_damping,
-            max_damping=self.max_damping,
-        )
 
     @property
     def _damps_x_only(self) -> bool:
@@ -168,6 +142,13 @@ class Settings:
             raise ValueError(f"a preconditioner object needs solve and solve_transpose, got {given!r}")
 
     def _check_ranges(self) -> None:
+        check_levenberg_marquardt(
+            1.0 if self.drop is None or self.drop == AUTO else self.drop,
+            self.lower,
+            self.upper,
+            0.0 if self.min_damping is None else self.min_damping,
+            MAX_DAMPING if self.max_damping is None else self.max_damping,
+        )
         self._check("l2 atol ftol miniter recover", ">= 0", lambda value: value >= 0)
         self._check("progress_tolerance", ">= 0", lambda value: value is None or value >= 0)
         self._check("maxiter factor_interval progress_window", ">= 1", lambda value: value is None or value >= 1)
@@ -191,7 +172,8 @@ class Settings:
                 f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares problem, "
                 "in which gradient and curvature come from the same samples"
             )
-        warm_start, growth = self.warm_start or 0.0, 1.0 if self.warm_start_growth is None else self.warm_start_growth
+        warm_start = 0.0 if self.warm_start is None else self.warm_start
+        growth = 1.0 if self.warm_start_growth is None else self.warm_start_growth
         if not (0 <= warm_start < 1 and 0 <= self.max_warm_start < 1 and growth >= 1):
             raise ValueError(
                 "warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got "

@@ -16,9 +16,9 @@ from lightning_struct.functional.conjugate_gradient import conjugate_gradient
 from lightning_struct.functional.least_squares import RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import armijo
 from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.merit import MeritStopping
 from lightning_struct.optim.shf.objective import Batches
-from lightning_struct.optim.shf.settings import Settings
 
 Preconditioner: TypeAlias = Tensor | RightPreconditioner | None
 
@@ -69,7 +69,7 @@ class Update:
 
 def solve(
     model: BatchModel,
-    settings: Settings,
+    settings: OutputSettings,
     *,
     damping: float,
     start: Tensor | None,
@@ -99,7 +99,7 @@ def solve(
 
 def _solve_by_least_squares(
     model: BatchModel,
-    settings: Settings,
+    settings: OutputSettings,
     damping: float,
     start: Tensor | None,
     anchor: Tensor | None,
@@ -134,7 +134,7 @@ def _solve_by_least_squares(
 
 
 def _merit_stopping(
-    model: BatchModel, settings: Settings, start: Tensor | None, maxiter: int, validation: Batches
+    model: BatchModel, settings: OutputSettings, start: Tensor | None, maxiter: int, validation: Batches
 ) -> MeritStopping:
     return MeritStopping(
         lambda d: model.objective.merit(d, validation),
@@ -149,7 +149,7 @@ def _merit_stopping(
 
 def _solve_by_cg(
     model: BatchModel,
-    settings: Settings,
+    settings: OutputSettings,
     damping: float,
     start: Tensor | None,
     anchor: Tensor | None,
@@ -196,7 +196,7 @@ def shortened(solution: Solution, scale: float) -> Solution:
 
 
 def update_along(
-    model: BatchModel, settings: Settings, solution: Solution, *, damping: float, iterations: int
+    model: BatchModel, settings: OutputSettings, solution: Solution, *, damping: float, iterations: int
 ) -> Update | None:
     """s by Armijo's rule and ρ (section 4.2) for the direction of a solve; None where no step along it lowers f.
 

@@ -51,8 +51,10 @@ class StepState:
 
     @property
     def damping(self) -> float:
-        """λ; None where the first step has still to choose it."""
-        return self.group["damping"]
+        """λ, from where it is known: the group has None until the first step has chosen it."""
+        damping = self.group["damping"]
+        assert damping is not None, "the first step chooses it first"
+        return damping
 
     @damping.setter
     def damping(self, value: float) -> None:

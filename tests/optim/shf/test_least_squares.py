@@ -441,15 +441,9 @@ def test_weights_are_finite_and_positive(weight: float) -> None:
         LeastSquares({"a": weight})
 
 
-@pytest.mark.parametrize(("option", "value"), [("preconditioner", "kronecker"), ("held_out", 0.2), ("l2", 0.1)])
-def test_settings_without_meaning_are_refused(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option}=.* has no meaning beside loss='least_squares'"):
-        SHF(Fit(), "least_squares", **{option: value})
-
-
-def test_the_exact_solver_is_for_residuals() -> None:
-    with pytest.raises(ValueError, match="solver='exact'.*for loss='least_squares'"):
-        SHF(nn.Linear(1, 1), "mse", damping=1.0, solver="exact")
+def test_there_are_no_factors_to_summarise() -> None:
+    with pytest.raises(ValueError, match="with loss='least_squares' there are no factors to summarise"):
+        SHF(Fit(), "least_squares").summary()
 
 
 def test_matrices_that_do_not_fit_are_an_error_with_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:

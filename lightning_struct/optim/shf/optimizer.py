@@ -214,7 +214,7 @@ class SHF(torch.optim.Optimizer):
         )
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        _check_parameters(named)
+        _check_parameters(module, named)
         self._names = list(named)
         self._steps: ResidualSteps | OutputSteps
         if isinstance(objective, LeastSquares):
@@ -338,9 +338,12 @@ class SHF(torch.optim.Optimizer):
         return StepState(self.state, self.param_groups[0], self._names, self.settings.seed)
 
 
-def _check_parameters(named: dict[str, nn.Parameter]) -> None:
+def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
     if not named:
-        raise ValueError("the module has no parameter that requires a gradient")
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to train, or "
+            "unfreeze the weights by requires_grad_()"
+        )
     dtypes = {p.dtype for p in named.values()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
         raise ValueError(
@@ -348,4 +351,5 @@ def _check_parameters(named: dict[str, nn.Parameter]) -> None:
             "precision keep float32 weights and use autocast to bfloat16 (bf16-mixed)"
         )
     if len({p.device for p in named.values()}) > 1:
-        raise ValueError("SHF needs all weights on one device")
+        places = ", ".join(f"{name} -> {p.device}" for name, p in named.items())
+        raise ValueError(f"SHF needs all weights on one device, got {places}; move the module by module.to(device)")

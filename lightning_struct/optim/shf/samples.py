@@ -42,15 +42,18 @@ class Samples:
         args = arguments(inputs)
         tensors = [t for t in (*args, targets) if isinstance(t, Tensor)]
         rows = len(targets)
-        mismatched = any(len(t) != rows for t in tensors)
+        rows_of_inputs = next((len(t) for t in tensors if len(t) != rows), rows)
         finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
-        shares = all_gather_rows(torch.tensor([rows, mismatched, not finite], device=device)).tolist()
-        for r, (samples, bad_shape, bad_value) in enumerate(shares):
+        shares = all_gather_rows(torch.tensor([rows, rows_of_inputs, not finite], device=device)).tolist()
+        for r, (samples, samples_of_inputs, bad_value) in enumerate(shares):
             where = f" on rank {r}" if len(shares) > 1 else ""
             if samples == 0:
                 raise ValueError(f"the batch is empty{where}: SHF needs at least one sample on every process")
-            if bad_shape:
-                raise ValueError(f"inputs and targets differ in their number of samples{where}")
+            if samples_of_inputs != samples:
+                raise ValueError(
+                    f"inputs and targets differ in their number of samples{where}: {samples_of_inputs} rows of inputs, "
+                    f"{samples} of targets. Row i of the targets belongs to row i of the inputs"
+                )
             if bad_value:
                 raise ValueError(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
         return Samples(args, targets, tuple(count for count, *_ in shares))

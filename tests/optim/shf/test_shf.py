@@ -901,7 +901,7 @@ def test_an_empty_batch_is_an_error() -> None:
 
 
 def test_inputs_and_targets_of_different_length_are_an_error() -> None:
-    with pytest.raises(ValueError, match="differ in their number of samples"):
+    with pytest.raises(ValueError, match="differ in their number of samples: 6 rows of inputs, 5 of targets"):
         take(SHF(network(), "mse", damping=1.0), (batch(6)[0], batch(5)[1]))
 
 
@@ -933,8 +933,14 @@ def test_weights_of_mixed_dtypes_are_refused() -> None:
 
 
 def test_a_module_with_everything_frozen_is_refused() -> None:
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+    with pytest.raises(ValueError, match=r"Sequential has no parameter that requires a gradient.*requires_grad_\(\)"):
         SHF(network().requires_grad_(False), "mse", damping=1.0)
+
+
+def test_weights_on_several_devices_are_refused_with_the_device_of_each() -> None:
+    module = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False, device="meta"))
+    with pytest.raises(ValueError, match=r"0\.weight -> cpu, 1\.weight -> meta; move the module by module\.to"):
+        SHF(module, "mse", damping=1.0)
 
 
 def test_a_second_parameter_group_is_refused() -> None:

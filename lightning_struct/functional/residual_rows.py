@@ -7,30 +7,34 @@ module is recorded once for a single row, as operations on tensors; derivatives 
 That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once; where
 J is large, at some of the points.
 
-The residuals alone are wanted several times in a step. A batch that is as large as the last one is recorded as a whole, too:
-what the module does in Python, and its own derivatives above all, are then done once, and not in each call.
+Where the residuals alone are wanted, a batch may be recorded as a whole, too: see ``recorded_batch``.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from lightning_struct.functional.jacobians import DenseJacobian, FactoredJacobian, Jacobian, OuterProducts
+from lightning_struct.functional.recorded_batch import (
+    BatchInputs,
+    BatchRecords,
+    Parameters,
+    RecordedBatch,
+    is_equal_up_to_rounding,
+    recorded_graph,
+)
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.weight_products import Example, WeightProducts
 
-Parameters: TypeAlias = Mapping[str, Tensor]
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much memory,
 # and pass the processor's caches sooner where the rows are short.
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
@@ -72,7 +76,7 @@ class BatchResiduals:
                 "copy (points.clone())"
             )
         self._rows: dict[str, _Rows | None] | None = None
-        self._whole: _Whole | None = None
+        self._whole: RecordedBatch | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -81,7 +85,7 @@ class BatchResiduals:
 
     def record_whole(self) -> None:
         """Record the whole batch, or take the record of the last one, so that :meth:`values` takes less time."""
-        self._whole = self._records.whole_of(self.blocks, self._params, self._args, self._context)
+        self._whole = self._records.whole_batches.record_of(self.blocks, self._params, self._args, self._context)
 
     def values(self, params: Parameters) -> Tensor:
         """r(w), (N,)."""
@@ -141,7 +145,7 @@ class BatchResiduals:
         rows = self._known_rows(name)
         if rows is not None:
             values, products = rows.jacobian(params, out, kept)  # the values come with the rows
-            if _is_equal(values, self.blocks[name], rows.record.scale):
+            if is_equal_up_to_rounding(values, self.blocks[name], rows.record.scale):
                 return products
         rows = self._checked_rows(name)
         return None if rows is None else rows.jacobian(params, out, kept)[1]
@@ -158,12 +162,21 @@ class BatchResiduals:
             return rows
         point = {name: p.detach().requires_grad_() for name, p in self._params.items()}
         residuals = self._flat_block(name, point)
-        example = rows.example(self._params)
-        for mend in (lambda: None, lambda: rows.record.remove_detachments(example), rows.record.forget_products):
-            mend()
-            if rows.has_derivative_of(residuals, point):
-                rows.record.derivative_is_checked = True
-                return rows
+
+        def as_recorded() -> bool:
+            return rows.has_derivative_of(residuals, point)
+
+        def without_detachments() -> bool:
+            rows.record.remove_detachments(rows.example(self._params))
+            return rows.has_derivative_of(residuals, point)
+
+        def without_outer_products() -> bool:
+            rows.record.forget_products()
+            return rows.has_derivative_of(residuals, point)
+
+        if as_recorded() or without_detachments() or without_outer_products():
+            rows.record.derivative_is_checked = True
+            return rows
         self._records.refuse(name, "the derivative of a single row is not that of the batch")
         self._rows = {**self._by_rows(), name: None}
         return None
@@ -199,17 +212,17 @@ class RowRecords:
     Attributes:
         module: the module.
         refused: name of a block -> why its rows cannot be told apart.
+        whole_batches: records of the module for whole batches.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.refused: dict[str, str] = {}
+        self.whole_batches = BatchRecords(module)
         self._kept: dict[str, _Record] = {}
-        self._kept_whole: dict[str, GraphModule] = {}  # the last one
-        self._refused_whole = False
 
     def __getstate__(self) -> dict[str, Any]:  # a copy records anew
-        return {**vars(self), "_kept": {}, "_kept_whole": {}}
+        return {**vars(self), "_kept": {}}
 
     def rows_of(self, name: str, block: Tensor, params: Parameters, args: tuple[Any, ...]) -> _Rows | None:
         """A block row by row, by a record that gives its values at ``params``; None where there is none."""
@@ -218,7 +231,7 @@ class RowRecords:
             return rows
         if name in self.refused:
             return None
-        inputs = _Inputs(args, block)
+        inputs = BatchInputs(args, block)
         if 0 not in inputs.dims:
             return self.refuse(name, "none of the inputs has a row for each of them")
         buffers = dict(self.module.named_buffers())
@@ -236,42 +249,9 @@ class RowRecords:
 
     def kept_rows_of(self, name: str, block: Tensor, args: tuple[Any, ...]) -> _Rows | None:
         """The same by a record that is there already, of which it is not checked that it gives the values."""
-        inputs = _Inputs(args, block)
+        inputs = BatchInputs(args, block)
         record = None if name in self.refused else self._kept.get(_key(name, inputs, block))
         return None if record is None else _Rows(record, inputs, dict(self.module.named_buffers()))
-
-    def whole_of(
-        self,
-        blocks: Parameters,
-        params: Parameters,
-        args: tuple[Any, ...],
-        context: Callable[[], AbstractContextManager[None]],
-    ) -> _Whole | None:
-        """A whole batch, by a record that gives its blocks at ``params``; None where there is none."""
-        if self._refused_whole:
-            return None
-        inputs = _Inputs(args, next(iter(blocks.values())))
-        sizes = [(tuple(t.shape), t.dtype, t.device) for t in (*inputs.tensors, *blocks.values())]
-        key = f"{inputs.key} {sizes} {self.module.training}"
-        buffers = dict(self.module.named_buffers())
-
-        def fits(whole: _Whole) -> bool:
-            with context():
-                return whole.gives(blocks, params)
-
-        if key in self._kept_whole and fits(whole := _Whole(self._kept_whole[key], inputs, buffers)):
-            return whole
-        self._kept_whole = {}
-        try:
-            with context():
-                graph = _graph_of_batch(self.module, params, buffers, inputs)
-            self._refused_whole = not fits(whole := _Whole(graph, inputs, buffers))
-        except Exception:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
-            self._refused_whole = True
-        if self._refused_whole:
-            return None
-        self._kept_whole = {key: graph}
-        return whole
 
     def refuse(self, name: str, reason: str) -> _Rows | None:
         """From now on tell no rows of the block apart."""
@@ -279,29 +259,9 @@ class RowRecords:
         return None
 
 
-def _key(name: str, inputs: _Inputs, block: Tensor) -> str:
+def _key(name: str, inputs: BatchInputs, block: Tensor) -> str:
     """All that a record of single rows depends on."""
     return f"{name} {inputs.key} {tuple(block.shape[1:])} {block.dtype} {block.device}"
-
-
-class _Inputs:
-    """Tensors among a module's arguments, and which of them have a row for each residual of a block."""
-
-    def __init__(self, args: tuple[Any, ...], block: Tensor) -> None:
-        self._leaves, self._structure = tree_flatten(args)
-        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.dims = [0 if t.ndim > 0 and block.ndim > 0 and len(t) == len(block) else None for t in self.tensors]
-        shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
-        self.key = f"{self._structure} {self.dims} {shapes}"
-
-    def first_row(self) -> list[Tensor]:
-        """The tensors of the first residual."""
-        return [t[0] if dim == 0 else t for t, dim in zip(self.tensors, self.dims, strict=True)]
-
-    def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The module's arguments with other tensors."""
-        others = iter(tensors)
-        return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in self._leaves], self._structure)
 
 
 class _Record:
@@ -335,7 +295,7 @@ class _Record:
 class _Rows:
     """One block of a batch, row by row."""
 
-    def __init__(self, record: _Record, inputs: _Inputs, buffers: Parameters) -> None:
+    def __init__(self, record: _Record, inputs: BatchInputs, buffers: Parameters) -> None:
         self.record, self._inputs, self._buffers = record, inputs, buffers
 
     def values(self, params: Parameters) -> Tensor:
@@ -346,7 +306,7 @@ class _Rows:
 
     def give(self, block: Tensor, params: Parameters) -> bool:
         """Whether these are the values of a block. A single row is rounded otherwise than the whole batch."""
-        return _is_equal(self.values(params), block, self.record.scale)
+        return is_equal_up_to_rounding(self.values(params), block, self.record.scale)
 
     def jacobian(
         self, params: Parameters, out: Tensor, kept: Collection[str] = (), at: Tensor | None = None
@@ -408,60 +368,15 @@ class _Rows:
         return dict(params), self._buffers, self._inputs.first_row()
 
 
-class _Whole:
-    """A batch by a graph of operations on (weights, buffers, tensors of the inputs) that returns its blocks."""
-
-    def __init__(self, graph: GraphModule, inputs: _Inputs, buffers: Parameters) -> None:
-        self._graph, self._inputs, self._buffers = graph, inputs, buffers
-
-    def values(self, params: Parameters) -> dict[str, Tensor]:
-        """The residuals by block."""
-        with torch.no_grad():
-            return self._graph(dict(params), dict(self._buffers), self._inputs.tensors)
-
-    def gives(self, blocks: Parameters, params: Parameters) -> bool:
-        """Whether these are the values of the blocks."""
-        values = self.values(params)
-        return values.keys() == blocks.keys() and all(_is_equal(values[name], blocks[name]) for name in blocks)
-
-
-def _is_equal(values: Tensor, block: Tensor, scale: float = 0.0) -> bool:
-    """Whether values are those of a block but for rounding, in which the largest of them, or ``scale``, counts."""
-    tolerance = torch.finfo(block.dtype).eps ** 0.5 * max(scale, block.abs().max().item())
-    return values.numel() == block.numel() and bool(((values.view_as(block) - block).abs() <= tolerance).all())
-
-
-def _graph_of_batch(module: nn.Module, params: Parameters, buffers: Parameters, inputs: _Inputs) -> GraphModule:
-    def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
-        values = {**{key: b.clone() for key, b in buffers.items()}, **params}
-        return dict(residual_blocks(call_with(module, values, inputs.args(tensors))))
-
-    return _recorded(batch, params, buffers, inputs.tensors)
-
-
 def _graph_of_single_row(
-    module: nn.Module, name: str, params: Parameters, buffers: Parameters, inputs: _Inputs
+    module: nn.Module, name: str, params: Parameters, buffers: Parameters, inputs: BatchInputs
 ) -> GraphModule:
     def single_row(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Tensor:
         rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
         returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
         return residual_blocks(returned)[name].reshape(-1)
 
-    return _recorded(single_row, params, buffers, inputs.first_row())
-
-
-def _recorded(
-    function: Callable[[Parameters, Parameters, list[Tensor]], Any],
-    params: Parameters,
-    buffers: Parameters,
-    tensors: list[Tensor],
-) -> GraphModule:
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
-        graph = make_fx(function)(dict(params), dict(buffers), tensors)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return graph
+    return recorded_graph(single_row, params, buffers, inputs.first_row())
 
 
 def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:

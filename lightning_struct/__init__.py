@@ -14,6 +14,7 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:  # for type checkers and editors, which do not look into __getattr__
     from lightning_struct.callbacks import AdapterCheckpoint as AdapterCheckpoint
     from lightning_struct.callbacks import Compression as Compression
+    from lightning_struct.callbacks import GradientStatistics as GradientStatistics
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
     from lightning_struct.callbacks import OperatorMonitor as OperatorMonitor
@@ -63,6 +64,7 @@ _HOME_OF = {
     "Circulant": "lightning_struct.nn",
     "Compression": "lightning_struct.callbacks",
     "Fastfood": "lightning_struct.nn",
+    "GradientStatistics": "lightning_struct.callbacks",
     "GrowingBatchSize": "lightning_struct.callbacks",
     "HankelLike": "lightning_struct.nn",
     "LDRSubdiagonal": "lightning_struct.nn",

@@ -3,7 +3,7 @@
 from lightning_struct.callbacks.adapters import AdapterCheckpoint
 from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
-from lightning_struct.callbacks.growing_batch_size import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.callbacks.operator_monitor import OperatorMonitor
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.callbacks.reconstructions import ReconstructionPlot
@@ -14,6 +14,7 @@ from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 __all__ = [
     "AdapterCheckpoint",
     "Compression",
+    "GradientStatistics",
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",
     "OperatorMonitor",

@@ -17,6 +17,17 @@ class GradientStatistics:
             defined (samples coupled by batch normalisation, or a batch of one).
         gradient_squared_norm: ‖ḡ‖² of the mean gradient.
         validation_value: validation loss at the new weights; None without validation data.
+
+    Example:
+        >>> import torch
+        >>> gradients = torch.tensor([[1.0, 2.0], [3.0, 2.0]])  # of two samples, in two weights
+        >>> GradientStatistics(
+        ...     batch_size=len(gradients),
+        ...     variance=gradients.var(dim=0).sum().item(),
+        ...     gradient_squared_norm=gradients.mean(dim=0).square().sum().item(),
+        ...     validation_value=None,
+        ... )
+        GradientStatistics(batch_size=2, variance=2.0, gradient_squared_norm=8.0, validation_value=None)
     """
 
     batch_size: int

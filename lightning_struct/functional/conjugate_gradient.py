@@ -25,6 +25,12 @@ class ConjugateGradientResult:
         quadratic: ½ xᵀB x - bᵀx.
         stop_reason: ``"progress"`` (Martens' rule), ``"residual"``, ``"zero_gradient"`` (the start solves the system),
             ``"curvature"`` (B is not positive definite along a direction), ``"callback"``, or ``"maxiter"``.
+
+    Example:
+        >>> B = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> result = conjugate_gradient(B.matmul, torch.tensor([2.0, 8.0]), rtol=1e-3)
+        >>> result.iterations, round(result.quadratic, 3), result.stop_reason
+        (2, -9.0, 'residual')
     """
 
     x: Any
@@ -62,6 +68,9 @@ def conjugate_gradient(
         progress_window: the fewest steps that the rule looks back; with a good preconditioner 10 are many.
         rtol: stop when ‖b - B x‖ <= rtol ‖b‖.
         callback: as for ``lsmr``.
+
+    Returns:
+        ConjugateGradientResult: solution, iterations, norms and the reason of the stop.
 
     Raises:
         ValueError: an option out of range, or a vector of the wrong structure.

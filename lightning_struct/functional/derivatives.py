@@ -55,6 +55,9 @@ def partial_derivatives(
         once: coordinates of first derivatives.
         twice: coordinates of first and second derivatives.
 
+    Returns:
+        Derivatives: values (n,) and derivatives (n,) by coordinate, in the dtype of the values.
+
     Raises:
         ValueError: the function's values are not (n,).
 

@@ -222,6 +222,15 @@ def geodesic_acceleration(
 
     Returns:
         Tensor: a, (P,).
+
+    Example:
+        >>> def residual_at(d):  # r(w) = w² - 1.21 around w = 1
+        ...     return (1 + d) ** 2 - 1.21
+        >>> solver, residual = FactoredLeastSquares(torch.tensor([[2.0]])), residual_at(torch.zeros(1))
+        >>> velocity = solver.solve(-residual, damping=0.01)
+        >>> acceleration = geodesic_acceleration(solver, residual, residual_at, velocity, damping=0.01)
+        >>> 1 + velocity, 1 + velocity + acceleration  # the root is 1.1
+        (tensor([1.1050]), tensor([1.0995]))
     """
     slope = (residual_at(step * velocity) - residual) / step
     curvature = (2.0 / step) * (slope - solver.product(velocity))

@@ -95,6 +95,11 @@ def gradient_variance(squared_norms: Tensor, mean_gradient_squared_norm: float) 
 
     Raises:
         ValueError: fewer than two samples.
+
+    Example:
+        >>> gradients = torch.tensor([[1.0, 2.0], [3.0, 2.0]])  # of two samples
+        >>> gradient_variance(gradients.square().sum(1), gradients.mean(0).square().sum().item())
+        2.0
     """
     return variance_from_sums(
         squared_norms.sum(dtype=torch.float64).item(), squared_norms.shape[0], mean_gradient_squared_norm
@@ -168,6 +173,19 @@ def norm_test_batch_size(
         mean_gradient_squared_norm: ‖ḡ‖² of the mean gradient.
         dataset_size: N, or None for a stream.
         theta: θ.
+
+    Returns:
+        An integer, as of :func:`required_batch_size`.
+
+    Raises:
+        ValueError: fewer than two samples, or an argument out of range.
+        ZeroDivisionError: zero gradient and no ``dataset_size``.
+
+    Example:
+        >>> gradients = torch.tensor([[1.0, 2.0], [3.0, 2.0]])  # of two samples
+        >>> squared_norm = gradients.mean(0).square().sum().item()
+        >>> norm_test_batch_size(gradients.square().sum(1), squared_norm, dataset_size=None, theta=0.25)
+        4
     """
     squared = float(mean_gradient_squared_norm)
     return required_batch_size(gradient_variance(squared_norms, squared), squared, dataset_size, theta)

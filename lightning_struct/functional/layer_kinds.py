@@ -32,6 +32,10 @@ class Matrix(NamedTuple):
         groups: the rows of the weight are so many matrices, each of which reads inputs of its own.
         bias_rows: the part of the bias that is added to these products.
         transposed: the weight is stored as (in, out), that of a transposed convolution as (in, out / groups, *kernel).
+
+    Example:
+        >>> Matrix("kernel", transposed=True)  # y = x K, without bias
+        Matrix(weight='kernel', bias=None, groups=1, bias_rows=slice(None, None, None), transposed=True)
     """
 
     weight: str
@@ -243,7 +247,20 @@ def register_layer(
 
 
 def unregister_layer(layer_type: type[nn.Module]) -> None:
-    """Take back what :func:`register_layer` declared of a type; nothing if it was not declared."""
+    """Take back what :func:`register_layer` declared of a type; nothing if it was not declared.
+
+    Args:
+        layer_type: a subclass of ``nn.Module``.
+
+    Example:
+        >>> class Doubled(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(2 * x)
+        >>> register_layer(Doubled, like=nn.Linear)
+        >>> unregister_layer(Doubled)
+        >>> kind_of_type(Doubled) is None
+        True
+    """
     _KINDS.maps[0].pop(layer_type, None)
     _COUPLING.maps[0].pop(layer_type, None)
     _forget()

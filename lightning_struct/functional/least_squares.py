@@ -47,6 +47,12 @@ class LeastSquaresResult:
         normal_residual_norm: norm of the gradient of half the damped problem, likewise (in the preconditioned space).
         stop_reason: ``"residual"`` (btol and atol), ``"normal_residual"`` (atol), ``"zero_gradient"`` (the start solves
             the problem), ``"callback"``, or ``"maxiter"``.
+
+    Example:
+        >>> A = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+        >>> result = lsmr(A.matmul, A.T.matmul, torch.tensor([2.0, 8.0, 1.0]), atol=1e-3)
+        >>> result.iterations, round(result.residual_norm, 3), result.stop_reason
+        (2, 1.0, 'normal_residual')
     """
 
     x: Any

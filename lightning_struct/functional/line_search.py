@@ -45,6 +45,9 @@ def armijo(
         max_backtracks: bound on the shrinkings; the paper has none.
         first_value: function(1), where it is known already.
 
+    Returns:
+        LineSearchResult: step length, value and the number of evaluations.
+
     Raises:
         ValueError: d is not a descent direction, or an argument is out of range.
 

@@ -32,6 +32,13 @@ def randomized_gauss_newton_diagonal(
 
     Returns:
         A tensor for each parameter: (1/n) Σᵢ (Jᵢᵀ S uᵢ)², whose expectation is the diagonal of (1/n) Σᵢ Jᵢᵀ S Sᵀ Jᵢ.
+
+    Example:
+        >>> from lightning_struct.functional import SquaredError, linearize
+        >>> weights, inputs = {"weight": torch.zeros(1, 2)}, torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+        >>> linearization = linearize(torch.nn.Linear(2, 1, bias=False), weights, inputs)
+        >>> randomized_gauss_newton_diagonal(linearization, SquaredError(), torch.ones(2, 1))  # means of x²
+        {'weight': tensor([[5., 2.]])}
     """
     outputs = linearization.outputs
     if probe is None:
@@ -49,6 +56,16 @@ def empirical_fisher_diagonal(
         linearization: the network at the current weights.
         loss: the loss of one sample is what is differentiated.
         targets: what the loss compares the n outputs with.
+
+    Returns:
+        A tensor for each parameter, of its shape and dtype.
+
+    Example:
+        >>> from lightning_struct.functional import SquaredError, linearize
+        >>> weights, inputs = {"weight": torch.zeros(1, 2)}, torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+        >>> linearization = linearize(torch.nn.Linear(2, 1, bias=False), weights, inputs)
+        >>> empirical_fisher_diagonal(linearization, SquaredError(), torch.tensor([[1.0], [2.0]]))  # means of x² y²
+        {'weight': tensor([[18.5000,  2.0000]])}
     """
     outputs = linearization.outputs
     residual = loss.residual(outputs, targets)
@@ -61,6 +78,12 @@ def jacobi_scaling(diagonal: Tensor) -> Tensor:
 
     The text of section 4.4 has 1/(1 + C) with the sum instead of the mean; that one trains worse.
 
+    Args:
+        diagonal: C >= 0, of any shape and floating dtype, as :func:`randomized_gauss_newton_diagonal` returns it.
+
+    Returns:
+        c in (0, 1], of the shape and dtype of C.
+
     Example:
         >>> jacobi_scaling(torch.tensor([0.0, 1.0, 9.0]))
         tensor([1.0000, 0.5000, 0.2500])
@@ -69,5 +92,17 @@ def jacobi_scaling(diagonal: Tensor) -> Tensor:
 
 
 def fisher_scaling(diagonal: Tensor, damping: float) -> Tensor:
-    """c with c² = (F + λ²)^(-3/4), Martens' (2010) preconditioner of CG as a right preconditioner."""
+    """c with c² = (F + λ²)^(-3/4), Martens' (2010) preconditioner of CG as a right preconditioner.
+
+    Args:
+        diagonal: F >= 0, of any shape and floating dtype, as :func:`empirical_fisher_diagonal` returns it.
+        damping: λ; where it is 0, c is infinite where F is 0.
+
+    Returns:
+        c, of the shape and dtype of F.
+
+    Example:
+        >>> fisher_scaling(torch.tensor([0.0, 15.0]), damping=1.0)
+        tensor([1.0000, 0.3536])
+    """
     return (diagonal + damping * damping).pow_(-0.375)

@@ -87,6 +87,9 @@ class GradientNormRecorder:
         rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such as
             nodes and edges of graphs; see :func:`~lightning_struct.functional.per_sample.graphs.rows_of_graphs`.
 
+    Raises:
+        ValueError: ``uncovered`` is neither ``"raise"`` nor ``"skip"``; ``probes`` is below 1.
+
     Example:
         >>> model = torch.nn.Linear(3, 2)
         >>> with GradientNormRecorder(model) as recorder:

@@ -118,6 +118,9 @@ def choose_tridiagonal_method(device: torch.device) -> str:
 
     On a CPU both take about as long at small ranks, giant steps longer at large ones, the recurrence keeps more digits.
 
+    Args:
+        device: of the operators.
+
     Example:
         >>> choose_tridiagonal_method(torch.device("cpu"))
         'recurrence'

@@ -140,12 +140,24 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     weight together with a merged layer, as an embedding, keeps the old one. For a merged model beside the adapted one,
     merge a ``copy.deepcopy``.
 
+    Args:
+        model: after :func:`add_adapters`.
+
     Returns:
         ``model``; the base if it is an adapted layer itself.
 
     Raises:
         ValueError: the model has no adapters; a weight cannot be added to, since it is parametrized or quantised, which
             leaves the model as it was.
+
+    Example:
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> model = add_adapters(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), LDRSubdiagonal)
+        >>> merge_adapters(model)
+        Sequential(
+          (0): Linear(in_features=8, out_features=8, bias=True)
+          (1): ReLU()
+        )
     """
     _require_adapters(model)
     named = list(model.named_modules(remove_duplicate=False))
@@ -169,8 +181,21 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
 
     That are the adapters, what is trained besides them, and the buffers.
 
+    Args:
+        model: after :func:`add_adapters`.
+
+    Returns:
+        name -> value, with the names that they have without ``torch.compile``.
+
     Raises:
         ValueError: the model has no adapters.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> model = add_adapters(model, LowRank, include="0", train="2")
+        >>> list(adapter_state_dict(model))
+        ['0.update.scale', '0.update.adapter.G', '0.update.adapter.H', '2.weight', '2.bias']
     """
     _require_adapters(model)
     frozen = frozen_parameter_names(model)
@@ -190,6 +215,14 @@ def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> 
     Raises:
         ValueError: the model has no adapters; or it has others, and the first names that differ are given.
         RuntimeError: a shape differs.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> base = nn.Linear(8, 8)
+        >>> trained, other = add_adapters(base, LowRank), add_adapters(base, LowRank)
+        >>> other = load_adapter_state_dict(other, adapter_state_dict(trained))
+        >>> torch.equal(other.update.adapter.H, trained.update.adapter.H)
+        True
     """
     _require_adapters(model)
     expected = adapter_state_dict(model).keys()
@@ -225,6 +258,12 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
 
     Raises:
         ValueError: the model has no adapters.
+
+    Example:
+        >>> from lightning_struct.nn import LDRSubdiagonal
+        >>> model = add_adapters(nn.Linear(8, 8), LDRSubdiagonal)
+        >>> [(len(group["params"]), group["lr"]) for group in adapter_parameter_groups(model, lr=0.01)]
+        [(2, 0.01), (4, 0.001)]
     """
     _require_adapters(model)
     operators = {

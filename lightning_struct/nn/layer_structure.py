@@ -29,6 +29,12 @@ def layer_structure(model: nn.Module) -> Structure:
         small = apply_structure(Network(), saved["structure"])
         small.load_state_dict(saved["weights"])
 
+    Args:
+        model: any.
+
+    Returns:
+        The class of each structured layer and its arguments, by the name of what it stands for.
+
     Raises:
         TypeError: a layer's class has an argument that is not an attribute of the layer, or no plain value.
 
@@ -59,6 +65,13 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
 
     Raises:
         ValueError: a class is unknown; the model has no layer of a name, or one that has no matrix.
+
+    Example:
+        >>> from lightning_struct.nn import LowRank
+        >>> small = nn.Sequential(LowRank(16, 8, rank=2), nn.Linear(8, 4))
+        >>> model = apply_structure(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), layer_structure(small))
+        >>> model.load_state_dict(small.state_dict())
+        <All keys matched successfully>
     """
     present = layer_structure(model)
     structure = {name: entry for name, entry in structure.items() if present.get(name) != dict(entry)}

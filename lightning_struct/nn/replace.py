@@ -139,6 +139,12 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
     compression ratio, and the relative error of those that were made from a trained layer. The last row has all parameters
     of the model, biases and other layers too.
 
+    Args:
+        model: any.
+
+    Returns:
+        The table as a string, whose ``skipped`` has the reasons by the names of the layers that were left.
+
     Example:
         >>> from lightning_struct.nn import Circulant
         >>> report = replacement_report(nn.Sequential(Circulant(64, 64), nn.Conv2d(3, 5, 3)))

@@ -34,6 +34,13 @@ class StepReport:
             last; None where it is not measured yet.
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
             evaluated in it; ``"line_search"``; ``"merit"``, after the step).
+
+    Example:
+        >>> import torch
+        >>> from lightning_struct.optim import SHF
+        >>> report = SHF(torch.nn.Linear(3, 1), "mse").step(inputs=torch.randn(8, 3), targets=torch.randn(8, 1))
+        >>> report.batch_size, report.loss_after < report.loss_before
+        (8, True)
     """
 
     loss_before: float

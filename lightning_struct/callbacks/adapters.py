@@ -45,6 +45,10 @@ class AdapterCheckpoint(Callback):
     Raises:
         MisconfigurationException: the strategy shards the weights; the module has no adapters at the start of a fit; a
             checkpoint was trained beside another base.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(callbacks=[AdapterCheckpoint()], logger=False, accelerator="cpu")
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -46,6 +46,10 @@ class Compression(Callback):
     Raises:
         MisconfigurationException: there are several processes; the module has no layer to be compressed, or the goal is out
             of reach; ``epoch`` or ``samples`` is out of range.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(callbacks=[Compression(budget=0.25, epoch=8)], logger=False, accelerator="cpu")
     """
 
     def __init__(

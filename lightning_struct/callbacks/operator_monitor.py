@@ -57,6 +57,14 @@ class OperatorMonitor(Callback):
     Raises:
         MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if the module has no
             structured layer, or matplotlib is missing.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> monitor = OperatorMonitor(every_n_steps=100)
+        >>> trainer = Trainer(callbacks=[monitor], logger=False, accelerator="cpu")
+        >>> figure, axes = monitor.plot(LDRSubdiagonal(16, 12))  # of any layer, without a fit too
+        >>> len(axes)
+        2
     """
 
     def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:

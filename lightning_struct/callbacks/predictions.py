@@ -24,6 +24,10 @@ class PredictionWriter(BasePredictionWriter):
 
     Args:
         name: name of the file, and key of the predictions in it.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> trainer = Trainer(callbacks=[PredictionWriter("reconstructions")], logger=False, accelerator="cpu")
     """
 
     def __init__(self, name: str = "predictions") -> None:

@@ -47,6 +47,13 @@ class CharactersDataModule(InMemoryDataModule):
 
     Raises:
         MisconfigurationException: if the file cannot be had, or has fewer windows than are asked for.
+
+    Example:
+        >>> data = CharactersDataModule(synthetic=True, steps=6, batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> characters, following = next(iter(data.train_dataloader()))
+        >>> characters.shape, torch.equal(characters[:, 1:], following[:, :-1])
+        (torch.Size([10, 6]), True)
     """
 
     def __init__(

@@ -69,6 +69,13 @@ class CIFAR10DataModule(InMemoryDataModule):
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and if
             one of the sets would be empty.
+
+    Example:
+        >>> data = CIFAR10DataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape, labels.dtype
+        (torch.Size([10, 3, 32, 32]), torch.int64)
     """
 
     def __init__(

@@ -225,6 +225,13 @@ class USPSDataModule(DigitsDataModule):
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
+
+    Example:
+        >>> data = USPSDataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape, labels.dtype
+        (torch.Size([10, 256]), torch.int64)
     """
 
     title = "USPS"

@@ -87,6 +87,13 @@ class IMDBDataModule(InMemoryDataModule):
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer reviews than asked for; if
             torchtext is missing; if a set or the samples would be empty, or the vocabulary has less than 10 numbers; for a
             checkpoint of another vocabulary.
+
+    Example:
+        >>> data = IMDBDataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)
+        >>> data.setup("fit")
+        >>> words, labels = next(iter(data.train_dataloader()))
+        >>> words.shape, labels.shape
+        (torch.Size([10, 200]), torch.Size([10]))
     """
 
     def __init__(

@@ -47,6 +47,11 @@ class BatchedTensorDataset(TensorDataset):
 
     A ``DataLoader`` finds ``__getitems__`` by itself; its ``collate_fn`` then has nothing left to do
     (:func:`keep_batch`). Any sampler works, Lightning's own under DDP too.
+
+    Example:
+        >>> dataset = BatchedTensorDataset(torch.arange(10), torch.arange(10) % 2)
+        >>> next(iter(DataLoader(dataset, batch_size=4, collate_fn=keep_batch)))
+        (tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1]))
     """
 
     def __getitems__(self, indices: list[int]) -> Batch:
@@ -117,6 +122,15 @@ class InMemoryDataModule(LightningDataModule, ABC):
     Raises:
         MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive, or larger than the
             training set where ``drop_last`` would leave no batch.
+
+    Example:
+        >>> class Numbers(InMemoryDataModule):
+        ...     def load_splits(self):
+        ...         return Splits(*(BatchedTensorDataset(torch.rand(count)) for count in (100, 20, 20)))
+        >>> data = Numbers(batch_size=25)
+        >>> data.setup("fit")
+        >>> [len(batch) for (batch,) in data.train_dataloader()][:3]  # of ten independent draws
+        [25, 25, 25]
     """
 
     def __init__(

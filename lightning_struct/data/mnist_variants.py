@@ -67,6 +67,13 @@ class MNISTVariantDataModule(FlatImagesDataModule):
     Raises:
         MisconfigurationException: for an unknown variant or a number out of its range; if the files cannot be had or are
             damaged, or have fewer images than asked for.
+
+    Example:
+        >>> data = MNISTVariantDataModule("noise", synthetic=True, batch_size=10, train_size=20, test_size=5)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape, labels.dtype
+        (torch.Size([10, 784]), torch.int64)
     """
 
     def __init__(

@@ -69,6 +69,13 @@ class NORBDataModule(FlatImagesDataModule):
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for; for a
             number out of its range.
+
+    Example:
+        >>> data = NORBDataModule(synthetic=True, batch_size=10, train_size=20, test_size=5)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape, labels.dtype
+        (torch.Size([10, 1024]), torch.int64)
     """
 
     title = "NORB"

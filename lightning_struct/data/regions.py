@@ -13,7 +13,17 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class Region(ABC):
-    """A set of points that can be drawn from; a subclass implements :meth:`sample`."""
+    """A set of points that can be drawn from; a subclass implements :meth:`sample`.
+
+    Example:
+        >>> class Disc(Region):
+        ...     def sample(self, count, generator):
+        ...         squares, turns = torch.rand(2, count, 1, generator=generator, dtype=torch.float64)
+        ...         angles = 2 * torch.pi * turns
+        ...         return squares.sqrt() * torch.cat([angles.cos(), angles.sin()], dim=1)
+        >>> Disc().sample(2, torch.Generator().manual_seed(0)).norm(dim=1) <= 1
+        tensor([True, True])
+    """
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator) -> Tensor:

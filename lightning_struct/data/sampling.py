@@ -191,6 +191,13 @@ class DrawLoader(DataLoader):
     Raises:
         MisconfigurationException: for another sampler, one of another data set, and for worker processes: batches
             that they fetched ahead would have the size of the past, and a resumed run would lose them.
+
+    Example:
+        >>> dataset = TensorDataset(torch.rand(100, 3), torch.arange(100) % 2)
+        >>> loader = DrawLoader(dataset, IndependentDraws(dataset, batch_size=25, draws_per_epoch=4))
+        >>> inputs, targets = next(iter(loader))
+        >>> inputs.shape, targets.shape
+        (torch.Size([25, 3]), torch.Size([25]))
     """
 
     def __init__(

@@ -127,6 +127,13 @@ class TextCorpusDataModule(LightningDataModule):
     Raises:
         MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text; for a
             checkpoint of another vocabulary.
+
+    Example:
+        >>> data = TextCorpusDataModule(synthetic=True, steps=5, batch_size=4, train_size=200, val_size=50, test_size=50)
+        >>> data.setup("fit")
+        >>> words, following = next(iter(data.train_dataloader()))
+        >>> words.shape, torch.equal(words[1:], following[:-1])
+        (torch.Size([5, 4]), True)
     """
 
     def __init__(

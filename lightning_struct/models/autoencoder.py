@@ -148,6 +148,11 @@ class SHFAutoencoder(SHFOptimization, Autoencoder):
 
     Raises:
         MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.
+
+    Example:
+        >>> model = SHFAutoencoder([784, 30, 6], sparse_connections=20)
+        >>> model.encoder[0].weight.count_nonzero(dim=1).unique()  # inputs of each unit
+        tensor([20])
     """
 
     def __init__(

@@ -115,6 +115,11 @@ class Classifier(L.LightningModule):
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
             are not (n, num_classes).
+
+    Example:
+        >>> model = Classifier(fully_connected([784, 32, 10]))
+        >>> model(torch.zeros(5, 784)).shape
+        torch.Size([5, 10])
     """
 
     def __init__(
@@ -229,6 +234,11 @@ class RLSClassifier(RLSOptimization, Classifier):
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
             are not (n, num_classes).
+
+    Example:
+        >>> model = RLSClassifier(fully_connected([784, 32, 10]))
+        >>> model(torch.zeros(5, 784)).shape, isinstance(model.configure_optimizers(), RLS)
+        (torch.Size([5, 10]), True)
     """
 
     def __init__(
@@ -270,6 +280,11 @@ class SHFClassifier(SHFOptimization, Classifier):
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
             are not (n, num_classes).
+
+    Example:
+        >>> model = SHFClassifier(fully_connected([784, 32, 10]))
+        >>> model(torch.zeros(5, 784)).shape, isinstance(model.configure_optimizers(), SHF)
+        (torch.Size([5, 10]), True)
     """
 
     def __init__(

@@ -55,6 +55,12 @@ class LanguageModel(L.LightningModule):
     Raises:
         MisconfigurationException: if a size is not positive, or ``tied`` with sizes that differ; in a batch, if a word has
             a number that the embedding does not have.
+
+    Example:
+        >>> words = torch.tensor([[4, 7], [9, 2], [3, 3]])  # three steps of two columns
+        >>> logits, state = LanguageModel(vocabulary_size=10, embedding_size=4, hidden_size=6)(words)
+        >>> logits.shape
+        torch.Size([3, 2, 10])
     """
 
     def __init__(

@@ -187,6 +187,12 @@ class SHFPhysicsInformedNetwork(SHFOptimization, PhysicsInformedNetwork):
 
     Raises:
         MisconfigurationException: neither ``hidden_sizes`` nor ``network``, or both; a size that is not positive.
+
+    Example:
+        >>> from lightning_struct.data import Heat
+        >>> model = SHFPhysicsInformedNetwork(Heat(), [8])
+        >>> model({"interior": torch.rand(5, 2)})["interior"].shape, isinstance(model.configure_optimizers(), SHF)
+        (torch.Size([5]), True)
     """
 
     def __init__(

@@ -16,7 +16,16 @@ HALVINGS = 4  # of height and width by the two poolings of LeNet, together
 
 
 def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
-    """``nn.Linear`` without bias."""
+    """``nn.Linear`` without bias.
+
+    Args:
+        in_features: size of an input.
+        out_features: size of an output.
+
+    Example:
+        >>> unbiased_linear(3, 2)
+        Linear(in_features=3, out_features=2, bias=False)
+    """
     return nn.Linear(in_features, out_features, bias=False)
 
 
@@ -111,6 +120,11 @@ def convolution_and_layer(
 
     Raises:
         MisconfigurationException: if a size is not positive, or odd with ``pool``.
+
+    Example:
+        >>> import torch
+        >>> convolution_and_layer(hidden=16, pool=True, size=8)(torch.zeros(5, 3, 8, 8)).shape
+        torch.Size([5, 10])
     """
     _check_positive(channels=channels, hidden=hidden, classes=classes, size=size)
     if pool and size % 2:

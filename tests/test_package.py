@@ -1,6 +1,7 @@
 import ast
 import subprocess
 import sys
+from doctest import DocTestParser
 from importlib import import_module
 from pathlib import Path
 
@@ -79,6 +80,26 @@ def test_callbacks_are_at_the_top_level():
 
 def test_public_names_are_listed():
     assert set(lightning_struct.__all__) <= set(dir(lightning_struct))
+
+
+# Public names for which an example of their own says nothing.
+WITHOUT_EXAMPLE = {
+    "functional": {
+        *("DampedSolver", "GaussNewtonLoss", "RightPreconditioner"),  # protocols
+        *("DisplacementOperator", "Jacobian", "Linearization"),  # abstract bases
+        # records, which the example of the function that returns or takes them shows
+        *("Derivatives", "LineSearchResult", "ParameterNorms", "ScaledDamping"),
+    },
+    "models": {"pruned"},  # reads the checkpoint of a run from the command line
+}
+
+
+@pytest.mark.parametrize("part", ["callbacks", "data", "functional", "models", "nn", "optim", "strategies"])
+def test_public_functions_and_classes_have_an_example(part):
+    package = import_module(f"lightning_struct.{part}")
+    docstrings = {name: getattr(package, name).__doc__ or "" for name in package.__all__}
+    without = {name for name, docstring in docstrings.items() if not DocTestParser().get_examples(docstring)}
+    assert without == WITHOUT_EXAMPLE.get(part, set())
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -2,15 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
 from lightning_struct.optim.rls.weights import TrainedWeight
+
+# The states of weights by their names, of those that have one.
+States: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+def forget_statistics(weights: Iterable[TrainedWeight]) -> None:
+    """Drop what was read since the last step."""
+    for weight in weights:
+        weight.statistics.reset()
+
+
+def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[TrainedWeight, Tensor]:
+    """x̄ of the weights that the step changes: their layers were called, and a gradient came back.
+
+    Raises:
+        ValueError: there is a gradient, but nothing was read.
+    """
+    return {weight: weight.statistics.mean() for weight in weights if _takes_part(weight, states)}
+
+
+def _takes_part(weight: TrainedWeight, states: States) -> bool:
+    gradients = [parameter.grad for parameter in weight.parameters if parameter.grad is not None]
+    if not gradients or weight.statistics.total is not None:
+        return bool(gradients)
+    if not any(gradient.any() for gradient in gradients):  # filled with zeros, and nobody called it
+        return False
+    raise ValueError(
+        f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen to read anything "
+        "since the last step. Either its weight is used without calling the layer, or a compiled module was called before RLS "
+        "was made, or the hooks were removed: call the layer, make RLS first, or exclude the layer"
+    )
+
+
+def clip_coefficient(
+    module: nn.Module,
+    gradients: Sequence[Tensor],
+    means: Mapping[TrainedWeight, Tensor],
+    max_norm: float | None,
+    states: States,
+) -> Tensor | float:
+    """The factor of the gradients, after a look at whether all is finite: the step's only wait for the device.
+
+    Args:
+        module: all of it.
+        gradients: of all parameters that are trained, by whomever.
+        means: of :func:`mean_inputs`.
+        max_norm: of all gradients together.
+        states: of the weights.
+
+    Raises:
+        ValueError: NaN or infinity in gradients or x̄; named are the step and where it is.
+    """
+    if not gradients:
+        return 1.0
+    norm = get_total_norm(gradients)
+    if not torch.isfinite(norm + get_total_norm(list(means.values())).to(norm)):
+        wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
+        raise ValueError(
+            f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look at the "
+            "loss and the data of this batch; lower gradient_scale, or set max_grad_norm"
+        )
+    return 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _not_finite(module: nn.Module, means: Mapping[TrainedWeight, Tensor]) -> list[str]:
+    """Where NaN or infinity is: in the gradients of which parameters, and in the mean inputs x̄ of which weights."""
+    names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+    wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
+    return wrong + [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]
+
+
+def _coming_step(weights: Iterable[TrainedWeight], states: States) -> int:
+    return 1 + max((states.get(weight.name, {}).get("steps", 0) for weight in weights), default=0)
 
 
 def gain_limits(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float) -> dict[TrainedWeight, GainLimit]:
@@ -25,10 +100,3 @@ def gain_limits(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float)
     if world_size() == 1 and all(weight.parameter.device.type == "cpu" for weight in states):
         gains = {w: g for w, g in gains.items() if w.forgetting < 1 or g.trace() > max_gain}
     return {weight: GainLimit(gain, max_gain, len(states)) for weight, gain in largest_gains(gains).items()}
-
-
-def not_finite(module: nn.Module, means: Mapping[TrainedWeight, Tensor]) -> list[str]:
-    """Where NaN or infinity is: in the gradients of which parameters, and in the mean inputs x̄ of which weights."""
-    names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
-    wrong = [f"the gradient of {n}" for p, n in names.items() if p.grad is not None and not p.grad.isfinite().all()]
-    return wrong + [f"the inputs of {weight.name}" for weight, mean in means.items() if not mean.isfinite().all()]

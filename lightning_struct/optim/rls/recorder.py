@@ -38,10 +38,9 @@ class InputRecorder:
         self.found_unfrozen: Callable[[], Callable[[], None] | None] = _nothing
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
-        self.attach()
 
     def attach(self) -> None:
-        """Hook the layers; before other hooks, which may replace an output."""
+        """Begin to record: hook the layers, before other hooks, which may replace an output."""
         # A compiled graph is broken at each layer: what is recorded must not become part of it.
         self._record_outside_of_graphs: Callable[..., None] = torch.compiler.disable(self._record)
         for layer, reader in self._layers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from lightning_struct.functional.layers import (
     plain_named_modules,
 )
 from lightning_struct.optim.rls.layers import LayerReader, layer_reader
+from lightning_struct.optim.rls.settings import InverseSettings
 from lightning_struct.optim.rls.statistics import Bias
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -44,16 +46,24 @@ class WeightTable:
 
     Args:
         layers: of :func:`layers_to_train`.
-        forgetting: λ.
+        inverses: settings of their P.
+        sequence_layers: those whose positions are steps of sequences.
 
     Attributes:
+        weights: all that are trained.
         of_layers: the weights of each layer by their names below it.
         incomplete: layers with parameters that are not trained yet.
     """
 
-    def __init__(self, layers: list[tuple[str, nn.Module, LayerReader]], forgetting: float) -> None:
+    def __init__(
+        self,
+        layers: list[tuple[str, nn.Module, LayerReader]],
+        inverses: InverseSettings,
+        sequence_layers: Sequence[nn.Module],
+    ) -> None:
         self._names = {layer: name for name, layer, _ in layers}
-        self._forgetting = forgetting
+        self._inverses, self._sequence_layers = inverses, sequence_layers
+        self.weights: list[TrainedWeight] = []
         self._of_parameter: dict[nn.Parameter, TrainedWeight] = {}
         self._taken: set[tuple[nn.Parameter, int | None]] = set()  # biases, by their parameters and first rows
         self.of_layers: dict[nn.Module, dict[str, TrainedWeight]] = {layer: {} for layer in self._names}
@@ -64,6 +74,7 @@ class WeightTable:
 
         Raises:
             ValueError: a weight is neither float32 nor float64; layers with one weight see it as other matrices.
+            MemoryError: their P take more than is free.
         """
         before = len(self._of_parameter)
         for layer in [layer for layer in self._names if layer in self.incomplete]:
@@ -83,13 +94,19 @@ class WeightTable:
                         weights[matrix.weight].add_layer(Bias(bias, matrix.bias_rows))
             if all(matrix.weight in weights for matrix in kind.matrices(layer)):
                 self.incomplete.discard(layer)
-        return list(self._of_parameter.values())[before:]
+        new = list(self._of_parameter.values())[before:]
+        self._inverses.apply(new)
+        for layer in self._sequence_layers:
+            for weight in self.of_layers[layer].values():
+                weight.reads_sequences = True
+        self.weights += new
+        return new
 
     def _use(self, layer: nn.Module, parameter: nn.Parameter, matrix: Matrix) -> TrainedWeight:
         if parameter not in self._of_parameter:
             name = self._names[layer]
             self._of_parameter[parameter] = _new_weight(
-                f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, self._forgetting
+                f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, self._inverses.forgetting
             )
         weight = self._of_parameter[parameter]
         if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
@@ -107,6 +124,20 @@ def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: 
             "weights and use autocast to bfloat16 (bf16-mixed)"
         )
     return TrainedWeight(name, parameter, groups=matrix.groups, transposed=matrix.transposed, forgetting=forgetting)
+
+
+def check_module(module: Any) -> None:
+    """Raise unless this is a module.
+
+    Raises:
+        TypeError: see above; the message says what to give instead.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got {type(module).__name__}. "
+            "In Lightning return RLS(self, ...) from configure_optimizers, also with LightningCLI or hydra, which hand "
+            "parameters to the optimizers that they configure themselves"
+        )
 
 
 def refuse_distributed_tensors(module: nn.Module) -> None:
@@ -141,14 +172,16 @@ def affine_layers(
     return found
 
 
-def only_linear_layer(module: nn.Module) -> nn.Module:
-    """The linear layer of a module that has no other layer for RLS.
+def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
+    """The linear layer that is named or given; with None that of a module that has no other layer for RLS.
 
     Raises:
-        ValueError: there are none, or several.
+        ValueError: it is none that RLS trains; or there are none, or several, to choose from.
     """
-    layers = {name or "the module": layer for name, layer, _ in layers_to_train(module, set())}
-    linear = [layer for layer in layers.values() if is_affine(layer)]
+    layers = {name or "the module": known for name, known, _ in layers_to_train(module, set())}
+    if layer is not None:
+        return affine_layers(module, [layer], layers.values(), "layer")[0]
+    linear = [known for known in layers.values() if is_affine(known)]
     if len(layers) != 1 or not linear:
         raise ValueError(
             f"RLS.exact trains one linear layer, and {type(module).__name__} has {', '.join(layers) or 'none'}: name the "

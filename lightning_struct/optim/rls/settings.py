@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_struct.functional.layers import plain_name
+from torch import nn
+
+from lightning_struct.functional.layers import plain_name, plain_named_modules
+from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.rls.memory import check_memory
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
@@ -62,14 +65,25 @@ _RANGES: dict[str, _Range] = {
 
 @dataclass(frozen=True)
 class InverseSettings:
-    """Settings of the P of all weights; see :class:`~lightning_struct.optim.RLS`."""
+    """Settings of the P of all weights; see :class:`~lightning_struct.optim.RLS`.
+
+    Raises:
+        ValueError: there is no such form, or it does not forget.
+    """
 
     form: InverseForm | None
+    forgetting: float
     rank: int
     block_size: int | None
     max_size: int | None
     interval: int
     limits_gain: bool
+
+    def __post_init__(self) -> None:
+        if self.form not in (None, "full", "low_rank", "rank1"):
+            raise ValueError(f"form must be 'full', 'low_rank', 'rank1' or None, got {self.form!r}")
+        if self.form == "low_rank" and self.forgetting < 1:
+            raise ValueError("form='low_rank' does not forget: use forgetting=1, or form='full' or 'rank1'")
 
     def apply(self, weights: Sequence[TrainedWeight]) -> None:
         """Decide for weights that have no P yet.
@@ -92,15 +106,16 @@ class InverseSettings:
         return self.form
 
     def _is_large(self, weight: TrainedWeight) -> bool:
-        return weight.features > LARGEST_FULL and weight.forgetting == 1 and self.block_size is None
+        return weight.features > LARGEST_FULL and self.forgetting == 1 and self.block_size is None
 
-    def chosen(self, weights: Sequence[TrainedWeight]) -> str:
-        """The end of a sentence about the weights whose form was chosen by their size; empty without."""
+    def in_words(self, weights: Sequence[TrainedWeight]) -> str:
+        """What P of these weights takes, and whose form was chosen by their size."""
+        memory = as_text(sum(weight.memory for weight in weights))
+        text = f"RLS takes {memory} for P; weights that it trains: {len(weights)}"
         if self.form is not None or not (number := sum(weight.form == "low_rank" for weight in weights)):
-            return ""
-        return (
-            f"; {number} with more than {LARGEST_FULL:,} inputs have the low-rank form (form='full' for the exact one)"
-        )
+            return text
+        chosen = f"{number} with more than {LARGEST_FULL:,} inputs have the low-rank form"
+        return f"{text}; {chosen} (form='full' for the exact one)"
 
 
 class GradientScales:
@@ -108,18 +123,20 @@ class GradientScales:
 
     Args:
         scale: of all, or a dict of it by the names of modules or weights.
-        names: of all modules and parameters.
+        module: of which they are the names.
 
     Raises:
         ValueError: a name is none of them.
     """
 
-    def __init__(self, scale: float | Mapping[str, float], names: Collection[str]) -> None:
+    def __init__(self, scale: float | Mapping[str, float], module: nn.Module) -> None:
         self._all = None if isinstance(scale, Mapping) else float(scale)
         self._by_name = (
             {plain_name(name): float(value) for name, value in scale.items()} if isinstance(scale, Mapping) else {}
         )
-        if unknown := self._by_name.keys() - set(names):
+        modules = {name for name, _ in plain_named_modules(module)}
+        parameters = {plain_name(name) for name, _ in module.named_parameters()}
+        if unknown := self._by_name.keys() - modules - parameters:
             raise ValueError(
                 f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are neither modules nor parameters"
             )

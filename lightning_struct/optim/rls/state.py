@@ -79,12 +79,18 @@ def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
         )
 
 
-def on_device(value: Any, device: torch.device) -> Any:
+def on_devices(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> dict[str, Any]:
+    """Copies of states by name, with their tensors where their weights are."""
+    devices = {weight.name: weight.parameter.device for weight in weights}
+    return {name: _on_device(state, devices[name]) for name, state in states.items()}
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
     """A copy, with its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, dict):
-        return {name: on_device(item, device) for name, item in value.items()}
+        return {name: _on_device(item, device) for name, item in value.items()}
     if isinstance(value, list):
-        return [on_device(item, device) for item in value]
+        return [_on_device(item, device) for item in value]
     return copy.copy(value)

@@ -184,6 +184,21 @@ def test_groups_can_be_added() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
+@pytest.mark.parametrize("moment", ["found in the pass", "added as a group"])
+def test_a_bias_of_several_weights_joins_a_group_once(moment: str) -> None:
+    attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=3, batch_first=True).double().requires_grad_(False)
+    module = nn.ModuleList([attention, nn.Linear(6, 3).double()])
+    optimizer = RLS(module)
+    attention.requires_grad_(True)
+    if moment == "added as a group":
+        optimizer.add_param_group({"params": attention.parameters()})
+    outputs, _ = attention(*(torch.randn(2, 5, size).double() for size in (6, 4, 3)))
+    module[1](outputs).square().sum().backward()
+    optimizer.step()
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(trained) == len(set(trained)) == len(list(module.parameters()))
+
+
 def test_a_group_without_layers_is_one_of_the_auxiliary_optimizer() -> None:
     module = network()
     module[2].requires_grad_(False)

@@ -1,0 +1,203 @@
+"""Which parameters RLS trains and which the auxiliary optimizer, and the groups in which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_struct.functional.layers import plain_name
+from lightning_struct.optim.rls.recorder import InputRecorder
+from lightning_struct.optim.rls.selection import WeightTable
+from lightning_struct.optim.rls.settings import GradientScales
+from lightning_struct.optim.rls.weights import TrainedWeight
+
+AuxiliaryFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
+Group: TypeAlias = dict[str, Any]
+
+
+class Membership:
+    """Who trains each parameter of a module: RLS, the auxiliary optimizer, or nobody as long as it is frozen.
+
+    The list of groups is the optimizer's, and others may replace it: methods are given it, and extend it. Groups with a
+    ``"ratio"`` are those of RLS. The others are the auxiliary optimizer's, the same dicts as there.
+
+    Args:
+        module: whose parameters these are.
+        left_alone: parameters that RLS does not train.
+        table: of the weights that RLS may train; it has none yet.
+        recorder: told of weights that join later.
+        scales: η of the weights.
+        defaults: options of the groups of RLS, the optimizer's own dict.
+        factory: makes the auxiliary optimizer; None: there is none.
+
+    Attributes:
+        auxiliary: the auxiliary optimizer; None as long as there is nothing for it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        left_alone: set[nn.Parameter],
+        table: WeightTable,
+        recorder: InputRecorder,
+        scales: GradientScales,
+        defaults: Mapping[str, Any],
+        factory: AuxiliaryFactory | None,
+    ) -> None:
+        self._module, self._left_alone, self._table, self._recorder = module, left_alone, table, recorder
+        self._scales, self._defaults, self._factory = scales, defaults, factory
+        self.auxiliary: torch.optim.Optimizer | None = None
+
+    def first_groups(self) -> list[Group]:
+        """Groups of all weights that require gradients now, one for each η.
+
+        Raises:
+            ValueError: there are none.
+        """
+        groups: list[Group] = []
+        self._put_into_groups(self._table.extend(self._is_new(groups)), groups)
+        if not groups:
+            raise ValueError(
+                f"{type(self._module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to "
+                "train; lightning_struct.functional.register_layer declares layers of other types"
+            )
+        return groups
+
+    def begin(self, groups: list[Group]) -> None:
+        """Give all other parameters that require gradients now to the auxiliary optimizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        known = _members(groups)
+        parameters = dict(self._module.named_parameters())
+        self._give_to_auxiliary({n: p for n, p in parameters.items() if p.requires_grad and p not in known}, groups)
+        has_frozen = not all(parameter.requires_grad for parameter in parameters.values())
+        if self._factory is not None and self.auxiliary is None and has_frozen:
+            # What may be unfrozen later joins a group that schedulers know by then.
+            self.auxiliary = self._factory([{"params": []}])
+            groups += self.auxiliary.param_groups
+
+    def take_in_unfrozen(self, groups: list[Group]) -> None:
+        """Train the weights of layers that require gradients by now, in the groups of their η."""
+        self._put_into_groups(self._take_in(self._is_new(groups)), groups)
+
+    def take_in_rest(self, groups: list[Group]) -> None:
+        """Give what has got a gradient and is in no group to whom it belongs.
+
+        Raises:
+            ValueError: to the auxiliary optimizer, and there is none.
+        """
+        known = _members(groups)
+        rest = {n: p for n, p in self._module.named_parameters() if p.grad is not None and p not in known}
+        if not rest:
+            return
+        self.take_in_unfrozen(groups)
+        known = _members(groups)
+        self._give_to_auxiliary({n: p for n, p in rest.items() if p.requires_grad and p not in known}, groups)
+
+    def add_group(self, group: Mapping[str, Any], groups: list[Group]) -> None:
+        """Train the parameters of this group: those of layers in a group of RLS, the others in one of the auxiliary optimizer.
+
+        Raises:
+            ValueError: one of them is no parameter of the module, or in a group already; or nobody trains it.
+        """
+        given = group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
+        names = {parameter: plain_name(name) for name, parameter in self._module.named_parameters()}
+        if not set(parameters) <= names.keys():
+            raise ValueError("RLS trains parameters of its module, and the group has others")
+        known = _members(groups)
+        if twice := [names[parameter] for parameter in parameters if parameter in known]:
+            raise ValueError(f"some parameters appear in more than one parameter group: {', '.join(twice)}")
+        wanted = set(parameters) - self._left_alone
+        new = self._take_in(lambda parameter: parameter in wanted)
+        own = list(dict.fromkeys(parameter for weight in new for parameter in weight.parameters))
+        rest = {names[parameter]: parameter for parameter in parameters if parameter not in set(own)}
+        if rest:
+            self._factory_for(rest)
+        options = {name: value for name, value in group.items() if name != "params"}
+        if own:
+            groups.append({**self._defaults, "gradient_scale": self._scales.of(new[0]), **options, "params": own})
+        if own or self.auxiliary is None:
+            self._give_to_auxiliary(rest, groups)
+        else:
+            self.auxiliary.add_param_group({**options, "params": list(rest.values())})
+            groups.append(self.auxiliary.param_groups[-1])
+
+    def share(self, groups: list[Group]) -> dict[TrainedWeight, Group]:
+        """The group of each weight; the others become the auxiliary optimizer's: whoever changes one changes both."""
+        if self.auxiliary is not None:
+            self.auxiliary.param_groups = [group for group in groups if not _is_own(group)]
+        of_parameter = {parameter: group for group in groups if _is_own(group) for parameter in group["params"]}
+        # Groups may have been put in their place, as Lightning's BaseFinetuning does when a run is resumed.
+        missing = of_parameter.keys() - {parameter for weight in self._table.weights for parameter in weight.parameters}
+        if missing:
+            self._take_in(lambda parameter: parameter in missing)
+        return {w: of_parameter[w.parameter] for w in self._table.weights if w.parameter in of_parameter}
+
+    def check_parameters(self) -> None:
+        """Raise where layers have other weights by now.
+
+        Raises:
+            ValueError: see above; some are named.
+        """
+        present = set(self._module.parameters())
+        if replaced := [weight.name for weight in self._table.weights if weight.parameter not in present]:
+            raise ValueError(
+                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}, ... Make RLS after "
+                "what replaces them"
+            )
+
+    def _is_new(self, groups: list[Group]) -> Callable[[nn.Parameter], bool]:
+        """Whether RLS may train a parameter that requires gradients and is in no group."""
+        known = _members(groups) | self._left_alone
+        return lambda parameter: parameter.requires_grad and parameter not in known
+
+    def _take_in(self, is_trained: Callable[[nn.Parameter], bool]) -> list[TrainedWeight]:
+        new = self._table.extend(is_trained)
+        for weight in new:
+            self._recorder.watch_gradients(weight)
+        return new
+
+    def _put_into_groups(self, weights: list[TrainedWeight], groups: list[Group]) -> None:
+        """Add weights to the groups of their η, which are made where there are none."""
+        known = _members(groups)
+        for weight in weights:
+            scale = self._scales.of(weight)
+            group = next((g for g in groups if _is_own(g) and g["gradient_scale"] == scale), None)
+            if group is None:
+                group = {**self._defaults, "gradient_scale": scale, "params": []}
+                groups.append(group)
+            group["params"] += [parameter for parameter in weight.parameters if parameter not in known]
+            known.update(weight.parameters)
+
+    def _give_to_auxiliary(self, parameters: Mapping[str, nn.Parameter], groups: list[Group]) -> None:
+        """Train these by the auxiliary optimizer, in its first group if there is one."""
+        if not parameters:
+            return
+        if self.auxiliary is not None:
+            self.auxiliary.param_groups[0]["params"] += parameters.values()
+            return
+        self.auxiliary = self._factory_for(parameters)(list(parameters.values()))
+        groups += self.auxiliary.param_groups
+
+    def _factory_for(self, parameters: Iterable[str]) -> AuxiliaryFactory:
+        """What makes the auxiliary optimizer; an error that names these parameters where nothing does."""
+        if self._factory is None:
+            raise ValueError(
+                f"RLS does not train {', '.join(map(plain_name, parameters))}: give auxiliary=functools.partial("
+                "torch.optim.Adam, lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
+            )
+        return self._factory
+
+
+def _members(groups: list[Group]) -> set[nn.Parameter]:
+    return {parameter for group in groups for parameter in group["params"]}
+
+
+def _is_own(group: Group) -> bool:
+    return "ratio" in group

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -226,13 +227,32 @@ def excluded_modules(
 
     Raises:
         ValueError: one of them is no module of ``module``; the message calls what was given by ``argument``.
+        TypeError: one of them is neither a module nor a name.
     """
     by_name = dict(plain_named_modules(module))
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module)
     excluded: set[nn.Module] = set()
-    for item in [exclude] if isinstance(exclude, str | nn.Module) else exclude:
+    for item in exclude if several else [exclude]:
+        if not isinstance(item, str | nn.Module):
+            what = f"{type(item).__name__} {getattr(item, '__name__', '')}".rstrip()
+            raise TypeError(f"{argument} has this {what}, but takes modules or the full names of modules")
         found = by_name.get(plain_name(item)) if isinstance(item, str) else item
         if found is None or not any(found is child for child in module.modules()):
             what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
-            raise ValueError(f"{argument} has {what}, which is no module of {type(module).__name__}")
+            raise ValueError(
+                f"{argument} has {what}, which is no module of {type(module).__name__}: it takes modules or the full names of "
+                f"modules{_names_for_pattern(item, by_name) if isinstance(item, str) else ''}"
+            )
         excluded.update(found.modules())
     return excluded
+
+
+def _names_for_pattern(pattern: str, names: Iterable[str]) -> str:
+    """The end of a sentence for who has given a pattern where a name is wanted; empty for others."""
+    if not set(pattern) & set("*?["):
+        return ""
+    there = [name for name in names if name]
+    matching = [name for name in there if fnmatchcase(name, pattern)]
+    listed = matching or there
+    some = ", ".join(map(repr, listed[:5])) + (", ..." if len(listed) > 5 else "")
+    return f", no patterns; {'it matches' if matching else 'there are'} {some or 'none'}"

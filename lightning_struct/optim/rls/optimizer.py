@@ -86,14 +86,14 @@ class RLS(torch.optim.Optimizer):
         max_size: P of layers with more inputs than this has the rank-1 form.
         sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum over
             their positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to (86)).
-        exclude: modules, or their names, that are left to ``auxiliary`` with all that is below them.
+        exclude: modules, or their full names, that are left to ``auxiliary`` with all that is below them.
         auxiliary: makes the optimizer of all other parameters from their list.
 
     Raises:
         ValueError: an argument out of range; a name in ``exclude`` or ``gradient_scale`` that is none; parameters that
             neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, not initialised yet, or
             spread over processes (FSDP2); nothing to train.
-        TypeError: ``module`` is none, as where its parameters are given.
+        TypeError: ``module`` is none, as where its parameters are given; ``exclude`` has neither modules nor names.
         MemoryError: the matrices P do not fit into the memory that is free.
 
     Example:

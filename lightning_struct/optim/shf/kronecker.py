@@ -63,6 +63,7 @@ class KroneckerFactors:
 
     Raises:
         ValueError: ``exclude`` has what is no module below ``module``.
+        TypeError: ``exclude`` has what is neither a module nor a name.
         MemoryError: the factors take more than there is.
     """
 

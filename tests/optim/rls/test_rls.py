@@ -285,12 +285,28 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
         ({"max_size": -1}, "max_size must be >= 0, or None, got -1"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
         ({"exclude": [nn.Tanh()]}, "exclude has this Tanh, which is no module of Sequential"),
+        ({"exclude": "*2"}, r"'\*2', which is no .* the full names of modules, no patterns; it matches '2'$"),
+        ({"exclude": ["head.*"]}, r"'head\.\*', which is no .*, no patterns; there are '0', '1', '2'$"),
         ({"exclude": ["0", "2"], "auxiliary": ADAM}, "for RLS to train"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RLS(network(), **options)
+
+
+def is_head(name: str, layer: nn.Module) -> bool:
+    return name == "2"
+
+
+@pytest.mark.parametrize(
+    ("exclude", "what"), [(is_head, "function is_head"), ([nn.Tanh(), 2], "int"), (nn.Linear, "type Linear")]
+)
+def test_exclude_says_what_it_takes(exclude: Any, what: str) -> None:
+    module = network()
+    module[1] = exclude[0] if isinstance(exclude, list) else module[1]
+    with pytest.raises(TypeError, match=f"exclude has this {what}, but takes modules or the full names of modules"):
+        RLS(module, exclude=exclude)
 
 
 def test_weights_of_half_precision_are_refused() -> None:

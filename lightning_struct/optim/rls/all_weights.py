@@ -72,7 +72,7 @@ def clip_coefficient(
         wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
         raise ValueError(
             f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look at the "
-            "loss and the data of this batch; lower gradient_scale, or set max_grad_norm"
+            "loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
         )
     return 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

@@ -3,16 +3,17 @@
     pip install peft
     python benchmarks/adapters.py --data-dir data
 
-A perceptron (four hidden layers of 256 units) and a small vision transformer (two blocks of width 64) learn MNIST at 16 x 16
-pixels. Then they are frozen, and adapters in the hidden layers or in the four projections of attention learn a shift:
-turned digits, digits on pictures, on noise, inverted ones, and USPS, from 2,000 images, in 200 (or 100) steps
-of Adam with 32 images each.
+A perceptron (four hidden layers of 256 units) and a small vision transformer (two blocks of width 64) learn MNIST at 16
+x 16 pixels. Then they are frozen, and adapters in the hidden layers or in the four projections of attention learn a
+shift: turned digits, digits on pictures, on noise, inverted ones, and USPS, from 2,000 images, in 200 (or 100) steps of
+Adam with 32 images each.
 
-Each way takes the largest adapter of its kind that has no more parameters than low rank of 1 (or 2). Its learning rate is
-the best for the turned digits, on images that are neither trained nor tested on, for each network and budget; rates go
-from 0.01 up, two to a decade, until the largest is not the best.
+Each way takes the largest adapter of its kind that has no more parameters than low rank of 1 (or 2). Its learning rate
+is the best for the turned digits, on images that are neither trained nor tested on, for each network and budget; rates
+go from 0.01 up, two to a decade, until the largest is not the best.
 
---approximation has instead how near each class comes to the update of a full fine-tuning, at equal numbers of parameters.
+--approximation has instead how near each class comes to the update of a full fine-tuning, at equal numbers of
+parameters.
 """
 
 from __future__ import annotations

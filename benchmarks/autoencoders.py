@@ -5,24 +5,25 @@
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py curves --seeds 0 --minutes 10
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py usps --data-dir DIRECTORY --kronecker --cpu-seconds 120
 
-Without ``--kronecker`` it compares SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), the same with damping around
-the origin instead of the start (USPS only), Martens' method, the paper's rival (``hf.yaml``), and Adam at each of ``--rates``.
-All begin with the same sparse weights for a seed. On USPS a seed takes about 40 minutes of one core.
+Without ``--kronecker`` it compares SHF as in the paper (``recipes/TASK_autoencoder/shf.yaml``), the same with damping
+around the origin instead of the start (USPS only), Martens' method, the paper's rival (``hf.yaml``), and Adam at each
+of ``--rates``. All begin with the same sparse weights for a seed. On USPS a seed takes about 40 minutes of one core.
 
 With ``--kronecker`` it compares SHF with Kronecker factors (``recipes/TASK_autoencoder/kronecker.yaml``) with
 
 - variants of itself: guards that measure instead of values set by hand, weak damping at the start, and the curvature of
   whole batches (MNIST);
-- Adam at constant rates and at rates that fall to a hundredth until epoch ``--adam-epochs``, SGD with momentum, L-BFGS and,
-  where ``pytorch_optimizer`` is installed, SOAP (Shampoo with Adam in its eigenbasis). All have the L2 of SHF but L-BFGS and
-  SOAP, which have none;
+- Adam at constant rates and at rates that fall to a hundredth until epoch ``--adam-epochs``, SGD with momentum, L-BFGS
+  and, where ``pytorch_optimizer`` is installed, SOAP (Shampoo with Adam in its eigenbasis). All have the L2 of SHF but
+  L-BFGS and SOAP, which have none;
 - SHF and HF as in the papers.
 
-``--only`` names the ways that are run. Each way takes ``--cpu-seconds`` a seed: with 120 all of them take about 40 minutes.
+``--only`` names the ways that are run. Each way takes ``--cpu-seconds`` a seed: with 120 all of them take about 40
+minutes.
 
-Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on where it
-was. Time is CPU time of the process, validations included. Errors are ‖x̂ - x‖² averaged over samples, twice those of the
-paper.
+Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
+where it was. Time is CPU time of the process, validations included. Errors are ‖x̂ - x‖² averaged over samples, twice
+those of the paper.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ DRAWN = {
 
 
 class PrintedNormTest(SHFAutoencoder):
-    """The norm test as equations 13 and 14 of the paper have it: the norm of the gradient, where Byrd et al. have its square."""
+    """The norm test as equations 13 and 14 of the paper have it: the norm of the gradient, where Byrd et al. have its
+    square."""
 
     def gradient_statistics(self) -> GradientStatistics | None:
         found = super().gradient_statistics()

@@ -3,15 +3,16 @@
     python benchmarks/compress.py --data-dir data
     python benchmarks/compress.py --data-dir data --networks resnet --picture docs/images/compress.png
 
-A small ResNet learns CIFAR-10 (files of images in data/train and data/test, or the official ones), a small transformer the
-characters of a text (data/tinyshakespeare.txt), a perceptron MNIST at 16 x 16 pixels. Each is then made smaller by
+A small ResNet learns CIFAR-10 (files of images in data/train and data/test, or the official ones), a small transformer
+the characters of a text (data/tinyshakespeare.txt), a perceptron MNIST at 16 x 16 pixels. Each is then made smaller by
 
 - ``compress``, which measures on samples that are neither trained nor tested on (128 images, 64 texts, 256 digits),
 - low rank by truncated singular values, one share of the numbers for all layers that compress may replace,
 - magnitude pruning of these layers, one share for all (the places of the weights that are left are not counted), and
 - rounding of all weights to 8 bits, with a scale for each row: a quarter of the bytes.
 
-and trained on for 80 to 200 steps of 32 samples. --sizes has the bytes of checkpoint, frozen model and ONNX file instead.
+and trained on for 80 to 200 steps of 32 samples. --sizes has the bytes of checkpoint, frozen model and ONNX file
+instead.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
         if whole is None:
             continue
         print(
-            f"\n{name}: {whole['parameters']:,} parameters, {whole['accuracy']:.2f} %; in 8 bits {whole['in_8_bits']:.2f} %"
+            f"\n{name}: {whole['parameters']:,} parameters, {whole['accuracy']:.2f} %; in 8 bits "
+            f"{whole['in_8_bits']:.2f} %"
         )
         print_header("budget", "way", "parameters", "accuracy", "after training on", "seconds to make it")
         for budget in BUDGETS:

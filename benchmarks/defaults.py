@@ -3,21 +3,22 @@
     OMP_NUM_THREADS=1 python benchmarks/defaults.py --data-dir DIRECTORY [--seconds 20] [--seeds 0 1 2]
         [--tasks classifier lstm ...] [--only WAY ...]
 
-Each network is trained by ``SHF(module, loss)``, by RLS and by Adam with rates of 1e-3 and 3e-3, on the same batches from the same
-weights: epochs without replacement, float32, denormal numbers flushed to zero. RLS is ``RLS(module)`` for autoencoders. For
-classifiers it is what the README has: momentum 0.5, and Adam, 1e-3, for the last layer and for vectors.
+Each network is trained by ``SHF(module, loss)``, by RLS and by Adam with rates of 1e-3 and 3e-3, on the same batches
+from the same weights: epochs without replacement, float32, denormal numbers flushed to zero. RLS is ``RLS(module)`` for
+autoencoders. For classifiers it is what the README has: momentum 0.5, and Adam, 1e-3, for the last layer and for
+vectors.
 
 - ``classifier``: MNIST, 784-128-64-10, ReLU, batches of 256;
 - ``lstm``: MNIST, row by row, 64 units, batches of 128;
 - ``resnet``: MNIST at half the resolution, two residual blocks of 16 channels with GroupNorm, batches of 128;
 - ``transformer``: MNIST, row by row, two layers of 48 units and 4 heads, batches of 128;
-- ``logistic``, ``tanh``: USPS autoencoders, 256-400-200-100-50-25 and back, batches of 600; the logistic one from the paper's
-  sparse start, the other from torch's.
+- ``logistic``, ``tanh``: USPS autoencoders, 256-400-200-100-50-25 and back, batches of 600; the logistic one from the
+  paper's sparse start, the other from torch's.
 
-Seconds are CPU time of the process without the validations, which come 15 times in a run, at equal times. A fall is how far
-the accuracy is below the best one so far, the largest of a run; of an autoencoder, how far the error is above the lowest so
-far, in per cent. All runs take half an hour of one core. Runs
-are kept in ``--output``; a benchmark that was stopped goes on where it was.
+Seconds are CPU time of the process without the validations, which come 15 times in a run, at equal times. A fall is how
+far the accuracy is below the best one so far, the largest of a run; of an autoencoder, how far the error is above the
+lowest so far, in per cent. All runs take half an hour of one core. Runs are kept in ``--output``; a benchmark that was
+stopped goes on where it was.
 """
 
 from __future__ import annotations

@@ -2,24 +2,24 @@
 
     python benchmarks/gradient_norms.py [--tasks autoencoder cnn transformer] [--threads 1] [--pairs 15]
 
-A training step is forward, backward and a step of Adam, float32. Measured are ours, in a bare loop (GradientNormRecorder,
-by sketches with 8 random signs and exact) and as the callback GrowingBatchSize in a Lightning fit (its own plain step is
-that of the same fit without it, at a batch size that is kept), and the ways of others to get the same numbers, each of
-which replaces the ordinary gradient by per-sample gradients or norms:
+A training step is forward, backward and a step of Adam, float32. Measured are ours, in a bare loop
+(GradientNormRecorder, by sketches with 8 random signs and exact) and as the callback GrowingBatchSize in a Lightning
+fit (its own plain step is that of the same fit without it, at a batch size that is kept), and the ways of others to get
+the same numbers, each of which replaces the ordinary gradient by per-sample gradients or norms:
 
     vmap(grad)                 torch.func, in torch itself
     Opacus GradSampleModule    pip install opacus
     BackPACK BatchL2Grad       pip install backpack-for-pytorch
     BackPACK BatchGrad
 
-Tasks: the MNIST autoencoder (784-1000-500-250-30 and back), the mini VGG of ``recipes/cifar_cnn``, both at batch 128, and
-the Transformer of Lightning's demos with 2,000 words, 16 sentences of 35 tokens, no dropout. Data are random.
+Tasks: the MNIST autoencoder (784-1000-500-250-30 and back), the mini VGG of ``recipes/cifar_cnn``, both at batch 128,
+and the Transformer of Lightning's demos with 2,000 words, 16 sentences of 35 tokens, no dropout. Data are random.
 
-Each way runs in a process of its own, in which steps with and without it alternate, so that a machine whose speed drifts
-does not change the ratio; time is CPU time of the process, where there is one thread. Memory is the highest resident set
-of the process less what plain steps took. The last column shows that all ways measure the same: the sum of the squared norms
-over the samples of the first batch, at the same weights. Ours take about ten minutes on one core with 15 pairs, mostly for
-the CNN; some rivals, which take up to seventy times a plain step, an hour (``--pairs 2``).
+Each way runs in a process of its own, in which steps with and without it alternate, so that a machine whose speed
+drifts does not change the ratio; time is CPU time of the process, where there is one thread. Memory is the highest
+resident set of the process less what plain steps took. The last column shows that all ways measure the same: the sum of
+the squared norms over the samples of the first batch, at the same weights. Ours take about ten minutes on one core with
+15 pairs, mostly for the CNN; some rivals, which take up to seventy times a plain step, an hour (``--pairs 2``).
 """
 
 from __future__ import annotations

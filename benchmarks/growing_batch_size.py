@@ -1,9 +1,10 @@
-"""A growing batch against the batches and schedules that a user would take: six tasks with the optimizers and rates usual there.
+"""A growing batch against the batches and schedules that a user would take: six tasks with the optimizers and rates
+usual there.
 
     OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py --data-dir DIRECTORY [--tasks mnist ...] [--jobs 2]
 
-The projects are ordinary ones, in which only the batch differs: a LightningModule in automatic optimization, a shuffling
-``DataLoader`` and a fixed rate, but where a cosine schedule is named.
+The projects are ordinary ones, in which only the batch differs: a LightningModule in automatic optimization, a
+shuffling ``DataLoader`` and a fixed rate, but where a cosine schedule is named.
 
 - ``mnist``: 784-512-10, SGD with momentum 0.9, rate 0.05, from 32;
 - ``cifar``: a VGG of 8 to 32 channels on 10,000 images, SGD with momentum 0.9, rate 0.02, from 32;
@@ -12,18 +13,18 @@ The projects are ordinary ones, in which only the batch differs: a LightningModu
 - ``imdb``: an LSTM of 32 units, the first 50 words of reviews, Adam, 1e-3, from 32;
 - ``autoencoder``: 784-256-64-16-64-256-784 with rectifiers, MNIST, Adam, 1e-3, from 64.
 
-The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate times √2
-(OLMo, arXiv 2505.23971) after 1/8 and 3/8 of the samples; a linear ramp to 8 times the size at the same rate; and
-``GrowingBatchSize()``, without arguments, with ``scale_lr="sqrt"`` and, where the optimizer is SGD, ``scale_lr="adascale"``.
-Schedules know how many samples there will be, the callback does not.
+The ways are fixed batches of 1, 2, 4 and 8 times that size at the same rate; the doubling of the batch with the rate
+times √2 (OLMo, arXiv 2505.23971) after 1/8 and 3/8 of the samples; a linear ramp to 8 times the size at the same rate;
+and ``GrowingBatchSize()``, without arguments, with ``scale_lr="sqrt"`` and, where the optimizer is SGD,
+``scale_lr="adascale"``. Schedules know how many samples there will be, the callback does not.
 
-A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss of a
-run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times in a run.
-The two last tables hold what is claimed: (a) after the same seconds the default is not worse than the user's own batch; (b)
-with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
+A run ends after so many CPU seconds of training, validations not counted; that with a cosine after its epochs. The loss
+of a run is the lowest validation loss so far, which is what a checkpoint callback would keep; it is measured 32 times
+in a run. The two last tables hold what is claimed: (a) after the same seconds the default is not worse than the user's
+own batch; (b) with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
 
-Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on where it
-was. With three seeds and the default bounds it takes an hour and a half of one core.
+Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
+where it was. With three seeds and the default bounds it takes an hour and a half of one core.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -224,6 +225,8 @@ TASKS = {
 FIXED = {f"fixed ×{multiple}": multiple for multiple in MULTIPLES}
 DOUBLING, RAMP, DEFAULT = "doubling, rate ×√2", "linear ramp", "`GrowingBatchSize()`"
 SCALED, ADASCALE = '`scale_lr="sqrt"`', '`scale_lr="adascale"`'
+GROWING = (DEFAULT, SCALED)
+DRAWN = ("fixed ×1", "fixed ×2", DOUBLING, *GROWING)
 WAYS = (*FIXED, DOUBLING, RAMP, DEFAULT, SCALED, ADASCALE)
 
 
@@ -340,7 +343,8 @@ def report(runs: Sequence[Run]) -> None:
 
 
 def predicted_growth(runs: Sequence[Run], task: str) -> str:
-    """The batch that the default predicts over the user's own: the gradient noise scale, as far as there are samples."""
+    """The batch that the default predicts over the user's own: the gradient noise scale, as far as there are
+    samples."""
     predicted = [
         [check["predicted"] for check in run["sizes"] if "predicted" in check] for run in of(runs, task, DEFAULT)
     ]
@@ -372,6 +376,17 @@ def lowest_so_far(run: Run) -> Iterator[float]:
         yield lowest
 
 
+def median_curve(runs: Sequence[Run], measure: str) -> tuple[list[float], list[list[float]]]:
+    """The medians of a measure at each validation, and of the lowest losses until then the lowest, median and
+    highest."""
+    at = [
+        statistics.median(points)
+        for points in zip(*([p[measure] for p in run["points"]] for run in runs), strict=False)
+    ]
+    by_validation = list(zip(*map(lowest_so_far, runs), strict=False))
+    return at, [[of_seeds(losses) for losses in by_validation] for of_seeds in (min, statistics.median, max)]
+
+
 @harness.readable
 def draw(runs: Sequence[Run]) -> Figure:
     """The lowest validation loss so far over seconds and over steps, and the size of the batch; a row for each task."""
@@ -379,29 +394,37 @@ def draw(runs: Sequence[Run]) -> Figure:
     figure = Figure(figsize=(harness.WIDTH, 2.3 * len(tasks) + 1), layout="constrained")
     rows = figure.subplots(len(tasks), 3, squeeze=False)
     for name, row in zip(tasks, rows, strict=True):
-        for color, way in enumerate(WAYS):
-            for i, run in enumerate(of(runs, name, way)):
-                growing = way in (DEFAULT, SCALED, ADASCALE)
-                style: dict[str, Any] = {**harness.seed_style(i), "color": f"C{color}", "label": None if i else way}
-                style["linestyle"] = "-" if growing else ":" if way in FIXED else "--"
-                losses = list(lowest_so_far(run))
-                for axes, measure in zip(row, ("seconds", "steps"), strict=False):
-                    axes.plot([point[measure] for point in run["points"]], losses, **style)
-                if growing and run["sizes"]:
-                    samples, sizes = ([s[key] for s in run["sizes"]] for key in ("samples", "size"))
-                    row[2].plot(samples, sizes, drawstyle="steps-post", **style)
-        losses_late = [loss for run in runs if run["task"] == name for loss in list(lowest_so_far(run))[8:]]
-        low, high = min(losses_late), statistics.quantiles(losses_late, n=20)[-2]
+        late: list[float] = []
+        for color, way in enumerate(DRAWN):
+            if not (of_way := of(runs, name, way)):
+                continue
+            style: dict[str, Any] = {"color": f"C{color}", "linestyle": "-" if way in GROWING else "--"}
+            for axes, measure in zip(row, ("seconds", "steps"), strict=False):
+                at, (low, middle, high) = median_curve(of_way, measure)
+                axes.plot(at, middle, label=way.strip("`"), **style)
+                axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
+                late += middle[len(middle) // 4 :]
+            for run in of_way if way in GROWING else ():
+                if run["sizes"]:  # the last batch of an epoch may be smaller
+                    sizes = list(accumulate((check["size"] for check in run["sizes"]), max))
+                    row[2].plot([s["samples"] for s in run["sizes"]], sizes, drawstyle="steps-post", alpha=0.7, **style)
         for axes, label in zip(row, ("CPU seconds", "steps", "samples"), strict=True):
             axes.set_xlabel(label)
             axes.grid(alpha=0.25)
+        low, high = min(late), max(late)
         for axes in row[:2]:
-            axes.set_ylim(low - 0.05 * (high - low), high)
+            axes.set_ylim(low - 0.1 * (high - low), high)
         row[0].set_ylabel(f"{name}\nvalidation loss")
-        row[2].set(ylabel="samples in a batch", yscale="log")
-        harness.plain_ticks(row[2].xaxis, row[2].yaxis)
+        row[2].set_ylabel("samples in a batch")
+        row[2].set_yscale("log", base=2)
+        row[2].yaxis.set_major_formatter("{x:.0f}")
         row[2].xaxis.set_major_locator(MaxNLocator(3))
-    harness.legend_below(figure, rows[0][0], harness.explain_seeds({run["seed"] for run in runs}), columns=3)
+        row[2].xaxis.set_major_formatter(EngFormatter(sep=""))
+        row[2].set_ylim(TASKS[name].batch_size / 2**0.5)
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
+    harness.legend_below(
+        figure, rows[0][0], f"medians of seeds {seeds}, lowest to highest; batches of all seeds", columns=3
+    )
     return figure
 
 

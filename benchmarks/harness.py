@@ -1,9 +1,11 @@
 """The harness of the benchmarks: a file for each run, a process for each run, a clock, tables and pictures.
 
 A run is a dict that goes to a JSON file of its own, with the machine that it ran on. A run whose file is there is not
-repeated, so a benchmark that was stopped goes on where it was, and several processes can share its runs. Two ways of running:
+repeated, so a benchmark that was stopped goes on where it was, and several processes can share its runs. Two ways of
+running:
 
-- :func:`run_jobs` starts the script anew for each run that is missing, with ``--job``; there :func:`answer_job` runs it.
+- :func:`run_jobs` starts the script anew for each run that is missing, with ``--job``; there :func:`answer_job` runs
+  it.
 - :func:`run_once` runs it in this process.
 
 Tables go to standard output in Markdown, row by row; the progress bar to standard error, on a terminal alone.
@@ -368,7 +370,8 @@ def legend_below(figure: Figure, axes: Axes, title: str, columns: int) -> None:
 
 
 def plain_ticks(*axes: Axis, unit: str = "") -> None:
-    """Ticks of logarithmic axes as numbers (20, 5k, 1M) instead of powers of ten, three a decade where there is room."""
+    """Ticks of logarithmic axes as numbers (20, 5k, 1M) instead of powers of ten, three a decade where there is
+    room."""
 
     def short(value: float, _: int) -> str:
         for size, letter in ((1e6, "M"), (1e3, "k")):

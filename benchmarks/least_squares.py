@@ -1,21 +1,24 @@
 """Errors of physics-informed networks over CPU time, by SHF, Adam, L-BFGS and torch-levenberg-marquardt.
 
-    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60] [--seeds 0 1 2] [--methods ...]
+    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60] [--seeds 0 1 2]
+    [--methods ...]
 
-Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what measures
-the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known solution. All
-methods start from the same weights. The points are fixed and the same for all, but for Burgers' equation. There they are drawn
-anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's network is large: every 5 steps
-of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with up to 20 iterations each.
-Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of 50; "Adam, then L-BFGS" has half
-of the time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0" is without the warm start, which only
-points that are drawn anew call for. A rival that is not installed is said to be so:
+Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what
+measures the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known
+solution. All methods start from the same weights. The points are fixed and the same for all, but for Burgers' equation.
+There they are drawn anew as ``PointsDataModule`` does by default, a fifth of them where the residual of the method's
+network is large: every 5 steps of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with
+up to 20 iterations each. Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of
+50; "Adam, then L-BFGS" has half of the time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0"
+is without the warm start, which only points that are drawn anew call for. A rival that is not installed is said to be
+so:
 
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
 
-Printed is the error after parts of the time, the median over seeds with the lowest and the highest. Where points are drawn anew
-the error moves up and down from step to step; there it is that of the weights with the lowest loss so far on points that are not
-trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps. The curves are drawn, too.
+Printed is the error after parts of the time, the median over seeds with the lowest and the highest. Where points are
+drawn anew the error moves up and down from step to step; there it is that of the weights with the lowest loss so far on
+points that are not trained on, which are those that ``ModelCheckpoint(monitor="val_loss")`` keeps. The curves are
+drawn, too.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ class Residuals(nn.Module):
 
 
 class ScaledRows(nn.Module):
-    """The same for points of all blocks in one tensor: coordinates, then for each block 1/√n_b at its points and 0 elsewhere."""
+    """The same for points of all blocks in one tensor: coordinates, then for each block 1/√n_b at its points and 0
+    elsewhere."""
 
     def __init__(self, residuals: Residuals, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -239,7 +243,8 @@ def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
 
 
 def error_at(run: harness.Run, seconds: float) -> float | None:
-    """The error when the time had come, or that of the weights that were kept by then; None where the run is shorter."""
+    """The error when the time had come, or that of the weights that were kept by then; None where the run is
+    shorter."""
     curve = run["curve"]
     end = next((i for i, point in enumerate(curve) if point["seconds"] >= 0.999 * seconds), None)
     if end is None:

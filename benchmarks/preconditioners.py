@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/preconditioners.py usps --data-dir DIRECTORY [--steps 5 20 40 60 80]
     OMP_NUM_THREADS=1 python benchmarks/preconditioners.py curves
 
-Trains by ``recipes/TASK_autoencoder/kronecker.yaml``. Before each of the steps named, the subproblem of that step is solved
-from zero by conjugate gradients without a preconditioner, with the randomised Jacobi preconditioner of the paper
-(Algorithm 3) and with Kronecker factors, until ‖b - B d‖ <= ``--tolerance`` ‖b‖ in the space of the weights. Printed are the
-iterations, and in the end the share of each phase in the wall time of the steps. With the steps named it takes about three
-minutes of one core on USPS, and longer on the larger networks.
+Trains by ``recipes/TASK_autoencoder/kronecker.yaml``. Before each of the steps named, the subproblem of that step is
+solved from zero by conjugate gradients without a preconditioner, with the randomised Jacobi preconditioner of the paper
+(Algorithm 3) and with Kronecker factors, until ‖b - B d‖ <= ``--tolerance`` ‖b‖ in the space of the weights. Printed
+are the iterations, and in the end the share of each phase in the wall time of the steps. With the steps named it takes
+about three minutes of one core on USPS, and longer on the larger networks.
 """
 
 from __future__ import annotations

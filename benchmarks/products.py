@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 python benchmarks/products.py [--samples 2000] [--threads 1] [--repeats 7]
 
-The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images, float32. Each way runs in a process of
-its own, in which solver iterations and gradient evaluations alternate, so that a machine whose speed drifts does not change
-the ratio. An iteration is everything that a solver does per step, taken as the difference of a solve of 12 and one of 2: for
-ours one product with the Jacobian, one with its transpose and LSMR's vector work, diagonal preconditioner and damping
-included; for the rivals one product with the Gauss-Newton matrix and the vector work of plain CG. Peak memory is the highest
-resident set of the process less what it held with model and data loaded. It takes about ten minutes of one core. Rivals that
-are not installed are said to be so:
+The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images, float32. Each way runs in a process
+of its own, in which solver iterations and gradient evaluations alternate, so that a machine whose speed drifts does not
+change the ratio. An iteration is everything that a solver does per step, taken as the difference of a solve of 12 and
+one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's vector work, diagonal preconditioner
+and damping included; for the rivals one product with the Gauss-Newton matrix and the vector work of plain CG. Peak
+memory is the highest resident set of the process less what it held with model and data loaded. It takes about ten
+minutes of one core. Rivals that are not installed are said to be so:
 
     curvlinops           pip install curvlinops-for-pytorch
     PyTorchHessianFree   github.com/ltatzel/PyTorchHessianFree, on PYTHONPATH, with backpack-for-pytorch

@@ -1,15 +1,19 @@
-"""What a preconditioner would gain in LSMR on residuals: distance to the solution of a damped step after so many products.
+"""What a preconditioner would gain in LSMR on residuals: distance to the solution of a damped step after so many
+products.
 
     OMP_NUM_THREADS=1 python benchmarks/residual_preconditioners.py [--steps 6 18 30] [--seed 0]
 
-Trains a network of 9,873 parameters on Poisson's equation, 1,020 points, by ``SHF(module, "least_squares")``, and takes the
-problem min ‖r + J d‖² + λ²‖d‖² of the steps named, with the λ of the step and with an eighth of it. Printed is by how much of
-itself the value at d is above its lowest, after products with J and Jᵀ, those of the preconditioner counted too:
+Trains a network of 9,873 parameters on Poisson's equation, 1,020 points, by ``SHF(module, "least_squares")``, and takes
+the problem min ‖r + J d‖² + λ²‖d‖² of the steps named, with the λ of the step and with an eighth of it. Printed is by
+how much of itself the value at d is above its lowest, after products with J and Jᵀ, those of the preconditioner counted
+too:
 
 - ``bidiagonalisation``: one Golub-Kahan process with all columns kept and orthogonalised, as in SHF;
 - ``conjugate gradients``: the same Krylov space in exact arithmetic, without orthogonalisation;
-- ``Kronecker``: conjugate gradients, preconditioned by Kronecker factors of JᵀJ for each layer, from the gradients of rows;
-- ``Nyström 50``: preconditioned by a randomised Nyström approximation of JᵀJ of rank 50, which takes 50 of the products.
+- ``Kronecker``: conjugate gradients, preconditioned by Kronecker factors of JᵀJ for each layer, from the gradients of
+  rows;
+- ``Nyström 50``: preconditioned by a randomised Nyström approximation of JᵀJ of rank 50, which takes 50 of the
+  products.
 
 A minute of one core.
 """

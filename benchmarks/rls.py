@@ -8,26 +8,28 @@
     python benchmarks/rls.py compare cifar --full-network --full-data --device cuda --data-dir DIRECTORY
 
 ``compare`` trains the ways of the paper's figures 2 and 3: Adam and RLS under the squared error, Adam and HRLS (RLS on
-the hidden layers, Adam on the output layer) under the cross-entropy; M is momentum, R the L1 term. ``sweep`` trains those
-of its figures 4 and 5: RLS with another k or another η. The settings are those of ``recipes/mnist_fnn``,
-``recipes/cifar_cnn`` and ``recipes/imdb_lstm``, but the validation images are trained on, too. Two of the tasks are smaller,
-for a CPU:
+the hidden layers, Adam on the output layer) under the cross-entropy; M is momentum, R the L1 term. ``sweep`` trains
+those of its figures 4 and 5: RLS with another k or another η. The settings are those of ``recipes/mnist_fnn``,
+``recipes/cifar_cnn`` and ``recipes/imdb_lstm``, but the validation images are trained on, too. Two of the tasks are
+smaller, for a CPU:
 
 - ``mnist``: 784-512-10 and all 60,000 training images, as in the paper;
 - ``cifar``: 16 channels, 512 hidden units, 10,000 training and 2,000 test images;
 - ``imdb``: two layers of 64 units, embedding of 64, 100 words, 5,000 training and 2,500 test reviews.
 
-``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed begin with the same weights and see the
-same batches. All batches have 128 samples: what is left over at the end of an epoch is dropped, since RLS would take as large
-a step from a few samples as from 128. The training loss is the mean over an epoch, while it is trained. Seconds are CPU time
-of training (wall time on a GPU), without the evaluations. An epoch takes from five to fifteen seconds of one core, the whole
-of ``compare`` about half an hour. Runs are kept in ``--output``: a benchmark that was stopped goes on where it was, and
-several processes can share the seeds. Table and picture are made of all runs that are there.
+``--full-network`` is the recipe's, ``--full-data`` all data. Ways that share a seed begin with the same weights and see
+the same batches. All batches have 128 samples: what is left over at the end of an epoch is dropped, since RLS would
+take as large a step from a few samples as from 128. The training loss is the mean over an epoch, while it is trained.
+Seconds are CPU time of training (wall time on a GPU), without the evaluations. An epoch takes from five to fifteen
+seconds of one core, the whole of ``compare`` about half an hour. Runs are kept in ``--output``: a benchmark that was
+stopped goes on where it was, and several processes can share the seeds. Table and picture are made of all runs that are
+there.
 
-``steps`` measures a whole step of the recipe's network, clipping included, against the same one with Adam, in a few minutes:
-rounds of both in turn, and the ratio of each round. Adam's to itself shows the noise. Denormal numbers are flushed to zero:
-gradients that have come through 200 steps of an LSTM are so small that a step of either optimizer would take several times as
-long. Peak memory is that of a process of its own, over what is taken before the network is made.
+``steps`` measures a whole step of the recipe's network, clipping included, against the same one with Adam, in a few
+minutes: rounds of both in turn, and the ratio of each round. Adam's to itself shows the noise. Denormal numbers are
+flushed to zero: gradients that have come through 200 steps of an LSTM are so small that a step of either optimizer
+would take several times as long. Peak memory is that of a process of its own, over what is taken before the network is
+made.
 
 ``rivals`` trains RLS and what people use now in equal CPU time; ``rls_rivals.py`` says how.
 """
@@ -38,6 +40,7 @@ import argparse
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -330,11 +333,13 @@ def draw(runs: Sequence[Run], columns: dict[str, Ways]) -> Figure:
     """Training loss and test accuracy over epochs, a column for each loss or hyper-parameter; a curve for each seed."""
     figure = Figure(figsize=(harness.WIDTH, 7.5), layout="constrained")
     panels = figure.subplots(2, len(columns), squeeze=False)
+    in_columns = Counter(way for ways in columns.values() for way in ways)
     for (title, ways), losses, accuracies in zip(columns.items(), *panels, strict=True):
         for number, way in enumerate(ways):
+            color = "black" if in_columns[way] > 1 else f"C{number}"
             for i, run in enumerate(run for run in runs if run["way"] == way and run["epochs"]):
                 epochs = range(1, len(run["epochs"]) + 1)
-                style: dict[str, Any] = {**harness.seed_style(i), "color": f"C{number}", "marker": "."}
+                style: dict[str, Any] = {**harness.seed_style(i), "color": color, "marker": "."}
                 losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **style, label=None if i else way)
                 accuracies.plot(epochs, [100 * epoch["test_accuracy"] for epoch in run["epochs"]], **style)
         losses.set(title=title, xlabel="epoch", ylabel="training loss, mean of the epoch", yscale="log")

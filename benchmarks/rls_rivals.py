@@ -1,41 +1,45 @@
 """RLS against what people use now, in equal CPU time: the command ``rivals`` of ``benchmarks/rls.py``.
 
-    OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY [--seeds 0 1 2]
+    OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY [--seeds 0
+    1 2]
 
-Every run gets the CPU seconds of its task, making the optimizer included, evaluations not; so who takes longer for a step
-takes fewer of them. The rate of each way is chosen by one seed and fewer seconds, on validation samples, from the same
-grid: a third, one and three times a usual rate, and one more where the best is the first or the last. All rates follow the
-same one-cycle schedule over the seconds of the run: up for a tenth of them, then down to zero by a cosine. Then each seed is
-trained with that rate and tested once, at the end. Ways alternate, so that all see the same machine. Runs that share a seed
-begin with the same weights and see the same batches. Denormal numbers are flushed to zero.
+Every run gets the CPU seconds of its task, making the optimizer included, evaluations not; so who takes longer for a
+step takes fewer of them. The rate of each way is chosen by one seed and fewer seconds, on validation samples, from the
+same grid: a third, one and three times a usual rate, and one more where the best is the first or the last. All rates
+follow the same one-cycle schedule over the seconds of the run: up for a tenth of them, then down to zero by a cosine.
+Then each seed is trained with that rate and tested once, at the end. Ways alternate, so that all see the same machine.
+Runs that share a seed begin with the same weights and see the same batches. Denormal numbers are flushed to zero.
 
 The tasks, small enough for some hundred steps on one core in ten seconds:
 
 - ``vgg``: the paper's mini VGG with 8 channels and 128 hidden units, 20,000 images of CIFAR-10 in batches of 64;
-- ``resnet``: a convolution with stride 2, then one residual block of 16, 32 and 64 channels each with batch normalisation,
-  the same images and batches;
+- ``resnet``: a convolution with stride 2, then one residual block of 16, 32 and 64 channels each with batch
+  normalisation, the same images and batches;
 - ``lstm``: one layer of 32 units, an embedding of 32, the last 40 words of 4,500 reviews of IMDB in batches of 64;
 - ``mnist``: 784-512-10 and batches of 128, as in the paper;
 - ``transformer``: two layers of 64 units, the next character of tinyshakespeare, 16 texts of 64 characters in a batch.
 
-The ways, and what is not the default of their package (gradients are clipped for ``lstm`` and ``transformer`` only, to the
-norm 1, for all):
+The ways, and what is not the default of their package (gradients are clipped for ``lstm`` and ``transformer`` only, to
+the norm 1, for all):
 
 - AdamW and SGD of torch, the latter with Nesterov momentum 0.9 and a weight decay of 5e-4;
-- Muon of torch (2.9 or newer) for the hidden matrices, with AdamW's rates (``adjust_lr_fn="match_rms_adamw"``). As in its
-  author's code convolutions are matrices of (channels, patch), and AdamW trains embedding, output layer and vectors. Its
-  iteration is computed in float32: in torch's bfloat16 it takes thirty times as long on a CPU without such arithmetic;
-- SOAP of ``pytorch_optimizer``, without the factor of more than 2,048 words of an embedding, whose first eigenvectors alone
-  take 16 s;
-- K-FAC without inverses, ``SINGD(kfac_like=True)`` of ``singd``, by the authors of the method: no package of the plain method
-  for training is kept on PyPI. It trains linear layers and convolutions, AdamW the rest; there is none for an LSTM.
-- RLS+M: RLS with momentum 0.5 under the squared error; HRLS+M: the same for the hidden layers under the cross-entropy of all
-  others, where AdamW trains the output layer. AdamW's rate is 1e-3 times that of RLS, which is 1 in the middle of the grid.
-  As in the paper there is no bound on the gain, and gradients are clipped in all tasks, to 5 where others are not clipped.
-  *Default* has the default bounds instead, and no clipping.
+- Muon of torch (2.9 or newer) for the hidden matrices, with AdamW's rates (``adjust_lr_fn="match_rms_adamw"``). As in
+  its author's code convolutions are matrices of (channels, patch), and AdamW trains embedding, output layer and
+  vectors. Its iteration is computed in float32: in torch's bfloat16 it takes thirty times as long on a CPU without such
+  arithmetic;
+- SOAP of ``pytorch_optimizer``, without the factor of more than 2,048 words of an embedding, whose first eigenvectors
+  alone take 16 s;
+- K-FAC without inverses, ``SINGD(kfac_like=True)`` of ``singd``, by the authors of the method: no package of the plain
+  method for training is kept on PyPI. It trains linear layers and convolutions, AdamW the rest; there is none for an
+  LSTM.
+- RLS+M: RLS with momentum 0.5 under the squared error; HRLS+M: the same for the hidden layers under the cross-entropy
+  of all others, where AdamW trains the output layer. AdamW's rate is 1e-3 times that of RLS, which is 1 in the middle
+  of the grid. As in the paper there is no bound on the gain, and gradients are clipped in all tasks, to 5 where others
+  are not clipped. *Default* has the default bounds instead, and no clipping.
 
-``pip install pytorch_optimizer singd`` for the two that are packages of their own: a way whose package is missing is left out,
-which is said. Runs are kept in ``--output``, a file for each: a benchmark that was stopped goes on where it was.
+``pip install pytorch_optimizer singd`` for the two that are packages of their own: a way whose package is missing is
+left out, which is said. Runs are kept in ``--output``, a file for each: a benchmark that was stopped goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -145,7 +149,8 @@ def from_module(make: Callable[..., InMemoryDataModule], options: argparse.Names
 
 
 def next_characters(options: argparse.Namespace) -> Data:
-    """Texts of the first 90 %, the next 5 % and the last 5 % of tinyshakespeare; of a rule of arithmetic without files."""
+    """Texts of the first 90 %, the next 5 % and the last 5 % of tinyshakespeare; of a rule of arithmetic without
+    files."""
     if options.synthetic:
         numbers = torch.arange(100_000).square() % CHARACTERS
     else:
@@ -484,7 +489,8 @@ def print_tables(runs: dict[str, Sequence[Run]]) -> None:
 
 @harness.readable
 def draw(runs: dict[str, Sequence[Run]]) -> Figure:
-    """Validation accuracy over CPU seconds, a panel for each task; medians of the seeds, with the lowest and highest."""
+    """Validation accuracy over CPU seconds, a panel for each task; medians of the seeds, with the lowest and
+    highest."""
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)
     figure = Figure(figsize=(harness.WIDTH, 3.2 * rows), layout="constrained")

@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/rls_speed.py [--networks mnist resnet18_16 ...] [--rounds 9]
 
-Rounds of all ways in turn, in one process and on one thread; the ratio of each round is to the Adam of that round, and the
-table has the median with the lowest and the highest. Both clip to the norm 5, under the cross-entropy. Time is CPU time.
-Denormal numbers are flushed to zero.
+Rounds of all ways in turn, in one process and on one thread; the ratio of each round is to the Adam of that round, and
+the table has the median with the lowest and the highest. Both clip to the norm 5, under the cross-entropy. Time is CPU
+time. Denormal numbers are flushed to zero.
 
-- ``mnist``: 784-512-10, batch 128; ``cnn64``: the paper's mini VGG with 64 channels, batch 128; ``lstm512``: the paper's two
-  LSTM layers of 512 units, 200 words, batch 128;
+- ``mnist``: 784-512-10, batch 128; ``cnn64``: the paper's mini VGG with 64 channels, batch 128; ``lstm512``: the
+  paper's two LSTM layers of 512 units, 200 words, batch 128;
 - ``resnet18_16``, ``resnet18_64``: torchvision's ResNet-18 with the stem for images of 32 x 32, batches of 16 and 64;
 - ``transformer``: six layers of 256 units, 16 sequences of 64 characters.
 """

@@ -3,19 +3,19 @@
     OMP_NUM_THREADS=1 python benchmarks/streaming.py trump segments hyperplane [--seeds 0 1 2] [--batch 1]
     OMP_NUM_THREADS=1 python benchmarks/streaming.py table [--batch 1]
 
-Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by all
-but river one at a time. The tasks need no files; river brings the first two, and makes the third:
+Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by
+all but river one at a time. The tasks need no files; river brings the first two, and makes the third:
 
-    trump       approval of a president, 1,001 days in their order, from the date and five polls: absolute error
-    segments    patches of images, 18 features, seven classes; a seed draws 1,000 of the 2,310 in an order: wrong answers
-    hyperplane  two classes on the sides of a plane that turns, 1,000 samples of 10 features, 5 % noise; a seed is a stream
+    trump approval of a president, 1,001 days in their order, from the date and five polls: absolute error segments
+    patches of images, 18 features, seven classes; a seed draws 1,000 of the 2,310 in an order: wrong answers hyperplane
+    two classes on the sides of a plane that turns, 1,000 samples of 10 features, 5 % noise; a seed is a stream
 
-Features are standardised by the mean and the variance so far, but for exact linear models, which read them less those of the
-first sample: their scale does not matter there. Targets of a regression are less the first one, too. Exact models learn
-classes by the squared error of one-hot targets, all others by the cross-entropy. The network has 64 hidden units; "head"
-trains its last layer by exact RLS and the other by Adam. Each way has the best of its settings in hindsight on the first seed:
-rates 3e-3 to 3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a minute of one core.
-It needs
+Features are standardised by the mean and the variance so far, but for exact linear models, which read them less those
+of the first sample: their scale does not matter there. Targets of a regression are less the first one, too. Exact
+models learn classes by the squared error of one-hot targets, all others by the cross-entropy. The network has 64 hidden
+units; "head" trains its last layer by exact RLS and the other by Adam. Each way has the best of its settings in
+hindsight on the first seed: rates 3e-3 to 3e-1 in steps of about three, λ of 1, .99, .95, .9. All tasks take about a
+minute of one core. It needs
 
     river        pip install river
 """

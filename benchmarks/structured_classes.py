@@ -1,4 +1,5 @@
-"""What the two tasks of ``structured_tasks.py`` share: the classes of matrices, and the weights that were best in validation."""
+"""What the two tasks of ``structured_tasks.py`` share: the classes of matrices, and the weights that were best in
+validation."""
 
 from __future__ import annotations
 

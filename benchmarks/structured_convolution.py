@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/structured_convolution.py --data-dir DIRECTORY --epochs 5 --seeds 0
     OMP_NUM_THREADS=1 python benchmarks/structured_convolution.py --data-dir DIRECTORY --networks convolution ldr_sd
 
-Each network is a config of ``recipes/structured_conv``, trained as that says but for ``--epochs`` epochs; the test accuracy is
-that of the weights that were best in validation. An epoch takes ten seconds of one core with the pooled convolution, fifteen
-with the plain one, and about three minutes with structured matrices. Runs are kept in ``--output``: a benchmark that was
-stopped goes on where it was.
+Each network is a config of ``recipes/structured_conv``, trained as that says but for ``--epochs`` epochs; the test
+accuracy is that of the weights that were best in validation. An epoch takes ten seconds of one core with the pooled
+convolution, fifteen with the plain one, and about three minutes with structured matrices. Runs are kept in
+``--output``: a benchmark that was stopped goes on where it was.
 """
 
 from __future__ import annotations

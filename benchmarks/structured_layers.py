@@ -3,17 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py [--output DIRECTORY] [--rival FILE] [--rounds 9]
 
 Measured in float32 are the forward pass in evaluation, with all kept that depends on the weights alone, and forward and
-backward in training, to all parameters and to the input. The corners are learned. The entries of the operators
-are near to what training leaves (1 + 0.01 N, see ``--deviation``): the more their products spread, and the larger n, the more
-precision ``method="auto"`` takes. Each round times the dense layer (``nn.Linear``) and ours, one after the other, in CPU
-time (with ``--threads`` above 1, in passed time); the ratios of the rounds are given as median (lowest to highest). Above 1,
-ours is faster. Tables go to standard output,
-the picture to ``--output``. All sizes take about ten minutes and 9 GiB of memory.
+backward in training, to all parameters and to the input. The corners are learned. The entries of the operators are near
+to what training leaves (1 + 0.01 N, see ``--deviation``): the more their products spread, and the larger n, the more
+precision ``method="auto"`` takes. Each round times the dense layer (``nn.Linear``) and ours, one after the other, in
+CPU time (with ``--threads`` above 1, in passed time); the ratios of the rounds are given as median (lowest to highest).
+Above 1, ours is faster. Tables go to standard output, the picture to ``--output``. All sizes take about ten minutes and
+9 GiB of memory.
 
-``--classes`` times other classes of structured layers beside, at equal numbers of parameters, and in evaluation the dense layer
-in int8 (``torch.ao.quantization.quantize_dynamic``):
+``--classes`` times other classes of structured layers beside, at equal numbers of parameters, and in evaluation the
+dense layer in int8 (``torch.ao.quantization.quantize_dynamic``):
 
-    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --batches 1 64 256 --rounds 5
+    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --batches 1 64 256
+    --rounds 5
 
 ``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
 differentiable, which is timed beside.
@@ -52,7 +53,8 @@ def layer_of(size: int, rank: int, deviation: float) -> LDRSubdiagonal:
 
 
 def seconds(product: Product, at_least: float) -> float:
-    """CPU seconds of one call, or with several threads passed ones, on average over as many as take ``at_least`` seconds."""
+    """CPU seconds of one call, or with several threads passed ones, on average over as many as take ``at_least``
+    seconds."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     calls, begin = 0, clock()
     while (passed := clock() - begin) < at_least or not calls:

@@ -1,35 +1,36 @@
 """Structured matrices on the tasks of Thomas et al., "Learning compressed transforms with low displacement rank".
 
-    OMP_NUM_THREADS=1 python benchmarks/structured_tasks.py image --variant noise --data-dir DIRECTORY
-    OMP_NUM_THREADS=1 python benchmarks/structured_tasks.py image --variant background_rotation --classes ldr_sd toeplitz_like \
+    OMP_NUM_THREADS=1 python benchmarks/structured_tasks.py image --variant noise --data-dir DIRECTORY OMP_NUM_THREADS=1
+    python benchmarks/structured_tasks.py image --variant background_rotation --classes ldr_sd toeplitz_like \
         low_rank unstructured --ranks 1 2 4 8 16 --rates 0.001 --seeds 0 1 2 3 4 --data-dir DIRECTORY
     OMP_NUM_THREADS=1 python benchmarks/structured_tasks.py image --variant rectangles --network lenet
     OMP_NUM_THREADS=1 python benchmarks/structured_tasks.py language --text-file FILE
     OMP_NUM_THREADS=1 python benchmarks/structured_tasks.py language --data-dir DIRECTORY_OF_WIKITEXT_2
 
-``image`` compares the classes of structured matrices with an unstructured layer, by test accuracy and number of parameters:
+``image`` compares the classes of structured matrices with an unstructured layer, by test accuracy and number of
+parameters:
 
 - the classes of Tables 1, 6 and 13 (``--network lenet``: 7 and 9), each at the ranks of those tables;
 - with ``--classes pruned reduced --ranks 1 2 4`` those of Tables 8 and 9, at the budgets of LDR-SD of these ranks;
 - with ``--train-fraction`` those of Tables 10 and 11.
 
 The protocol is that of appendix F.1: batches of 50, momentum 0.9, 50 epochs, four learning rates, three seeds, 15 % for
-validation, and of each run the weights of the epoch that was best in validation. The table has the test accuracy of the run
-that was best in validation, as the paper's tables do. It also has the mean and the deviation over seeds at the rate that was
-best in validation on average, as the paper's figure 3 does; these are drawn. The gap is training less test accuracy, as in
-Table 12. A run takes from half a minute (low rank) to six minutes (LDR-TD) of one core; all of them for one data set take
-about four hours.
+validation, and of each run the weights of the epoch that was best in validation. The table has the test accuracy of the
+run that was best in validation, as the paper's tables do. It also has the mean and the deviation over seeds at the rate
+that was best in validation on average, as the paper's figure 3 does; these are drawn. The gap is training less test
+accuracy, as in Table 12. A run takes from half a minute (low rank) to six minutes (LDR-TD) of one core; all of them for
+one data set take about four hours.
 
-MNIST variants and rectangles are made by our own generator, unless there is ``--official``. The paper's figures beside ours
-are then of other images, and only the order of the classes can be compared.
+MNIST variants and rectangles are made by our own generator, unless there is ``--official``. The paper's figures beside
+ours are then of other images, and only the order of the classes can be compared.
 
-``language`` compares the rows of Table 2 by test perplexity: SGD with a rate of 20, a quarter of it after an epoch that is no
-better, gradients clipped to 0.25, 40 epochs, and of each run the weights of the epoch that was best in validation. Structured
-matrices are trained in the units of ``LanguageModel(balanced=True)``; ``--authors`` takes the initial values of the authors'
-code, and the same rates for all parameters.
+``language`` compares the rows of Table 2 by test perplexity: SGD with a rate of 20, a quarter of it after an epoch that
+is no better, gradients clipped to 0.25, 40 epochs, and of each run the weights of the epoch that was best in
+validation. Structured matrices are trained in the units of ``LanguageModel(balanced=True)``; ``--authors`` takes the
+initial values of the authors' code, and the same rates for all parameters.
 
-Runs are kept in ``--output``: a benchmark that was stopped goes on where it was, and several processes can share the runs
-(``--seeds``). Table and picture are made of all runs that are there.
+Runs are kept in ``--output``: a benchmark that was stopped goes on where it was, and several processes can share the
+runs (``--seeds``). Table and picture are made of all runs that are there.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ from structured_classes import (
 
 DEFAULT_CLASSES = tuple(name for name in CLASSES if name not in ("cauchy_like", *BUDGETED))
 DEFAULT_RANKS: dict[str, Sequence[int]] = {"ldr_td": (1,), "ldr_sd": (1,), **dict.fromkeys(BUDGETED, (1,))}
+RATES = (0.0002, 0.0005, 0.001, 0.002)  # appendix F.1
 TITLES = {
     "background_rotation": "MNIST with background and rotation",
     "noise": "MNIST with noise",
@@ -245,13 +247,13 @@ def best_validation(run: Run) -> float:
     return max(run["val_accuracies"])
 
 
-def mean_at_best_rate(runs: Sequence[Run]) -> tuple[float, list[float]]:
-    """The rate with the highest average validation accuracy, and the test accuracies of its runs."""
+def at_best_rate(runs: Sequence[Run]) -> list[Run]:
+    """The runs of the rate with the highest average validation accuracy."""
     by_rate: dict[float, list[Run]] = {}
     for run in runs:
         by_rate.setdefault(run["rate"], []).append(run)
     rate = max(by_rate, key=lambda rate: statistics.mean(best_validation(run) for run in by_rate[rate]))
-    return rate, [run["test_accuracy"] for run in by_rate[rate]]
+    return by_rate[rate]
 
 
 def print_images(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -281,7 +283,8 @@ def print_images(runs: Sequence[Run], options: argparse.Namespace) -> None:
             harness.print_row(title(way), "", f"all {diverged} runs diverged", *[""] * 6)
             continue
         best = max(of_way, key=best_validation)
-        rate, accuracies = mean_at_best_rate(of_way)
+        at_best = at_best_rate(of_way)
+        accuracies = [run["test_accuracy"] for run in at_best]
         deviation = f" ± {100 * statistics.stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
         paper = paper_accuracy(way, options.variant, options.network)
         harness.print_row(
@@ -289,7 +292,7 @@ def print_images(runs: Sequence[Run], options: argparse.Namespace) -> None:
             f"{best['parameters']:,}",
             f"**{100 * best['test_accuracy']:.2f}**",
             f"{best['rate']:g}",
-            f"{100 * statistics.mean(accuracies):.2f}{deviation} (rate {rate:g})",
+            f"{100 * statistics.mean(accuracies):.2f}{deviation} (rate {at_best[0]['rate']:g})",
             f"{100 * (best['train_accuracy'] - best['test_accuracy']):.2f}",
             "" if paper is None else f"{paper:.2f}",
             f"{len(of_way)}" + (f", {diverged} diverged" if diverged else ""),
@@ -305,7 +308,8 @@ def draw(runs: Sequence[Run], data: str) -> Figure:
     ways = [way for way in ways_in(runs) if finished(runs, way)]
     for number, name in enumerate(dict.fromkeys(name for name, _ in ways)):
         ranks = [rank for other, rank in ways if other == name and rank is not None]
-        accuracies = [mean_at_best_rate(finished(runs, (name, rank)))[1] for rank in ranks or (None,)]
+        at_best = [at_best_rate(finished(runs, (name, rank))) for rank in ranks or (None,)]
+        accuracies = [[run["test_accuracy"] for run in of_rank] for of_rank in at_best]
         means = [100 * statistics.mean(values) for values in accuracies]
         spread = [200 * statistics.stdev(values) if len(values) > 1 else 0.0 for values in accuracies]
         low, high = ([mean + sign * width for mean, width in zip(means, spread, strict=True)] for sign in (-1, 1))
@@ -334,7 +338,7 @@ def main() -> None:
     image.add_argument("--network", choices=("shl", "lenet"), default="shl")
     image.add_argument("--classes", nargs="+", choices=CLASSES, default=DEFAULT_CLASSES)
     image.add_argument("--ranks", type=int, nargs="+", help="of all classes that have one; default: those of Table 6")
-    image.add_argument("--rates", type=float, nargs="+", default=[0.0002, 0.0005, 0.001, 0.002])
+    image.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     image.add_argument("--epochs", type=int, default=50)
     image.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     image.add_argument("--train-fraction", type=float, default=1.0)

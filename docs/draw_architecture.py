@@ -107,13 +107,15 @@ def draw() -> str:
         '<path d="M0,0 L8,4 L0,8 z" fill="#333"/></marker>'
     )
     style = (
-        "text{font:11px sans-serif;fill:#333} .name{font:bold 14px monospace} .arrow{fill:none;stroke:#333;stroke-width:1.6}"
-        " .torch{fill:#fdebd3;stroke:#c77d0a} .lightning{fill:#e3e7fb;stroke:#4051b5}"
+        "text{font:11px sans-serif;fill:#333} .name{font:bold 14px monospace} "
+        ".arrow{fill:none;stroke:#333;stroke-width:1.6} .torch{fill:#fdebd3;stroke:#c77d0a} "
+        ".lightning{fill:#e3e7fb;stroke:#4051b5}"
     )
     label = "Packages of lightning_struct and their imports, from right to left"
+    described = f'role="img" aria-label="{label}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" role="img" aria-label="{label}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" {described}>',
             f"<style>{style}</style><defs>{head}</defs>",
             f'<rect width="{width}" height="{height:g}" fill="#fff"/>',
             *arrows,

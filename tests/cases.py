@@ -137,7 +137,10 @@ CASES = (
     Case("tied_functional", TiedEncoderDecoder, vectors),
     Case("conv", convolution(padding=1), images),
     Case("conv_strided", convolution(stride=2, dilation=2, groups=2), images),
-    Case("conv_circular", convolution(padding=1, padding_mode="circular"), images, ("double_backward",), "double_backward"),
+    Case(
+        "conv_circular", convolution(padding=1, padding_mode="circular"), images,
+        ("double_backward",), "double_backward",
+    ),
     Case("conv1d", lambda: nn.Sequential(nn.Conv1d(3, 2, 2), nn.Sigmoid()), sequences),
     Case("layer_norm", normalised(lambda: nn.LayerNorm(4)), vectors),
     Case("group_norm", normalised(lambda: nn.GroupNorm(2, 4)), vectors),
@@ -147,9 +150,14 @@ CASES = (
     Case("rnn", lambda: First(nn.RNN(4, 3, batch_first=True)), sequences),
     Case("gru", lambda: First(nn.GRU(4, 3, batch_first=True)), sequences),
     Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences),
-    Case("lstm_stacked", lambda: First(nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)), lambda: torch.randn(3, 2, 4)),
+    Case(
+        "lstm_stacked", lambda: First(nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)),
+        lambda: torch.randn(3, 2, 4),
+    ),
     Case("attention", SelfAttention, sequences),
-    Case("transformer", lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, activation="gelu"), sequences),
+    Case(
+        "transformer", lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, activation="gelu"), sequences
+    ),
 )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 They are forked from a server that has loaded the libraries once, which takes each process seconds.
 
-They end by ``os._exit``, when their results are written. To finalise the interpreter while gloo's threads live aborts it
-now and then: a thread that gives up the last reference to a tensor asks for a GIL that is no more
+They end by ``os._exit``, when their results are written. To finalise the interpreter while gloo's threads live aborts
+it now and then: a thread that gives up the last reference to a tensor asks for a GIL that is no more
 (pytorch/pytorch#179291). To destroy the process group before is no way out in torch 2.6 and 2.7: that waits for these
 threads, and holds the GIL while it does (pytorch/pytorch#154976).
 """
@@ -55,7 +55,8 @@ class _EndingLauncher(_MultiProcessingLauncher):
 
 
 class TwoProcesses(DDPStrategy):
-    """DDP in processes as above. They have their weights for themselves: Lightning parts the memory of spawned ones only."""
+    """DDP in processes as above. They have their weights for themselves: Lightning parts the memory of spawned ones
+    only."""
 
     def __init__(self):
         super().__init__(start_method=START_METHOD)

@@ -25,21 +25,22 @@ _TOLERANCE = 1e-4  # of norms: the same weights in another precision or summed o
 class AdapterCheckpoint(Callback):
     """Keeps the frozen weights out of the checkpoints of a model with adapters.
 
-    What a checkpoint keeps of the weights is what :func:`~lightning_struct.nn.adapter_state_dict` returns: the adapters, what
-    is trained besides, and the buffers. With ``ckpt_path`` the Trainer loads it into a module that has its base and its
-    adapters already, from ``__init__`` or ``configure_model``; a resumed run goes on as if it had not stopped. The norms of
-    the left-out weights are kept, so that another base is an error. ::
+    What a checkpoint keeps of the weights is what :func:`~lightning_struct.nn.adapter_state_dict` returns: the
+    adapters, what is trained besides, and the buffers. With ``ckpt_path`` the Trainer loads it into a module that has
+    its base and its adapters already, from ``__init__`` or ``configure_model``; a resumed run goes on as if it had not
+    stopped. The norms of the left-out weights are kept, so that another base is an error. ::
 
         Trainer(callbacks=[AdapterCheckpoint(), ModelCheckpoint(...)])
 
-    With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint keeps structured
-    layers whole, frozen or not: no other module has those that compression has made.
+    With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint keeps
+    structured layers whole, frozen or not: no other module has those that compression has made.
 
     Outside of a Trainer, and for other modules with the same base, load the adapters by
-    ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by ``load_from_checkpoint(path, strict=False)``.
+    ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by
+    ``load_from_checkpoint(path, strict=False)``.
 
-    From :meth:`setup` to :meth:`teardown` it adds to the module's ``on_save_checkpoint`` and ``on_load_checkpoint``: callbacks
-    are not asked where weights alone are saved, nor before weights are loaded. So
+    From :meth:`setup` to :meth:`teardown` it adds to the module's ``on_save_checkpoint`` and ``on_load_checkpoint``:
+    callbacks are not asked where weights alone are saved, nor before weights are loaded. So
     ``trainer.save_checkpoint(path, weights_only=True)`` after the end of a run keeps all weights.
 
     Raises:

@@ -21,7 +21,8 @@ _STRUCTURE = "layer_structure"
 
 
 class Compression(Callback):
-    """Compresses the module at the beginning of an epoch, and trains on: :func:`~lightning_struct.nn.compress` within one fit. ::
+    """Compresses the module at the beginning of an epoch, and trains on: :func:`~lightning_struct.nn.compress` within
+    one fit. ::
 
         Trainer(max_epochs=12, callbacks=[Compression(budget=0.25, epoch=8)]).fit(module, data)
 
@@ -29,9 +30,9 @@ class Compression(Callback):
     ``ModelCheckpoint`` forgets the scores of the larger model. What became of which layer is shown as
     :func:`~lightning_struct.nn.replacement_report` has it.
 
-    Checkpoints say which layers are structured. With this callback the Trainer makes them before it loads the weights, in
-    ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a Trainer:
-    ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
+    Checkpoints say which layers are structured. With this callback the Trainer makes them before it loads the weights,
+    in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a
+    Trainer: ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
 
     The measuring takes the first validation samples; where there is no validation, the first training samples.
 
@@ -44,8 +45,8 @@ class Compression(Callback):
         candidates: see :func:`~lightning_struct.nn.compress`.
 
     Raises:
-        MisconfigurationException: there are several processes; the module has no layer to be compressed, or the goal is out
-            of reach; ``epoch`` or ``samples`` is out of range.
+        MisconfigurationException: there are several processes; the module has no layer to be compressed, or the goal is
+            out of reach; ``epoch`` or ``samples`` is out of range.
 
     Example:
         >>> from lightning import Trainer

@@ -17,12 +17,12 @@ _WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
 class LevenbergMarquardtDamping(Callback):
     """Adapts the damping of an optimizer to how well its model predicted the reduction of the loss (section 4.2).
 
-    After each step of an optimizer it sets its ``damping`` by :meth:`decide`, in the first process for all. It does so for
-    every optimizer that has ``damping``, and either ``reduction_ratio`` or a ``report`` with ``reduction_ratio``, as
-    :class:`~lightning_struct.optim.SHF` has; also where another optimizer wraps it. What :meth:`decide` gets is the damping
-    that the step was made with: ``report.damping``, or the optimizer's from before the step. What a rule of the
-    optimizer's own has made of it, as SHF's ``drop``, does not count. The damping is part of the optimizer's state, so the
-    callback has none; a run that is resumed without the callback goes on by the optimizer's own rule.
+    After each step of an optimizer it sets its ``damping`` by :meth:`decide`, in the first process for all. It does so
+    for every optimizer that has ``damping``, and either ``reduction_ratio`` or a ``report`` with ``reduction_ratio``,
+    as :class:`~lightning_struct.optim.SHF` has; also where another optimizer wraps it. What :meth:`decide` gets is the
+    damping that the step was made with: ``report.damping``, or the optimizer's from before the step. What a rule of the
+    optimizer's own has made of it, as SHF's ``drop``, does not count. The damping is part of the optimizer's state, so
+    the callback has none; a run that is resumed without the callback goes on by the optimizer's own rule.
 
     Args:
         drop: λ is multiplied by it where ρ > ``upper``, and divided by it where ρ < ``lower``; in (0, 1].

@@ -40,15 +40,15 @@ class OperatorMonitor(Callback):
     - ``operators/hidden/method`` (LDR-SD): ``method_in_use`` as a number, 0 ``"scaled"``, 1 ``"scaled_float64"``,
       2 ``"dense"``, 3 ``"tree"``.
 
-    When ``fit`` ends, or is interrupted from the keyboard, ``operators_hidden.png`` is written to the log directory for every
-    structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``). Put it after a
-    callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
+    When ``fit`` ends, or is interrupted from the keyboard, ``operators_hidden.png`` is written to the log directory for
+    every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``). Put it
+    after a callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
     ``pip install 'lightning-struct[recipes]'``.
 
     Args:
         every_n_steps: training steps between two records.
-        image_size: (height, width) of the input images, to draw the subdiagonal of B as an image; None: square images if the
-            number of inputs is a square, else a line.
+        image_size: (height, width) of the input images, to draw the subdiagonal of B as an image; None: square images
+            if the number of inputs is a square, else a line.
 
     Attributes:
         layers: name -> structured layer of the module, once there is one.
@@ -87,8 +87,8 @@ class OperatorMonitor(Callback):
             The figure, and its one or two axes.
 
         Raises:
-            MisconfigurationException: there is no layer of that name, ``image_size`` does not fit its inputs, or matplotlib
-                is missing.
+            MisconfigurationException: there is no layer of that name, ``image_size`` does not fit its inputs, or
+                matplotlib is missing.
         """
         return plot_layer(self._layer(layer), self.image_size)
 
@@ -119,8 +119,8 @@ class OperatorMonitor(Callback):
         self.setup(trainer, pl_module, "fit")  # configure_model may have made layers since
         if not self.layers:
             raise MisconfigurationException(
-                f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into it, "
-                "for example by replace_linear, or leave out this callback."
+                f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
+                f"it, for example by replace_linear, or leave out this callback."
             )
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
 
@@ -146,7 +146,8 @@ class OperatorMonitor(Callback):
             return layer
         if layer not in self.layers:
             raise MisconfigurationException(
-                f"there is no structured layer {layer!r}; there are: {', '.join(self.layers) or 'none, before training'}"
+                f"there is no structured layer {layer!r}; there are: "
+                f"{', '.join(self.layers) or 'none, before training'}"
             )
         return self.layers[layer]
 
@@ -243,7 +244,8 @@ def _draw_subdiagonal(axes: Axes, subdiagonal: np.ndarray, image_size: tuple[int
 def _draw_heat_map(axes: Axes, values: np.ndarray) -> None:
     """Draw values with zero in white, red above and blue below, or from dark to light where all have one sign.
 
-    The most extreme thousandth of values of both signs shares the last colour, so that a few entries do not pale the others.
+    The most extreme thousandth of values of both signs shares the last colour, so that a few entries do not pale the
+    others.
     """
     if np.nanmin(values) < 0 < np.nanmax(values):
         largest = float(np.nanquantile(np.abs(values), 0.999, method="higher"))

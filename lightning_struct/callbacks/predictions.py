@@ -16,8 +16,9 @@ from lightning_struct.utilities.namespaces import BasePredictionWriter, lightnin
 class PredictionWriter(BasePredictionWriter):
     """Writes the tensors that ``predict`` returns to ``NAME.pt`` in the log directory.
 
-    The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set. With
-    several processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written. ::
+    The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set.
+    With several processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is
+    written. ::
 
         Trainer(callbacks=[PredictionWriter("reconstructions")]).predict(model, datamodule=datamodule)
         torch.load("lightning_logs/version_0/reconstructions.pt")["reconstructions"]

@@ -64,8 +64,8 @@ def plot_reconstructions(
 class ReconstructionPlot(Callback):
     """Draws validation images above the reconstructions that the trained module makes of them, at the end of ``fit``.
 
-    ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put it
-    after a callback that changes the weights at the end of ``fit``.
+    ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put
+    it after a callback that changes the weights at the end of ``fit``.
 
     The module must return reconstructions (n, pixels) when it is called on images (n, pixels); a module with
     ``inputs_and_targets(batch)`` says itself where the images are in a batch, else they are its first element.

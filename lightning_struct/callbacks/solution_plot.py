@@ -71,11 +71,12 @@ def plot_solution(
 
 
 class SolutionPlot(Callback):
-    """Draws the solution that a physics-informed network found, its error, and how the error fell, at the end of ``fit``.
+    """Draws the solution that a physics-informed network found, its error, and how the error fell, at the end of
+    ``fit``.
 
-    ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third panel
-    has ``relative_l2_error``, or ``val_loss`` where the solution is not known, of all validations; a resumed run goes on
-    with those of its checkpoint. Put it after a callback that changes the weights at the end of ``fit``.
+    ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third
+    panel has ``relative_l2_error``, or ``val_loss`` where the solution is not known, of all validations; a resumed run
+    goes on with those of its checkpoint. Put it after a callback that changes the weights at the end of ``fit``.
 
     The module has its ``equation`` and its ``network``, as
     :class:`~lightning_struct.models.PhysicsInformedNetwork`. matplotlib is needed, from the start:
@@ -86,8 +87,8 @@ class SolutionPlot(Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: at the start of fit, if the module has no ``equation`` or no ``network``, or matplotlib
-            is missing.
+        MisconfigurationException: at the start of fit, if the module has no ``equation`` or no ``network``, or
+            matplotlib is missing.
 
     Example:
         >>> from lightning import Trainer
@@ -105,8 +106,8 @@ class SolutionPlot(Callback):
         missing = [name for name in ("equation", "network") if not hasattr(pl_module, name)]
         if missing:
             raise MisconfigurationException(
-                f"SolutionPlot draws module.network over the domain of module.equation, but {type(pl_module).__name__} has "
-                f"no {' and no '.join(missing)}: set them, or leave out this callback."
+                f"SolutionPlot draws module.network over the domain of module.equation, but {type(pl_module).__name__} "
+                f"has no {' and no '.join(missing)}: set them, or leave out this callback."
             )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

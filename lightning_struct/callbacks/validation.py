@@ -44,14 +44,14 @@ def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
     if not processes:
         logged = ", ".join(sorted(metrics)) or "nothing"
         raise MisconfigurationException(
-            f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or name "
-            "one of these"
+            f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or "
+            f"name one of these"
         )
     value = total / processes
     if not math.isfinite(value):
         raise MisconfigurationException(
-            f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or the "
-            "validation data is damaged"
+            f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or "
+            f"the validation data is damaged"
         )
     return value
 
@@ -60,8 +60,8 @@ class DueValidation:
     """The validations of a fit, each counted once, for a callback that counts them.
 
     A checkpoint can be written between a training batch and the validation that is due after it (by
-    ``ModelCheckpoint(every_n_train_steps=...)``). Lightning skips that validation when the run is resumed. Here it is run
-    then, so that the resumed run equals the uninterrupted one. Call the methods from the hooks of the same names.
+    ``ModelCheckpoint(every_n_train_steps=...)``). Lightning skips that validation when the run is resumed. Here it is
+    run then, so that the resumed run equals the uninterrupted one. Call the methods from the hooks of the same names.
     """
 
     def __init__(self) -> None:
@@ -135,8 +135,9 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
     if not plain:  # what such a loader gives to this process is its own affair
         if samples is not None:
             raise MisconfigurationException(
-                f"Only {samples} validation samples are asked for, but they cannot be chosen from a {type(loader).__name__} "
-                "over an iterable data set or with a batch sampler of its own: leave the number out"
+                f"Only {samples} validation samples are asked for, but they cannot be chosen from a "
+                f"{type(loader).__name__} over an iterable data set or with a batch sampler of its own: leave the "
+                "number out"
             )
         return islice(loader, None if limit == float("inf") else int(limit))
     items = _items(loader)
@@ -144,8 +145,8 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
     if samples is not None:
         if loader.batch_size is None:
             raise MisconfigurationException(
-                f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: leave the "
-                "number out"
+                f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: "
+                f"leave the number out"
             )
         chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))[:samples]
         items = [items[position] for position in chosen.sort().values.tolist()]

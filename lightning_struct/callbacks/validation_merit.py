@@ -19,17 +19,18 @@ from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 class ValidationMeritStopping(Callback):
     """Ends training when a monitored value has not improved for a while, and puts the best weights back.
 
-    At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and keeps
-    a copy of the best weights and buffers on the CPU: those that were validated, also where another callback had put
-    averaged ones in their place for the time of the validation. When training ends, by patience or for any other reason
-    but an exception, the module gets the best ones back. Checkpoints written before hold the weights of their own step, so that
-    a run resumed from them goes on as if it had not been stopped; a ``ModelCheckpoint(save_last=True)`` that has not
-    saved anything until then writes the best weights, as does ``Trainer.save_checkpoint`` after ``fit``. The copy is part
-    of the callback's state: a resumed run knows the best weights of before.
+    At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and
+    keeps a copy of the best weights and buffers on the CPU: those that were validated, also where another callback had
+    put averaged ones in their place for the time of the validation. When training ends, by patience or for any other
+    reason but an exception, the module gets the best ones back. Checkpoints written before hold the weights of their
+    own step, so that a run resumed from them goes on as if it had not been stopped; a
+    ``ModelCheckpoint(save_last=True)`` that has not saved anything until then writes the best weights, as does
+    ``Trainer.save_checkpoint`` after ``fit``. The copy is part of the callback's state: a resumed run knows the best
+    weights of before.
 
     With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
-    loss on the validation data: it is read once when training starts, by the module's ``inputs_and_targets(batch)``, and
-    kept on the device until the end of ``fit``, each process its own share, no sample twice.
+    loss on the validation data: it is read once when training starts, by the module's ``inputs_and_targets(batch)``,
+    and kept on the device until the end of ``fit``, each process its own share, no sample twice.
 
     Args:
         monitor: name of a metric that the module logs in validation.
@@ -97,13 +98,14 @@ class ValidationMeritStopping(Callback):
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
         if trainer.barebones:
             raise MisconfigurationException(
-                f"ValidationMeritStopping compares {self.monitor!r}, but with Trainer(barebones=True) nothing that is logged "
-                "is kept: leave barebones or the callback out"
+                f"ValidationMeritStopping compares {self.monitor!r}, but with Trainer(barebones=True) nothing that is "
+                f"logged is kept: leave barebones or the callback out"
             )
         if not trainer.enable_validation:
             raise MisconfigurationException(
                 f"ValidationMeritStopping compares {self.monitor!r} after each validation, but there is none: give a "
-                "validation loader, define validation_step, and leave limit_val_batches above 0; or leave the callback out"
+                "validation loader, define validation_step, and leave limit_val_batches above 0; or leave the callback "
+                "out"
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -174,8 +176,9 @@ class ValidationMeritStopping(Callback):
         read = getattr(pl_module, "inputs_and_targets", None)
         if read is None:
             raise MisconfigurationException(
-                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say how a "
-                "batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization has it"
+                f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say "
+                f"how a batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization "
+                "has it"
             )
         batches = [read(batch) for batch in validation_batches(trainer, self.merit_samples)]
         for optimizer in optimizers:

@@ -1,7 +1,7 @@
 """Reader of ``.amat`` files, the text format of the image sets of Larochelle et al. (2007).
 
-A line stands for an image: its pixels, row by row, and then its label, as decimal numbers between spaces. Lines that begin
-with ``#`` may stand at the head.
+A line stands for an image: its pixels, row by row, and then its label, as decimal numbers between spaces. Lines that
+begin with ``#`` may stand at the head.
 """
 
 import warnings

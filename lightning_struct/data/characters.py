@@ -27,10 +27,12 @@ SYNTHETIC_SIZE = 200_000
 class CharactersDataModule(InMemoryDataModule):
     """Windows of a text, and the characters that follow, for a classifier of the next character.
 
-    Samples are (characters, next characters), both (steps,), int64 from 0 to 127. The windows follow each other in the text
-    without overlap: the first 90 % of the text are for training, the next 5 % for validation, the rest for test. ::
+    Samples are (characters, next characters), both (steps,), int64 from 0 to 127. The windows follow each other in the
+    text without overlap: the first 90 % of the text are for training, the next 5 % for validation, the rest for test.
+    ::
 
-        Trainer().fit(Classifier(CharacterTransformer(), num_classes=128), datamodule=CharactersDataModule(text_file="some.txt"))
+        data = CharactersDataModule(text_file="some.txt")
+        Trainer().fit(Classifier(CharacterTransformer(), num_classes=128), datamodule=data)
 
     Args:
         data_dir: directory with ``tinyshakespeare.txt``.
@@ -42,7 +44,8 @@ class CharactersDataModule(InMemoryDataModule):
         train_size: windows of training that are kept, from the beginning; None keeps all.
         val_size: likewise of validation.
         test_size: likewise of test.
-        synthetic: a random text instead of a file; nothing is read. After each character there are eight that may follow it.
+        synthetic: a random text instead of a file; nothing is read. After each character there are eight that may
+            follow it.
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:

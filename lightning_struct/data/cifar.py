@@ -40,14 +40,14 @@ class CIFAR10DataModule(InMemoryDataModule):
     """CIFAR-10: 45,000 / 5,000 / 10,000 images of 32 x 32 in three colours for training, validation and test.
 
     Training and validation images are parts of the official training set, cut by a fixed seed; the test images are the
-    official ones. Samples are (image, label): (3, 32, 32) float32, and int64 in the order of :data:`CLASSES`. Images are
-    standardised: of values in [0, 1], ``CHANNEL_MEAN`` is subtracted, the mean of each colour over the official training
-    set, and the rest divided by ``CHANNEL_STD``, their standard deviation. ::
+    official ones. Samples are (image, label): (3, 32, 32) float32, and int64 in the order of :data:`CLASSES`. Images
+    are standardised: of values in [0, 1], ``CHANNEL_MEAN`` is subtracted, the mean of each colour over the official
+    training set, and the rest divided by ``CHANNEL_STD``, their standard deviation. ::
 
         Trainer().fit(Classifier(mini_vgg()), datamodule=CIFAR10DataModule(data_dir="data", batch_size=128))
 
-    Grey images are the means of the three colours, flat, (1024,); each pixel is standardised by its own mean and standard
-    deviation over the training images instead.
+    Grey images are the means of the three colours, flat, (1024,); each pixel is standardised by its own mean and
+    standard deviation over the training images instead.
 
     The official files are read where they are. Where they are not, the images are those of ``data_dir/train/CLASS`` and
     ``data_dir/test/CLASS``, one file for each image in any format that PIL opens, if there are such directories.
@@ -67,8 +67,8 @@ class CIFAR10DataModule(InMemoryDataModule):
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and if
-            one of the sets would be empty.
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
+            if one of the sets would be empty.
 
     Example:
         >>> data = CIFAR10DataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)

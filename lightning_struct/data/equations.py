@@ -24,7 +24,8 @@ _QUADRATURE_NODES = 200
 class DifferentialEquation(ABC):
     """A differential equation for a function u of points, with its boundary and initial conditions.
 
-    A subclass sets the attributes and implements :meth:`residual`; :meth:`solution` is for those whose solution is known.
+    A subclass sets the attributes and implements :meth:`residual`; :meth:`solution` is for those whose solution is
+    known.
 
     Attributes:
         domain: where the solution is wanted.
@@ -178,8 +179,8 @@ class Heat(DifferentialEquation):
 class Burgers(DifferentialEquation):
     """Burgers' equation u_t + u u_x = ν u_xx, x in [-1, 1], t in [0, 1], zero at both ends, u(x, 0) = -sin πx.
 
-    With ν = .01/π, the example of Raissi, Perdikaris and Karniadakis, Physics-informed neural networks (2019), it makes a
-    front at x = 0 that is about ν wide.
+    With ν = .01/π, the example of Raissi, Perdikaris and Karniadakis, Physics-informed neural networks (2019), it makes
+    a front at x = 0 that is about ν wide.
 
     The solution is that of Cole and Hopf, u = -2ν φ_x/φ with φ_t = ν φ_xx, as Basdevant et al., Spectral and finite
     difference solutions of the Burgers equation (1986), write it,

@@ -30,8 +30,9 @@ class FlatImagesDataModule(InMemoryDataModule):
     """Base of the image sets of Thomas et al., "Learning compressed transforms with low displacement rank".
 
     A share of the training images is kept for validation (Appendix F.1), always the same one. The rest, or less of it
-    (Appendix E.2), is trained on. Each pixel is standardised by its mean and standard deviation over the images that are
-    trained on; a pixel that is the same in all of them is only centred. The paper does not say so, its authors' code does.
+    (Appendix E.2), is trained on. Each pixel is standardised by its mean and standard deviation over the images that
+    are trained on; a pixel that is the same in all of them is only centred. The paper does not say so, its authors'
+    code does.
 
     Args:
         train_size: training images, those kept for validation included.
@@ -39,7 +40,8 @@ class FlatImagesDataModule(InMemoryDataModule):
         batch_size: training samples in a step, over all processes together.
         draws: shuffled passes by ``"epoch"`` or ``"independent"`` draws.
         val_fraction: share of the training images that is kept for validation.
-        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation leaves.
+        train_fraction: share of all training images that is trained on, drawn by ``seed``; at most what validation
+            leaves.
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:

@@ -53,16 +53,17 @@ class Reviews(NamedTuple):
 class IMDBDataModule(InMemoryDataModule):
     """IMDB: 20,000 / 5,000 / 25,000 film reviews for training, validation and test (Maas et al., 2011).
 
-    Training and validation reviews are parts of the official training set, cut by a fixed seed; the test reviews are the
-    official ones. Samples are (words, label): (max_length,) int64, and 0 or 1, int64, for a review that blames or praises.
-    Words are numbered as in :attr:`vocabulary`, by their frequency in the training reviews; 1 is any other word, and 0 fills
-    up behind the end of short reviews. Of a long review the last words are kept, which often give the verdict. ::
+    Training and validation reviews are parts of the official training set, cut by a fixed seed; the test reviews are
+    the official ones. Samples are (words, label): (max_length,) int64, and 0 or 1, int64, for a review that blames or
+    praises. Words are numbered as in :attr:`vocabulary`, by their frequency in the training reviews; 1 is any other
+    word, and 0 fills up behind the end of short reviews. Of a long review the last words are kept, which often give the
+    verdict. ::
 
         model = Classifier(RecurrentNetwork(), num_classes=2)
         Trainer().fit(model, datamodule=IMDBDataModule(data_dir="data"))
 
-    The split into words and their numbering are torchtext's: ``pip install 'lightning-struct[text]'``. A checkpoint has the
-    vocabulary, and is refused where another was made.
+    The split into words and their numbering are torchtext's: ``pip install 'lightning-struct[text]'``. A checkpoint has
+    the vocabulary, and is refused where another was made.
 
     Args:
         data_dir: directory with ``aclImdb``, or with the archive of it: ``aclImdb_v1.tar.gz``, else the first of
@@ -85,8 +86,8 @@ class IMDBDataModule(InMemoryDataModule):
 
     Raises:
         MisconfigurationException: if the files cannot be had or are damaged, or have fewer reviews than asked for; if
-            torchtext is missing; if a set or the samples would be empty, or the vocabulary has less than 10 numbers; for a
-            checkpoint of another vocabulary.
+            torchtext is missing; if a set or the samples would be empty, or the vocabulary has less than 10 numbers;
+            for a checkpoint of another vocabulary.
 
     Example:
         >>> data = IMDBDataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)
@@ -158,9 +159,9 @@ class IMDBDataModule(InMemoryDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["vocabulary"] != self.vocabulary:
             raise MisconfigurationException(
-                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that of the "
-                f"reviews here ({len(self.vocabulary)} words): give the data_dir, train_size, val_size, vocabulary_size and "
-                "synthetic of its run"
+                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that "
+                f"of the reviews here ({len(self.vocabulary)} words): give the data_dir, train_size, val_size, "
+                f"vocabulary_size and synthetic of its run"
             )
 
     def _explaining(self, read: Callable[[], Any], download: bool) -> Any:
@@ -226,8 +227,8 @@ def read_reviews(data_dir: str) -> dict[str, Reviews]:
 
     Raises:
         OSError: if there are no files, or a class has no reviews.
-        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a review is no ordinary file,
-            has more than 1,000,000 bytes, or is not UTF-8.
+        DamagedFileError: if the archive is not whole or has a path that leads out of it; if a review is no ordinary
+            file, has more than 1,000,000 bytes, or is not UTF-8.
     """
     path = find_files(data_dir)
     if path is None:

@@ -107,7 +107,8 @@ def check_pixels(name: str, images: Tensor) -> None:
 class InMemoryDataModule(LightningDataModule, ABC):
     """Loaders of three in-memory sets; a subclass implements :meth:`load_splits`, which gets the sets.
 
-    Every data set of this package takes the options below, all but ``batch_size`` as keywords. Some have other defaults.
+    Every data set of this package takes the options below, all but ``batch_size`` as keywords. Some have other
+    defaults.
 
     Args:
         batch_size: training samples in a step, over all processes together.
@@ -115,13 +116,13 @@ class InMemoryDataModule(LightningDataModule, ABC):
             (Emirahmetoglu & Stewart, Algorithm 1); ``"epoch"``: shuffled passes through the training set.
         draws_per_epoch: independent draws that Lightning counts as one epoch: the steps between two validations.
         eval_batch_size: validation, test and prediction samples at a time, per process.
-        seed: seed of draws, shuffles and training fractions, and of data that ``synthetic`` makes instead of files; the cut
-            of files into training, validation and test set does not depend on it.
+        seed: seed of draws, shuffles and training fractions, and of data that ``synthetic`` makes instead of files; the
+            cut of files into training, validation and test set does not depend on it.
         drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Raises:
-        MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive, or larger than the
-            training set where ``drop_last`` would leave no batch.
+        MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive, or larger than
+            the training set where ``drop_last`` would leave no batch.
 
     Example:
         >>> class Numbers(InMemoryDataModule):
@@ -177,8 +178,8 @@ class InMemoryDataModule(LightningDataModule, ABC):
             )
         if self.drop_last and len(train) < self.batch_size:
             raise MisconfigurationException(
-                f"With drop_last nothing is left of {len(train)} training samples in batches of {self.batch_size}: make "
-                "batch_size smaller, or drop_last false."
+                f"With drop_last nothing is left of {len(train)} training samples in batches of {self.batch_size}: "
+                f"make batch_size smaller, or drop_last false."
             )
         shuffle: DistributedSampler = DistributedSampler(
             train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed

@@ -38,18 +38,20 @@ TEST_SIZES = {"rotation": 50_000, "background": 50_000, "background_rotation": 5
 
 
 class MNISTVariantDataModule(FlatImagesDataModule):
-    """MNIST-bg-rot, MNIST-noise and their relatives: 10,200 / 1,800 / 50,000 images of 28 x 28 (2,000 test images of noise).
+    """MNIST-bg-rot, MNIST-noise and their relatives: 10,200 / 1,800 / 50,000 images of 28 x 28 (2,000 test images of
+    noise).
 
     Samples are (pixels, label): (784,) float32, standardised (:class:`FlatImagesDataModule`), and int64. ::
 
         data = MNISTVariantDataModule(variant="noise", generate=True, data_dir="data")
         Trainer().fit(Classifier(single_hidden_layer(784, 10)), datamodule=data)
 
-    The official files are those of Larochelle et al., "An empirical evaluation of deep architectures on problems with many
-    factors of variation" (2007); pixels keep the order of the files, which have some of the images on their side. With
-    ``generate``, the images are made anew from MNIST by :func:`vary_digits`, which follows the authors' description: they
-    are not the official ones, and accuracies on them are to be compared with each other alone. They are always the same,
-    whatever the ``seed``: 12,000 training images and the test images are digits drawn from all 70,000 of MNIST, none twice.
+    The official files are those of Larochelle et al., "An empirical evaluation of deep architectures on problems with
+    many factors of variation" (2007); pixels keep the order of the files, which have some of the images on their side.
+    With ``generate``, the images are made anew from MNIST by :func:`vary_digits`, which follows the authors'
+    description: they are not the official ones, and accuracies on them are to be compared with each other alone. They
+    are always the same, whatever the ``seed``: 12,000 training images and the test images are digits drawn from all
+    70,000 of MNIST, none twice.
 
     Args:
         variant: ``"rotation"``, ``"background"`` (pictures), ``"background_rotation"`` (both) or ``"noise"``.
@@ -57,16 +59,17 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         train_size: training images, those kept for validation included.
         test_size: test images; None takes those of Table 15: 2,000 for noise, else 50,000.
         noise_file: 1 to 6, which of the six files of noise is read. The paper does not name the one that it has.
-        noise_correlation: correlation of the noise that is made, υ in [0, 1]; see :func:`uniform_noise`. After 12 epochs an
-            unstructured layer has 82 % with 0 and 73 % with 1 (one run each); the paper's 65 % are nearer to 1.
+        noise_correlation: correlation of the noise that is made, υ in [0, 1]; see :func:`uniform_noise`. After 12
+            epochs an unstructured layer has 82 % with 0 and 73 % with 1 (one run each); the paper's 65 % are nearer to
+            1.
         download: whether missing files of MNIST may be downloaded for ``generate``; the official ones cannot.
         generate: make the images from MNIST instead of reading the official files.
         synthetic: procedurally made figures, varied in the same way; nothing is read or downloaded.
         **options: further options, see :class:`FlatImagesDataModule` and :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: for an unknown variant or a number out of its range; if the files cannot be had or are
-            damaged, or have fewer images than asked for.
+        MisconfigurationException: for an unknown variant or a number out of its range; if the files cannot be had or
+            are damaged, or have fewer images than asked for.
 
     Example:
         >>> data = MNISTVariantDataModule("noise", synthetic=True, batch_size=10, train_size=20, test_size=5)
@@ -148,9 +151,9 @@ class MNISTVariantDataModule(FlatImagesDataModule):
 def vary_digits(images: Tensor, variant: Variant, *, noise_correlation: float = 1.0, seed: int = 0) -> Tensor:
     """Turn digits, and put them on a ground, as Larochelle et al. describe it.
 
-    A digit is turned about the middle of its image by an angle that is uniform in [0, 2π), by bilinear interpolation. The
-    ground is noise (:func:`uniform_noise`) or a piece of a picture (:func:`picture_patches`); of digit and ground, the
-    brighter is seen: the description only says that the ground is put into the image.
+    A digit is turned about the middle of its image by an angle that is uniform in [0, 2π), by bilinear interpolation.
+    The ground is noise (:func:`uniform_noise`) or a piece of a picture (:func:`picture_patches`); of digit and ground,
+    the brighter is seen: the description only says that the ground is put into the image.
 
     Args:
         images: bright digits on black, (n, 784), floating dtype, values in [0, 1].
@@ -187,9 +190,9 @@ def rotate(images: Tensor, angles: Tensor) -> Tensor:
 def uniform_noise(count: int, correlation: float, *, generator: Generator) -> Tensor:
     """Grounds whose pixels are each uniform in [0, 1], and like their neighbours.
 
-    The description of the series of noise by Larochelle et al., section 4.3: s ~ N(0, (1 - υ) I + υ K), K a Gaussian kernel
-    of bandwidth 6 pixels, goes through its distribution function, (1 + erf(s / √2)) / 2. The six official sets have υ of 0,
-    .2, .4, .6, .8 and 1.
+    The description of the series of noise by Larochelle et al., section 4.3: s ~ N(0, (1 - υ) I + υ K), K a Gaussian
+    kernel of bandwidth 6 pixels, goes through its distribution function, (1 + erf(s / √2)) / 2. The six official sets
+    have υ of 0, .2, .4, .6, .8 and 1.
 
     Args:
         count: number of grounds.
@@ -221,9 +224,9 @@ def check_correlation(correlation: float) -> None:
 def picture_patches(count: int, *, generator: Generator) -> Tensor:
     """Grounds cut at random places from 20 pictures.
 
-    Larochelle et al. took 20 pictures from the internet and left out pieces with little texture. Here the pictures are made:
-    noise whose amplitudes fall with the frequency as in photographs, between 1/f and 1/f², stretched to [0, 1]. Pieces
-    with a standard deviation below 0.1 are drawn again.
+    Larochelle et al. took 20 pictures from the internet and left out pieces with little texture. Here the pictures are
+    made: noise whose amplitudes fall with the frequency as in photographs, between 1/f and 1/f², stretched to [0, 1].
+    Pieces with a standard deviation below 0.1 are drawn again.
 
     Args:
         count: number of grounds.

@@ -47,18 +47,18 @@ DEFLATE_RATIO = 1032  # the most bytes that a byte of a .gz file can stand for
 class NORBDataModule(FlatImagesDataModule):
     """NORB: 247,860 / 43,740 / 58,320 images of 32 x 32 for training, validation and test (LeCun et al., 2004).
 
-    Samples are (pixels, label): (1024,) float32, standardised (:class:`FlatImagesDataModule`), and int64, 0 to 5: animal,
-    human, plane, truck, car, none. Images are those of the left camera, made smaller by averaging. ::
+    Samples are (pixels, label): (1024,) float32, standardised (:class:`FlatImagesDataModule`), and int64, 0 to 5:
+    animal, human, plane, truck, car, none. Images are those of the left camera, made smaller by averaging. ::
 
         model = Classifier(single_hidden_layer(1024, 6), num_classes=6)
         Trainer().fit(model, datamodule=NORBDataModule(data_dir="data"))
 
-    The files are read one after another, a block of images at a time; in memory are 1 kB for an image as it is read, and
-    4 kB for one as it is trained on, together at most 1.9 GB.
+    The files are read one after another, a block of images at a time; in memory are 1 kB for an image as it is read,
+    and 4 kB for one as it is trained on, together at most 1.9 GB.
 
     Args:
-        edition: ``"jittered_cluttered"``, that of the paper, or ``"small"``, 24,300 + 24,300 images of five classes on plain
-            grounds.
+        edition: ``"jittered_cluttered"``, that of the paper, or ``"small"``, 24,300 + 24,300 images of five classes on
+            plain grounds.
         data_dir: directory with the official files, ``norb-5x46789x9x18x6x2x108x108-training-01-dat.mat`` and so on,
             packed (``.mat.gz``) or not.
         train_size: training images, those kept for validation included; None takes all of the edition.
@@ -164,8 +164,8 @@ def open_matrix(path: Path) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtyp
     The header has the kind of element, the number of dimensions, and at least three sizes, int32 each.
 
     Raises:
-        DamagedFileError: if the header is another, or announces more than the file can hold; and for what is raised about
-            the content within the ``with`` block.
+        DamagedFileError: if the header is another, or announces more than the file can hold; and for what is raised
+            about the content within the ``with`` block.
     """
     with naming_file(path), open_packed_or_not(path) as file:
         kind, dimensions = (int(number) for number in read_elements(file, 2, np.dtype("<i4")))

@@ -26,18 +26,19 @@ _TRAIN, _VAL, _TEST = range(3)
 class PointDraws(IndependentDraws):
     """Points of several regions, which stay for some steps and are drawn anew then.
 
-    Of each region there is a fixed share of the batch. Where the batch grows (``GrowingBatchSize``), points are added to
-    those that are there. What a draw is depends on the seed and its number, and with ``residual_share`` on the weights at
-    the step that drew it: :meth:`state_dict` has the points.
+    Of each region there is a fixed share of the batch. Where the batch grows (``GrowingBatchSize``), points are added
+    to those that are there. What a draw is depends on the seed and its number, and with ``residual_share`` on the
+    weights at the step that drew it: :meth:`state_dict` has the points.
 
     Args:
         regions: by the name of the block.
         counts: points of each block in a batch, over all processes together.
         draws_per_epoch: batches that are called an epoch.
         redraw_every_n_steps: batches that have the same points; None for all.
-        residual_share: share of the points of each block, in [0, 1), that are taken from ten times as many candidates in
-            proportion to the absolute value of their residuals. All others are uniformly distributed.
-        residuals: the residuals of the network that is trained, by block; they are asked for where ``residual_share`` > 0.
+        residual_share: share of the points of each block, in [0, 1), that are taken from ten times as many candidates
+            in proportion to the absolute value of their residuals. All others are uniformly distributed.
+        residuals: the residuals of the network that is trained, by block; they are asked for where ``residual_share`` >
+            0.
         seed: of the draws, not negative.
         num_replicas: processes that share a draw; None takes those of torch.distributed when the draw is made.
         rank: of this process; None likewise.
@@ -49,7 +50,8 @@ class PointDraws(IndependentDraws):
 
     Example:
         >>> from lightning_struct.data.regions import Box
-        >>> draws = PointDraws({"interior": Box([0.0], [1.0])}, {"interior": 3}, draws_per_epoch=10, redraw_every_n_steps=2)
+        >>> line = {"interior": Box([0.0], [1.0])}
+        >>> draws = PointDraws(line, {"interior": 3}, draws_per_epoch=10, redraw_every_n_steps=2)
         >>> first, second, third = (draws.draw(number)["interior"] for number in range(3))
         >>> torch.equal(first, second), torch.equal(second, third)
         (True, False)
@@ -77,7 +79,8 @@ class PointDraws(IndependentDraws):
             raise MisconfigurationException(f"residual_share must be in [0, 1), but is {residual_share}")
         if residual_share > 0 and residuals is None:
             raise MisconfigurationException(
-                f"residual_share={residual_share} needs the residuals of a network: train with a Trainer, or set it to 0"
+                f"residual_share={residual_share} needs the residuals of a network: train with a Trainer, or set it to "
+                f"0"
             )
         self.regions, self.counts = dict(regions), {block: counts[block] for block in regions}
         self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
@@ -178,20 +181,21 @@ def _sizes_of(residuals: Tensor, block: str, points: Tensor) -> Tensor:
 class PointsDataModule(LightningDataModule):
     """Points of a differential equation's regions, drawn anew every few steps.
 
-    A training batch has points of every region, by block: a dict of tensors (n, d), in the dtype of the module's weights.
-    Points that stay can be fitted by a wrong solution, whose residual is small at the points and large between them; so
-    they are drawn anew, by default every five steps.
+    A training batch has points of every region, by block: a dict of tensors (n, d), in the dtype of the module's
+    weights. Points that stay can be fitted by a wrong solution, whose residual is small at the points and large between
+    them; so they are drawn anew, by default every five steps.
 
-    Held-out points, uniformly distributed and the same in every validation, show the loss that is meant. ``predict`` has a
-    regular grid of the domain: batches of one tensor (n, d).
+    Held-out points, uniformly distributed and the same in every validation, show the loss that is meant. ``predict``
+    has a regular grid of the domain: batches of one tensor (n, d).
 
     Args:
         equation: its regions are drawn from.
         counts: points of each region in a batch, over all processes together.
         redraw_every_n_steps: steps after which the points are drawn anew; None keeps those of the first step.
         residual_share: share of the points of each region, in [0, 1), that are drawn in proportion to the absolute
-            value of the residual of the module that is trained, which is called with points as for a step (Wu et al., A comprehensive
-            study of non-adaptive and residual-based adaptive sampling for physics-informed neural networks, 2023, k = 1).
+            value of the residual of the module that is trained, which is called with points as for a step (Wu et al., A
+            comprehensive study of non-adaptive and residual-based adaptive sampling for physics-informed neural
+            networks, 2023, k = 1).
         steps_per_epoch: steps between two validations.
         eval_count: points of each region in the validation set, and as many in the test set.
         predict_count: points of the grid.
@@ -202,7 +206,8 @@ class PointsDataModule(LightningDataModule):
 
     Example:
         >>> from lightning_struct.data.equations import Poisson
-        >>> data = PointsDataModule(Poisson(), {"interior": 900, "boundary": 120}, residual_share=0)  # without a Trainer
+        >>> numbers = {"interior": 900, "boundary": 120}
+        >>> data = PointsDataModule(Poisson(), numbers, residual_share=0)  # without a Trainer
         >>> batch = next(iter(data.train_dataloader()))
         >>> {block: tuple(points.shape) for block, points in batch.items()}
         {'interior': (900, 2), 'boundary': (120, 2)}
@@ -296,8 +301,8 @@ class PointsDataModule(LightningDataModule):
         ):
             raise MisconfigurationException(
                 f"PointsDataModule(residual_share={self.residual_share}) draws points where the residual is large, but "
-                f"{type(module).__name__} called with points does not return a residual for each point, by block: make its "
-                "forward return residuals, or set residual_share=0"
+                f"{type(module).__name__} called with points does not return a residual for each point, by block: make "
+                f"its forward return residuals, or set residual_share=0"
             )
         return residuals
 

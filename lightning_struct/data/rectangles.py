@@ -20,12 +20,12 @@ LEAST_DIFFERENCE = 3
 class RectanglesDataModule(FlatImagesDataModule):
     """Rectangles: 1,020 / 180 / 50,000 images of 28 x 28 for training, validation and test.
 
-    Samples are (pixels, label): (784,) float32, standardised (:class:`FlatImagesDataModule`), and int64: 1 for an outline
-    that is wider than tall in the images of the generator.
+    Samples are (pixels, label): (784,) float32, standardised (:class:`FlatImagesDataModule`), and int64: 1 for an
+    outline that is wider than tall in the images of the generator.
 
     The official files are those of Larochelle et al. (2007). With ``generate`` the images are made by
-    :func:`generate_rectangles`, which follows the authors' description, always the same ones; ``synthetic`` makes others
-    for each ``seed``.
+    :func:`generate_rectangles`, which follows the authors' description, always the same ones; ``synthetic`` makes
+    others for each ``seed``.
 
     Args:
         data_dir: directory with ``rectangles_train.amat`` and ``rectangles_test.amat``.

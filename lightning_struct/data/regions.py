@@ -46,7 +46,8 @@ class Box(Region):
         high: highest value of each coordinate.
 
     Raises:
-        MisconfigurationException: corners of different or no length, with NaN or infinity, or a ``low`` above its ``high``.
+        MisconfigurationException: corners of different or no length, with NaN or infinity, or a ``low`` above its
+            ``high``.
 
     Example:
         >>> start = Box(low=[-1.0, 0.0], high=[1.0, 0.0])  # x in [-1, 1] at t = 0
@@ -111,8 +112,8 @@ class Faces(Region):
 
     Args:
         box: the box.
-        coordinates: those whose ends make faces; None for all. A box in space and time has its spatial boundary where the
-            coordinates of space are at their ends.
+        coordinates: those whose ends make faces; None for all. A box in space and time has its spatial boundary where
+            the coordinates of space are at their ends.
 
     Raises:
         MisconfigurationException: coordinates that are none of the box.

@@ -30,13 +30,13 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     Every unit is handed out exactly once in a pass, whatever the sizes: the single indices that a
     ``torch.utils.data.BatchSampler`` collects, or the whole batches of any other kind, so many of which become one.
 
-    ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end is
-    not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to train on:
-    where less would be left than batches had at first, the last two share their samples.
+    ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end
+    is not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to
+    train on: where less would be left than batches had at first, the last two share their samples.
 
-    ``accumulated`` is for the accumulation of gradients, whose mean over a step is right if its batches are of one size: set
-    both sizes between two steps only. The end of a pass is a step like others where its length is known: what is left for
-    it is split into as many batches, which differ by one unit at most.
+    ``accumulated`` is for the accumulation of gradients, whose mean over a step is right if its batches are of one
+    size: set both sizes between two steps only. The end of a pass is a step like others where its length is known: what
+    is left for it is split into as many batches, which differ by one unit at most.
 
     Args:
         source: the batch sampler.
@@ -45,8 +45,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     Attributes:
         size: units of the next batch, at least 1.
         accumulated: batches of an optimizer step, which begins wherever it divides the number of batches before.
-        ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size`` is
-            looked at).
+        ends: units after each batch of this pass that was handed out (or, after :meth:`begin`, will be before ``size``
+            is looked at).
         limit: units of a pass at most; None for all.
         splits_rest: whether one reader reads the whole pass, so that what is left of it is known.
         asked_for: samples of each batch that was handed out, until :class:`ResizableLoader` sees the batch delivered.
@@ -210,8 +210,8 @@ class ResizableLoader:
     """Makes a ``DataLoader`` resizable in place, until :meth:`restore`.
 
     The loader keeps its class (it becomes an instance of a subclass), its data set, its workers and its ``collate_fn``;
-    what changes is its batch sampler, its length, and that a pass can be resumed. The length counts what has been read and
-    what is to come. Batches that workers have been asked for keep their size: a change shows
+    what changes is its batch sampler, its length, and that a pass can be resumed. The length counts what has been read
+    and what is to come. Batches that workers have been asked for keep their size: a change shows
     ``num_workers * prefetch_factor`` batches later.
 
     A resumed pass over a map-style data set goes on at the very next sample without reading those before it. Over an
@@ -223,8 +223,8 @@ class ResizableLoader:
 
     Attributes:
         delivered: batches that were read in this pass.
-        sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's class
-            has its own ``__iter__``: then they are those that were asked for.
+        sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's
+            class has its own ``__iter__``: then they are those that were asked for.
         nominal: while it is true, ``len(loader)`` is what it was before: as if no size had been changed.
 
     Raises:
@@ -235,8 +235,8 @@ class ResizableLoader:
         if (refusal := why_not_resizable(loader)) is not None:
             problem, remedy = refusal
             raise MisconfigurationException(
-                f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients instead: "
-                "GrowingBatchSize(mode='accumulate')"
+                f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients "
+                f"instead: GrowingBatchSize(mode='accumulate')"
             )
         self.loader = loader
         self.delivered = 0
@@ -261,7 +261,8 @@ class ResizableLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of the next batch. Setting it rounds to whole samples, or whole batches of a batch sampler not torch's."""
+        """Samples of the next batch. Setting it rounds to whole samples, or whole batches of a batch sampler not
+        torch's."""
         return self.sampler.batch_size
 
     @batch_size.setter

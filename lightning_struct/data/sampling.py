@@ -85,8 +85,8 @@ class IndependentDraws(DistributedSampler):
         samples = self.samples
         if samples is not None and not 1 <= batch_size <= samples:
             raise MisconfigurationException(
-                f"batch_size must be from 1 to the {samples} samples of the data set, of which a draw takes none twice, "
-                f"but is {batch_size}"
+                f"batch_size must be from 1 to the {samples} samples of the data set, of which a draw takes none "
+                f"twice, but is {batch_size}"
             )
         if batch_size < self.num_replicas:
             raise MisconfigurationException(
@@ -175,8 +175,8 @@ class DrawLoader(DataLoader):
     """A ``DataLoader`` over :class:`IndependentDraws` that resumes in the middle of an epoch.
 
     A ``TensorDataset`` is indexed once per batch; the samples of any other map-style data set are fetched (by
-    ``__getitems__`` where there is one) and collated as a ``DataLoader`` does. Lightning saves the state of the draws in
-    its checkpoints, and a run that is resumed from within an epoch goes on with the very next draw. ::
+    ``__getitems__`` where there is one) and collated as a ``DataLoader`` does. Lightning saves the state of the draws
+    in its checkpoints, and a run that is resumed from within an epoch goes on with the very next draw. ::
 
         Trainer().fit(model, DrawLoader(dataset, IndependentDraws(dataset, batch_size=250, draws_per_epoch=10)))
 
@@ -210,8 +210,8 @@ class DrawLoader(DataLoader):
     ) -> None:
         if not isinstance(sampler, IndependentDraws):
             raise MisconfigurationException(
-                f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) put "
-                "it there, use an ordinary DataLoader with it"
+                f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) "
+                f"put it there, use an ordinary DataLoader with it"
             )
         if len(sampler.dataset) != len(dataset):  # type: ignore[arg-type]
             raise MisconfigurationException(
@@ -220,16 +220,16 @@ class DrawLoader(DataLoader):
             )
         if num_workers != 0:
             raise MisconfigurationException(
-                f"DrawLoader needs num_workers=0, but got {num_workers}: batches fetched ahead by workers would keep the "
-                "old size after a change, and be lost at a resume"
+                f"DrawLoader needs num_workers=0, but got {num_workers}: batches fetched ahead by workers would keep "
+                f"the old size after a change, and be lost at a resume"
             )
         if collate_fn is not None or not isinstance(dataset, TensorDataset):
             dataset = _IndexedByLists(dataset, collate_fn or default_collate)
         super().__init__(dataset, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
 
     def __iter__(self) -> Any:
-        # A DataLoader draws a seed for workers each time: here not from the global generator, since a resumed run begins
-        # fewer epochs. It is made for the moment only: torch cannot send a generator to a spawned process.
+        # A DataLoader draws a seed for workers each time: here not from the global generator, since a resumed run
+        # begins fewer epochs. It is made for the moment only: torch cannot send a generator to a spawned process.
         given, self.generator = self.generator, torch.Generator()
         try:
             return super().__iter__()

@@ -15,7 +15,8 @@ JITTER = 0.06
 def synthetic_digits(count: int, size: int, *, classes: int = CLASSES, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Images of ten kinds of figure, each of two curved strokes whose points are shifted at random.
 
-    The ten figures are the same for every ``seed`` and ``count``, so that what is learned on one sample holds on another.
+    The ten figures are the same for every ``seed`` and ``count``, so that what is learned on one sample holds on
+    another.
 
     Args:
         count: number of images.

@@ -42,10 +42,10 @@ class Corpus(NamedTuple):
 class ColumnLoader:
     """Reads a text in columns: batches follow each other in the text.
 
-    The text is cut into as many columns as fit side by side; what is left over at its end is dropped. A batch has the next
-    words of all columns, and for each word the one that follows it. With several processes each reads its share of the
-    columns. An epoch that is left is begun anew, but one that is resumed from a state goes on with the next batch: Lightning
-    saves the state in its checkpoints.
+    The text is cut into as many columns as fit side by side; what is left over at its end is dropped. A batch has the
+    next words of all columns, and for each word the one that follows it. With several processes each reads its share of
+    the columns. An epoch that is left is begun anew, but one that is resumed from a state goes on with the next batch:
+    Lightning saves the state in its checkpoints.
 
     Args:
         words: the text, (words,), int64.
@@ -98,9 +98,9 @@ class TextCorpusDataModule(LightningDataModule):
     """WikiText-2, or any other text: 2,088,628 / 217,646 / 245,569 words for training, validation and test.
 
     Batches are (words, next words), both (steps, columns), int64, as in torch's example ``word_language_model``, whose
-    settings the paper takes: each column goes on where it ended in the batch before. Words are what stands between spaces,
-    and ``<eos>`` at the end of each line. They are numbered in the order in which the training text has them; a word that
-    it does not have is ``<unk>``. ::
+    settings the paper takes: each column goes on where it ended in the batch before. Words are what stands between
+    spaces, and ``<eos>`` at the end of each line. They are numbered in the order in which the training text has them; a
+    word that it does not have is ``<unk>``. ::
 
         data = TextCorpusDataModule(data_dir="data")
         Trainer().fit(LanguageModel(data.vocabulary_size), datamodule=data)
@@ -108,10 +108,10 @@ class TextCorpusDataModule(LightningDataModule):
     A checkpoint has the vocabulary, and is refused where another was made.
 
     Args:
-        data_dir: directory with ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens``, or with ``train.txt``,
-            ``valid.txt`` and ``test.txt``; or with a directory ``wikitext-2`` of them.
-        text_file: a plain text that is read instead: its first 90 % of words are for training, the next 5 % for validation
-            and the rest for test.
+        data_dir: directory with ``wiki.train.tokens``, ``wiki.valid.tokens`` and ``wiki.test.tokens``, or with
+            ``train.txt``, ``valid.txt`` and ``test.txt``; or with a directory ``wikitext-2`` of them.
+        text_file: a plain text that is read instead: its first 90 % of words are for training, the next 5 % for
+            validation and the rest for test.
         least_count: of that text; words that its training part has less often are ``<unk>``, by default as in WikiText.
         batch_size: columns in training, over all processes together.
         eval_batch_size: columns in validation, test and prediction, over all processes together.
@@ -125,11 +125,12 @@ class TextCorpusDataModule(LightningDataModule):
         seed: seed of synthetic texts.
 
     Raises:
-        MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text; for a
-            checkpoint of another vocabulary.
+        MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text;
+            for a checkpoint of another vocabulary.
 
     Example:
-        >>> data = TextCorpusDataModule(synthetic=True, steps=5, batch_size=4, train_size=200, val_size=50, test_size=50)
+        >>> sizes = {"train_size": 200, "val_size": 50, "test_size": 50}
+        >>> data = TextCorpusDataModule(synthetic=True, steps=5, batch_size=4, **sizes)
         >>> data.setup("fit")
         >>> words, following = next(iter(data.train_dataloader()))
         >>> words.shape, torch.equal(words[1:], following[:-1])
@@ -161,7 +162,8 @@ class TextCorpusDataModule(LightningDataModule):
                 raise MisconfigurationException(f"{name} must be at least 1, but is {value}")
         if synthetic_vocabulary <= SUCCESSORS:
             raise MisconfigurationException(
-                f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is {synthetic_vocabulary}"
+                f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is "
+                f"{synthetic_vocabulary}"
             )
         self.data_dir = data_dir
         self.text_file = text_file
@@ -211,8 +213,9 @@ class TextCorpusDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["vocabulary"] != self.corpus.vocabulary:
             raise MisconfigurationException(
-                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that of the "
-                f"text here ({self.vocabulary_size} words): give the data_dir, text_file, train_size and synthetic of its run"
+                f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that "
+                f"of the text here ({self.vocabulary_size} words): give the data_dir, text_file, train_size and "
+                f"synthetic of its run"
             )
 
     def _loader(self, words: Tensor, columns: int) -> ColumnLoader:
@@ -275,7 +278,8 @@ def read_parts(data_dir: Path) -> list[list[str]]:
 
 
 def cut_text(words: Sequence[str], least_count: int) -> list[list[str]]:
-    """The three parts of one text. Words that the first has less often than ``least_count`` are ``<unk>`` in all of them."""
+    """The three parts of one text. Words that the first has less often than ``least_count`` are ``<unk>`` in all of
+    them."""
     first, second = (round(len(words) * share) for share in (SHARES["train"], SHARES["train"] + SHARES["val"]))
     counts = Counter(words[:first])
     known = [word if counts[word] >= least_count else UNKNOWN for word in words]

@@ -54,8 +54,8 @@ def conjugate_gradient(
 ) -> ConjugateGradientResult:
     """Solve B x = b for a symmetric positive definite B.
 
-    Stops after i steps when the quadratic is negative and has fallen, over the last k = max(``progress_window``, i/10) steps,
-    by less than k times ``progress_tolerance`` of its value (Martens 2010, section 4.4).
+    Stops after i steps when the quadratic is negative and has fallen, over the last k = max(``progress_window``, i/10)
+    steps, by less than k times ``progress_tolerance`` of its value (Martens 2010, section 4.4).
 
     Args:
         matvec: x -> B x, on tensors or dicts of tensors.

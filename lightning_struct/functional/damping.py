@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without a
-# bound λ grows at each step of a run that has converged, until it overflows.
+# A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without
+# a bound λ grows at each step of a run that has converged, until it overflows.
 MAX_DAMPING = 1e9
-# The rule by the next batch: the lowest σ, and r below which λ rises there. Data without replacement makes r too low by the
-# share of all samples that the last batches have had, so that an r a little below 0 is no sign of harm.
+# The rule by the next batch: the lowest σ, and r below which λ rises there. Data without replacement makes r too low by
+# the share of all samples that the last batches have had, so that an r a little below 0 is no sign of harm.
 SHORTEST_STEP, HARMFUL = 0.1, -0.25
 
 
@@ -78,13 +78,14 @@ def next_batch_rule(
     min_damping: float = 0.0,
     max_damping: float = MAX_DAMPING,
 ) -> ScaledDamping:
-    """The next step scale σ and damping λ from how much of a step's gain the next batch shows too (not in the SHF paper).
+    """The next step scale σ and damping λ from how much of a step's gain the next batch shows too (not in the SHF
+    paper).
 
-    A step lowers the loss of the batch that it was made of, and that of the next batch by r times as much: r is 1 where the
-    step is all signal, and near 0 or below where it fits the noise of its batch. Along a Newton step of noisy data the best
-    scale is σ = 2 r for small σ. σ grows where r > σ/4, half the ratio at the best scale, and else shrinks, by no more than a
-    factor of 1.22 (e^.2) a step and down to .1. λ falls at full steps with r > ¼, at its full rate from r = ¾ on, and rises
-    at the shortest steps with r < -¼.
+    A step lowers the loss of the batch that it was made of, and that of the next batch by r times as much: r is 1 where
+    the step is all signal, and near 0 or below where it fits the noise of its batch. Along a Newton step of noisy data
+    the best scale is σ = 2 r for small σ. σ grows where r > σ/4, half the ratio at the best scale, and else shrinks, by
+    no more than a factor of 1.22 (e^.2) a step and down to .1. λ falls at full steps with r > ¼, at its full rate from
+    r = ¾ on, and rises at the shortest steps with r < -¼.
 
     Args:
         now: σ and λ of the last step.

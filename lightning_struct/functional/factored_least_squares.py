@@ -1,9 +1,9 @@
 """Damped least squares of one matrix: any damping, any right-hand side, any centre.
 
-A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a Cholesky
-factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which does no harm
-where λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y = b - r with
-y = r/λ², by about ε σ₁²/λ² of itself.
+A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a
+Cholesky factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which
+does no harm where λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y
+= b - r with y = r/λ², by about ε σ₁²/λ² of itself.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _AllDampings(ABC):
 class FactoredLeastSquares(_AllDampings):
     """min ‖J d - b‖² + λ²‖d - m‖² for one J (N, P) and any b, λ > 0 and m: O(N P) each, after O(N P min(N, P)) once.
 
-    By a QR factorisation of the shorter side of J, and a singular value decomposition of the triangle: of J with N >= P,
-    else of Jᵀ. J itself is kept, not copied.
+    By a QR factorisation of the shorter side of J, and a singular value decomposition of the triangle: of J with N >=
+    P, else of Jᵀ. J itself is kept, not copied.
 
     Args:
         jacobian: J, (N, P), float32 or float64, finite.
@@ -117,13 +117,13 @@ class FactoredLeastSquares(_AllDampings):
 class GramLeastSquares(_AllDampings):
     """The same as :class:`FactoredLeastSquares` by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
 
-    It takes O(n²) more memory and n³/3 multiply-adds for a λ, n = min(N, P): several λ cost less than eigenvalues, and far
-    less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: solutions lose digits where λ is
-    small, but the residual that they leave hardly changes down to ``smallest_damping``.
+    It takes O(n²) more memory and n³/3 multiply-adds for a λ, n = min(N, P): several λ cost less than eigenvalues, and
+    far less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: solutions lose
+    digits where λ is small, but the residual that they leave hardly changes down to ``smallest_damping``.
 
     Args:
-        jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`; its rows
-            here, where they are distributed over processes.
+        jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`;
+            its rows here, where they are distributed over processes.
         rows: N over all processes; if not given, that of ``jacobian``.
         all_reduce: sums a tensor over processes.
         all_gather: puts the rows of all processes together, where there are several.
@@ -164,7 +164,8 @@ class GramLeastSquares(_AllDampings):
 
     @staticmethod
     def smallest_share(size: int, dtype: torch.dtype) -> float:
-        """``smallest_damping`` in units of σ₁, for a matrix of ``size`` rows: there rounding, of about √n ε σ₁², is small beside λ²."""
+        """``smallest_damping`` in units of σ₁, for a matrix of ``size`` rows: there rounding, of about √n ε σ₁², is
+        small beside λ²."""
         return math.sqrt(8 * (size + 64) * torch.finfo(dtype).eps)
 
     def product(self, d: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Jacobian products of a network, linearised once and used as often as wanted.
 
-A Hessian-free step takes tens to hundreds of products with the same Jacobian J of the outputs in the weights. Running the
-network again in each of them, as forward-over-reverse differentiation does, costs about twice as much as needed.
+A Hessian-free step takes tens to hundreds of products with the same Jacobian J of the outputs in the weights. Running
+the network again in each of them, as forward-over-reverse differentiation does, costs about twice as much as needed.
 :func:`linearize` runs it once:
 
     v  ->  J v      ``Linearization.jvp``     (Algorithm 4)
@@ -56,7 +56,8 @@ class Linearization(ABC):
 
     @abstractmethod
     def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
-        """Jᵀ u: ``u`` is shaped like ``outputs``; the result has a tensor for each parameter, written to ``out`` if given."""
+        """Jᵀ u: ``u`` is shaped like ``outputs``; the result has a tensor for each parameter, written to ``out`` if
+        given."""
 
     @abstractmethod
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
@@ -83,15 +84,15 @@ def linearize(
             A module's buffers are left as they are, and its parameters outside ``params`` are constants.
         params: name -> tensor, float32 or float64: the point, and what is differentiated.
         *args: passed on; tensors among them have the batch as their first dimension.
-        backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers, the
-            cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear to set
-            up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian product, which
-            covers everything that has a second derivative. If not given, the first of these that covers the function;
-            ``.backend`` says which.
+        backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
+            the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
+            to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian
+            product, which covers everything that has a second derivative. If not given, the first of these that covers
+            the function; ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
-        products: how many products will be asked for, about. Below 1000 the trace of ``"linearize"`` takes longer than it
-            saves, and ``"double_backward"`` comes before it where ``backend`` is not given.
+        products: how many products will be asked for, about. Below 1000 the trace of ``"linearize"`` takes longer than
+            it saves, and ``"double_backward"`` comes before it where ``backend`` is not given.
 
     Raises:
         ValueError: an unknown backend, a backend that does not cover the function, or nothing to differentiate.
@@ -265,9 +266,9 @@ class _Linearize(_Autograd):
     """J v from a trace of the forward derivative, with all that does not depend on v computed once.
 
     This is ``torch.func.linearize``, but for one step: in-place operations are made functional before the trace is cut
-    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). A trace in
-    which in-place writes are left (``padding_mode="circular"``) is refused, since the cut loses them: memory that was
-    never written would be read. What else may be traced wrongly in silence is caught by a check against Jᵀu.
+    in two. Without it recurrent layers are right in the first product and wrong in all later ones (torch 2.15). A trace
+    in which in-place writes are left (``padding_mode="circular"``) is refused, since the cut loses them: memory that
+    was never written would be read. What else may be traced wrongly in silence is caught by a check against Jᵀu.
     """
 
     backend = "linearize"
@@ -348,8 +349,8 @@ class _Chunked(Linearization):
         name = coupling_layer(function) if isinstance(function, nn.Module) else None
         if name is not None:
             raise ValueError(
-                f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with running "
-                "statistics, or leave chunk_size out"
+                f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with "
+                f"running statistics, or leave chunk_size out"
             )
         self._function, self._params = function, params
         sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}

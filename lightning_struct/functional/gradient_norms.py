@@ -1,7 +1,7 @@
 """Per-sample squared gradient norms without per-sample gradients, and the test that reads a batch size off them.
 
-‖Var‖₁ = (Σᵢ‖gᵢ‖² - n‖ḡ‖²)/(n - 1) needs only the norms, and those follow from what one ordinary forward and backward pass
-shows of each layer: its inputs and the cotangents of its outputs.
+‖Var‖₁ = (Σᵢ‖gᵢ‖² - n‖ḡ‖²)/(n - 1) needs only the norms, and those follow from what one ordinary forward and backward
+pass shows of each layer: its inputs and the cotangents of its outputs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_struct.functional.vectors import inner
 
 _BLOCKS = 8  # of rows of a Gram matrix
-# Rows of J Jᵀ that are computed at once from outer products, so that what is multiplied elementwise stays in the caches.
+# Rows of J Jᵀ that are computed at once from outer products, so that what is multiplied elementwise stays in the
+# caches.
 _ROWS_AT_ONCE = 128
 # Multiplications that an entry of J Jᵀ costs for each pair of outer products, beside those of their vectors.
 _PAIR = 8
@@ -206,7 +207,8 @@ class FactoredJacobian(Jacobian):
         return torch.cat(parts)
 
     def gram_of_rows(self) -> Tensor:
-        """In float64: what float32 would lose by squaring, a factorisation of J as a matrix would have to bring back."""
+        """In float64: what float32 would lose by squaring, a factorisation of J as a matrix would have to bring
+        back."""
         gram = lower_gram(self._columns.double())
         for products in self._products.values():
             blocks = [OuterProducts(block.left.double(), block.right.double()) for block in products]
@@ -291,7 +293,8 @@ class FactoredJacobian(Jacobian):
 
 
 def lower_gram(matrix: Tensor) -> Tensor:
-    """The lower triangle of A Aᵀ, in blocks that reach beyond it: half of the multiplications. Torch has no ``syrk``."""
+    """The lower triangle of A Aᵀ, in blocks that reach beyond it: half of the multiplications. Torch has no
+    ``syrk``."""
     rows = len(matrix)
     gram = matrix.new_zeros(rows, rows)
     size = max(64, -(-rows // _BLOCKS))
@@ -328,7 +331,8 @@ def jacobian_form(
         for_gram: the form for J Jᵀ.
 
     Example:
-        >>> jacobian_form([{"wide": 4, "narrow": 4}], [100], {"wide": (256, 256), "narrow": (1, 256)}, for_gram=True).kept
+        >>> sizes = {"wide": (256, 256), "narrow": (1, 256)}
+        >>> jacobian_form([{"wide": 4, "narrow": 4}], [100], sizes, for_gram=True).kept
         frozenset({'wide'})
     """
     kept, numbers, cost = set(), 0, 0.0

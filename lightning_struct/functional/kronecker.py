@@ -1,11 +1,11 @@
 """Kronecker factors of the Gauss-Newton matrix of a layer, and the right preconditioner that they make.
 
-The Gauss-Newton block of a weight that multiplies rows ã (its bias's 1 among them) is the mean over samples of
-vec(f ãᵀ) vec(f ãᵀ)ᵀ, f the back-propagated product of the square root of the loss Hessian with random signs, as in
-:func:`~lightning_struct.functional.preconditioner.randomized_gauss_newton_diagonal`. It is taken for G ⊗ A, A the mean of
-ã ãᵀ and G that of f fᵀ (Martens & Grosse 2015; over the T positions of a sequence or an image A is the mean and G the sum,
-as in Grosse & Martens 2016). This is exact in expectation for one sample at one position, and where ã and f are
-independent.
+The Gauss-Newton block of a weight that multiplies rows ã (its bias's 1 among them) is the mean over samples of vec(f
+ãᵀ) vec(f ãᵀ)ᵀ, f the back-propagated product of the square root of the loss Hessian with random signs, as in
+:func:`~lightning_struct.functional.preconditioner.randomized_gauss_newton_diagonal`. It is taken for G ⊗ A, A the mean
+of ã ãᵀ and G that of f fᵀ (Martens & Grosse 2015; over the T positions of a sequence or an image A is the mean and G
+the sum, as in Grosse & Martens 2016). This is exact in expectation for one sample at one position, and where ã and f
+are independent.
 """
 
 from __future__ import annotations

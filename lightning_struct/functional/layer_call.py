@@ -26,7 +26,8 @@ class LayerCall:
         samples: n, or the sizes that n may have; None: the size of the first dimension.
         rows: sample of each row, (rows,), by the number of rows: of what has other rows than samples, as the nodes and
             edges of graphs.
-        of_base: whether it is a call of the ``forward`` of the base of the layer's kind, by the layer's own ``forward``.
+        of_base: whether it is a call of the ``forward`` of the base of the layer's kind, by the layer's own
+            ``forward``.
 
     Example:
         >>> import torch

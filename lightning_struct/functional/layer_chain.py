@@ -1,9 +1,9 @@
 """Jacobian products of a chain of layers by hand-written rules (Algorithms 4 and 5).
 
-A chain is what one forward pass shows: every layer that was called read what the layer before it returned, the first one
-the input, and nothing happened in between. The layers may be ``nn.Linear``, elementwise activations, and layers that only
-reshape; the chain may stand in any ``forward``, and a layer may be used twice or share its weight with another.
-Activations and their derivatives are kept, so a product costs its matrix products and nothing else.
+A chain is what one forward pass shows: every layer that was called read what the layer before it returned, the first
+one the input, and nothing happened in between. The layers may be ``nn.Linear``, elementwise activations, and layers
+that only reshape; the chain may stand in any ``forward``, and a layer may be used twice or share its weight with
+another. Activations and their derivatives are kept, so a product costs its matrix products and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Declarations of layers, made once for per-sample gradients, Kronecker factors, RLS and ``replace_linear``.
 
-A :class:`LayerKind` says which matrices a layer multiplies by, which parameters its ``forward`` uses, and whose rules serve
-it. What is measured of a layer stays where it is measured: RLS reads sums of inputs, gradient norms read cotangents too.
-:func:`register_layer` declares layers that torch does not have.
+A :class:`LayerKind` says which matrices a layer multiplies by, which parameters its ``forward`` uses, and whose rules
+serve it. What is measured of a layer stays where it is measured: RLS reads sums of inputs, gradient norms read
+cotangents too. :func:`register_layer` declares layers that torch does not have.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class ElementwiseForm:
-    """An output y = a(x) + Σ_p p ⊙ b_p(x) of the shape of the input x, in parameters p that scale or shift its features.
+    """An output y = a(x) + Σ_p p ⊙ b_p(x) of the shape of the input x, in parameters p that scale or shift its
+    features.
 
     Attributes:
         channels_first: the features are in the second dimension, else in the last.
@@ -93,7 +94,8 @@ class LayerKind:
 
 
 def recurrent_places(layer: nn.RNNBase, level: int | None = None) -> list[str]:
-    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: of each direction of all levels, or of one level."""
+    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: of each direction of all levels, or of one
+    level."""
     levels = range(layer.num_layers) if level is None else [level]
     return [f"l{i}{end}" for i in levels for end in ("", "_reverse")[: 1 + layer.bidirectional]]
 
@@ -173,16 +175,17 @@ def register_layer(
 ) -> Any:
     """Declare a type of layers, once for per-sample gradient norms, Kronecker factors, RLS and ``replace_linear``.
 
-    Exactly one of ``matrix``, ``like`` and ``rule`` says what a layer of the type computes. The declaration holds for the
-    type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an optimizer
-    or a recorder is made.
+    Exactly one of ``matrix``, ``like`` and ``rule`` says what a layer of the type computes. The declaration holds for
+    the type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an
+    optimizer or a recorder is made.
 
     - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
       dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
     - ``register_layer(MyLSTM, like=nn.LSTM)``: a call computes what ``nn.LSTM`` computes from the same arguments, with
       parameters of the same names. Calls with further arguments are left out of the gradient norms.
-    - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's share of
-      the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors are diagonal.
+    - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's
+      share of the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors
+      are diagonal.
     - ``@register_layer(like=nn.Linear)`` above a class declares that class.
 
     Args:
@@ -191,11 +194,12 @@ def register_layer(
         like: a type that is known.
         rule: makes, of a call, one :class:`~lightning_struct.functional.per_sample.contributions.Contribution` for each
             trainable parameter of the layer itself, by name.
-        couples_samples: whether the outputs of a sample depend on the other samples of the batch, as in batch normalisation;
-            a function of the layer, or one value for all. It may also stand alone.
+        couples_samples: whether the outputs of a sample depend on the other samples of the batch, as in batch
+            normalisation; a function of the layer, or one value for all. It may also stand alone.
 
     Raises:
-        TypeError: ``layer_type`` or ``like`` is no type of modules, ``matrix`` no :class:`Matrix`, ``rule`` not callable.
+        TypeError: ``layer_type`` or ``like`` is no type of modules, ``matrix`` no :class:`Matrix`, ``rule`` not
+            callable.
         ValueError: several of ``matrix``, ``like`` and ``rule``; ``like`` is a type that is not known; a matrix with
             groups or with a part of a bias. When a layer of the type is met: its parameters are not those declared.
 
@@ -295,8 +299,8 @@ def _like(base: type[nn.Module]) -> LayerKind:
     kind = kind_of_type(base)  # type: ignore[arg-type]  # a type is hashable
     if kind is None:
         raise ValueError(
-            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix or "
-            "a rule"
+            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix "
+            f"or a rule"
         )
     return replace(kind, declared=True)
 

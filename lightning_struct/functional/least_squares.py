@@ -4,10 +4,10 @@ Both minimise
 
     ‖A x - b‖² + damp² ‖x - center‖²
 
-with A given by two products, on tensors or on dicts of tensors, in as many steps as asked for. Sources: Fong & Saunders,
-"LSMR: an iterative algorithm for sparse least-squares problems" (2011), Paige & Saunders, "LSQR" (1982), and
-Algorithm 6 of Emirahmetoglu & Stewart, whose two slips (ρ_0 = 0, which divides by zero, and x0 taken for a vector of the
-preconditioned space) are mended here.
+with A given by two products, on tensors or on dicts of tensors, in as many steps as asked for. Sources: Fong &
+Saunders, "LSMR: an iterative algorithm for sparse least-squares problems" (2011), Paige & Saunders, "LSQR" (1982), and
+Algorithm 6 of Emirahmetoglu & Stewart, whose two slips (ρ_0 = 0, which divides by zero, and x0 taken for a vector of
+the preconditioned space) are mended here.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def lsmr(
             (equation (18)); or a vector structured like x.
         preconditioner: the vector c of Algorithm 3 (x = c∘y), or an object with ``solve`` and ``solve_transpose``
             for C (x = C⁻¹ y). ``x0`` and the result are always in the space of x.
-        damping_space: ``"y"``: the damping is on y, as in the paper; ``"x"``: on x. No difference without preconditioner.
+        damping_space: ``"y"``: the damping is on y, as in the paper; ``"x"``: on x. No difference without
+            preconditioner.
         maxiter: bound on the iterations; min(sizes) of A if not given.
         atol: stop when ‖Aᵀr‖ <= atol ‖A‖ ‖r‖ (of the damped problem).
         btol: stop when ‖r‖ <= btol ‖b - A x0‖ + atol ‖A‖ ‖x - x0‖.

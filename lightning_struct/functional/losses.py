@@ -121,8 +121,8 @@ class CrossEntropy:
 
 def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | LeastSquares:
     """The loss of a name: ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`) or
-    ``"least_squares"`` (:class:`~lightning_struct.functional.LeastSquares` with weights of 1); an object with the methods
-    of the first two, or a ``LeastSquares``, as it is.
+    ``"least_squares"`` (:class:`~lightning_struct.functional.LeastSquares` with weights of 1); an object with the
+    methods of the first two, or a ``LeastSquares``, as it is.
 
     Raises:
         ValueError: an unknown name.

@@ -14,10 +14,10 @@ _CHECK_EVERY = 10
 class ProjectedLeastSquares:
     """min ‖J d - b‖² + λ²‖d‖² over the Krylov space of JᵀJ and Jᵀb, which is the same for all λ.
 
-    k steps give J V = U B, with k columns V and k + 1 columns U, orthonormal, and B bidiagonal; each takes one product with
-    J and one with Jᵀ. For each λ a problem of k unknowns is left: LSQR takes the lowest residual, LSMR the lowest gradient
-    (Paige & Saunders 1982; Fong & Saunders 2011). U and V are kept, and orthogonalised against all columns before, without
-    which rounding delays convergence.
+    k steps give J V = U B, with k columns V and k + 1 columns U, orthonormal, and B bidiagonal; each takes one product
+    with J and one with Jᵀ. For each λ a problem of k unknowns is left: LSQR takes the lowest residual, LSMR the lowest
+    gradient (Paige & Saunders 1982; Fong & Saunders 2011). U and V are kept, and orthogonalised against all columns
+    before, without which rounding delays convergence.
 
     Args:
         matvec: d -> J d, (P,) to (N,).

@@ -1,13 +1,14 @@
 """Layers of unknown types, recognised by what they compute.
 
-Libraries spell the same layers in many ways: ``LlamaRMSNorm``, ``Conv1D``, a ``LayerNorm`` that counts its channels first, an
-``LSTM`` that takes lengths. Their names say little and their code cannot be read, but they can be run: a copy of the layer,
-with random weights, on a small random input. If that gives what a layer of torch gives from the same weights, the layer is
-served by the rules of torch's. If its output is affine in weights that scale or shift the features, as that of every
-normalisation and scaling is, the gradients of these weights follow from running the layer again.
+Libraries spell the same layers in many ways: ``LlamaRMSNorm``, ``Conv1D``, a ``LayerNorm`` that counts its channels
+first, an ``LSTM`` that takes lengths. Their names say little and their code cannot be read, but they can be run: a copy
+of the layer, with random weights, on a small random input. If that gives what a layer of torch gives from the same
+weights, the layer is served by the rules of torch's. If its output is affine in weights that scale or shift the
+features, as that of every normalisation and scaling is, the gradients of these weights follow from running the layer
+again.
 
-Each configuration of each type is tried once. Layers that have other layers below them are not tried, nor are those that
-couple the samples of a batch; what raises an error is not recognised.
+Each configuration of each type is tried once. Layers that have other layers below them are not tried, nor are those
+that couple the samples of a batch; what raises an error is not recognised.
 """
 
 from __future__ import annotations

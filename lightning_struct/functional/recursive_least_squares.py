@@ -5,8 +5,9 @@
     P ← P/λ - kT/(λh) u uᵀ         equations (37), (53), (84), (94)
 
 The P of one trained matrix with d inputs is d x d; ``groups`` of outputs that read different inputs have one each. All
-tensors here have the groups in the first dimension. The last ``constants`` of the d inputs are those of the biases: they
-are kept apart from the others, the features, where matrices are multiplied, so that weights and biases need not be joined.
+tensors here have the groups in the first dimension. The last ``constants`` of the d inputs are those of the biases:
+they are kept apart from the others, the features, where matrices are multiplied, so that weights and biases need not be
+joined.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ class SquareRootInverse:
     """S with P = S Sᵀ, for λ < 1, with a bound.
 
     Where λ < 1 the formulas of the paper let all directions in which no x̄ points grow as λ⁻ˢ, and rounding makes P
-    indefinite. Here no diagonal entry of P exceeds :data:`LARGEST_DIAGONAL`: where one would, its row and column are scaled
-    down to it, P ← DPD with D = min(1, (2/diag(P))^½). So |P_ij| <= 2 and all eigenvalues are below 2d: no step is longer
-    than 2d times that of gradient descent, and the scale of an input that stays zero is at most doubled. Until an entry
-    gets there, P is what the paper's formulas give. The root keeps it positive definite in float32 too; multiplying by it
-    takes twice as long.
+    indefinite. Here no diagonal entry of P exceeds :data:`LARGEST_DIAGONAL`: where one would, its row and column are
+    scaled down to it, P ← DPD with D = min(1, (2/diag(P))^½). So |P_ij| <= 2 and all eigenvalues are below 2d: no step
+    is longer than 2d times that of gradient descent, and the scale of an input that stays zero is at most doubled.
+    Until an entry gets there, P is what the paper's formulas give. The root keeps it positive definite in float32 too;
+    multiplying by it takes twice as long.
 
     S ← (S - β u fᵀ)/√λ with f = Sᵀx̄ and β = w/(h + √(λh)) (Potter's form of the update).
 
@@ -146,9 +147,10 @@ class SquareRootInverse:
 class LowRankInverse:
     """V with P ≈ I - VᵀV, for λ = 1: the updates of :class:`FullInverse`, of which the largest directions are kept.
 
-    Every update adds its v = √(w/h) u as a row. Where 2r rows are full, those r orthogonal ones replace them in which VᵀV is
-    largest. So P is exact for the first 2r updates, and in what is cut off afterwards it is nearly the identity: the
-    eigenvalues of P are never below those of the full form. A product costs 4r multiply-adds a number, in place of d.
+    Every update adds its v = √(w/h) u as a row. Where 2r rows are full, those r orthogonal ones replace them in which
+    VᵀV is largest. So P is exact for the first 2r updates, and in what is cut off afterwards it is nearly the identity:
+    the eigenvalues of P are never below those of the full form. A product costs 4r multiply-adds a number, in place of
+    d.
 
     Args:
         factors: V, (groups, 2r, d), changed in place; zero rows are free.

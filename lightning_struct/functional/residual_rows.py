@@ -3,9 +3,9 @@
 A residual mostly depends on one row of the inputs alone: on one point of a differential equation. Then the rows of the
 Jacobian are gradients of single rows, N times cheaper than by a backward pass for each through the whole batch. The
 module is recorded once for a single row, as operations on tensors; derivatives in the inputs that it takes itself, by
-``torch.func`` or by autograd, are then operations like all others, and ``torch.func.vmap`` runs the record over all rows.
-That a record gives the residuals of the module is checked in every batch, and that it gives their derivative once; where
-J is large, at some of the points.
+``torch.func`` or by autograd, are then operations like all others, and ``torch.func.vmap`` runs the record over all
+rows. That a record gives the residuals of the module is checked in every batch, and that it gives their derivative
+once; where J is large, at some of the points.
 
 Where the residuals alone are wanted, a batch may be recorded as a whole, too: see ``recorded_batch``.
 """
@@ -35,10 +35,11 @@ from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.weight_products import Example, WeightProducts
 
-# Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much memory,
-# and pass the processor's caches sooner where the rows are short.
+# Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
+# memory, and pass the processor's caches sooner where the rows are short.
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
-# Points at which the derivative of a record is compared with the module's at least, where all would be too many numbers.
+# Points at which the derivative of a record is compared with the module's at least, where all would be too many
+# numbers.
 _CHECKED_POINTS = 64
 
 
@@ -72,8 +73,8 @@ class BatchResiduals:
         self.blocks = {name: block.detach() for name, block in self._call(params).items()}
         if versions != [t._version for t in inputs]:
             raise ValueError(
-                "the module changes its inputs in place, so that its residuals are others in each call: let it work on a "
-                "copy (points.clone())"
+                "the module changes its inputs in place, so that its residuals are others in each call: let it work on "
+                "a copy (points.clone())"
             )
         self._rows: dict[str, _Rows | None] | None = None
         self._whole: RecordedBatch | None = None
@@ -141,7 +142,8 @@ class BatchResiduals:
     def _write_rows(
         self, name: str, params: Parameters, out: Tensor, kept: Collection[str]
     ) -> dict[str, OuterProducts] | None:
-        """Write the rows of a block to ``out``, and return those of the kept weights; None where they cannot be told apart."""
+        """Write the rows of a block to ``out``, and return those of the kept weights; None where they cannot be told
+        apart."""
         rows = self._known_rows(name)
         if rows is not None:
             values, products = rows.jacobian(params, out, kept)  # the values come with the rows
@@ -279,7 +281,8 @@ class _Record:
         self.derivative_is_checked = False
 
     def remove_detachments(self, example: Example) -> None:
-        """Let derivatives pass where the graph detaches: what autograd kept for a backward pass is recorded so in torch 2.6."""
+        """Let derivatives pass where the graph detaches: what autograd kept for a backward pass is recorded so in torch
+        2.6."""
         for node in self.graph.graph.nodes:
             if node.target is torch.ops.aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
@@ -349,7 +352,8 @@ class _Rows:
         return torch.cat(values), {name: _joined(parts) for name, parts in products.items()}
 
     def has_derivative_of(self, residuals: Tensor, point: Parameters) -> bool:
-        """Whether uᵀJ is that of autograd, for one random u, which is zero but at some of the points where J is large."""
+        """Whether uᵀJ is that of autograd, for one random u, which is zero but at some of the points where J is
+        large."""
         params = {name: p.detach() for name, p in point.items()}
         count = next(len(t) for t, dim in zip(self._inputs.tensors, self._inputs.dims, strict=True) if dim == 0)
         shape, columns = (count, len(residuals) // count), sum(p.numel() for p in point.values())

@@ -16,9 +16,9 @@ ONLY_BLOCK = "residual"
 class LeastSquares:
     """f = Σ_b w_b ½ mean_i r²_{b,i} of the residuals r that the module itself returns, in blocks b.
 
-    A block is a tensor (n_b, ...) under a name: the residuals of a differential equation in the interior, of its boundary
-    values, of measurements. n_b may differ from block to block. Of a block (n_b, k) the squares are summed over k and
-    averaged over n_b. A module that returns one tensor has one block, ``"residual"``.
+    A block is a tensor (n_b, ...) under a name: the residuals of a differential equation in the interior, of its
+    boundary values, of measurements. n_b may differ from block to block. Of a block (n_b, k) the squares are summed
+    over k and averaged over n_b. A module that returns one tensor has one block, ``"residual"``.
 
     Args:
         weights: w_b > 0 by the name of the block, for all blocks; if not given, all are 1.
@@ -48,13 +48,13 @@ class LeastSquares:
             return dict.fromkeys(blocks, 1.0)
         if missing := [name for name in blocks if name not in self.weights]:
             raise ValueError(
-                f"the module returned {_listed('block', missing)} that LeastSquares(weights=...) has no weight for; it has "
-                f"weights for {_names(self.weights)}"
+                f"the module returned {_listed('block', missing)} that LeastSquares(weights=...) has no weight for; it "
+                f"has weights for {_names(self.weights)}"
             )
         if unknown := [name for name in self.weights if name not in blocks]:
             raise ValueError(
-                f"LeastSquares has a weight for {_listed('block', unknown)} that the module did not return; it returned "
-                f"{_names(blocks)}"
+                f"LeastSquares has a weight for {_listed('block', unknown)} that the module did not return; it "
+                f"returned {_names(blocks)}"
             )
         return {name: float(self.weights[name]) for name in blocks}
 
@@ -69,8 +69,8 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
         returned = {ONLY_BLOCK: returned}
     if not isinstance(returned, Mapping) or not returned:
         raise TypeError(
-            "with loss='least_squares' the module returns its residuals: a tensor, or a mapping of names to tensors. It "
-            f"returned {'an empty mapping' if isinstance(returned, Mapping) else type(returned).__name__}"
+            "with loss='least_squares' the module returns its residuals: a tensor, or a mapping of names to tensors. "
+            f"It returned {'an empty mapping' if isinstance(returned, Mapping) else type(returned).__name__}"
         )
     for name, block in returned.items():
         if not (isinstance(block, Tensor) and block.is_floating_point()):

@@ -65,9 +65,9 @@ def norm(tensors: list[Tensor]) -> float:
 def inner(left: Tensor, right: Tensor) -> Tensor:
     """The inner product of two tensors of one shape, a float64 scalar tensor.
 
-    Blocks of 1024 products are summed in the tensors' own dtype and the blocks in float64: as good as float64 throughout
-    for the recurrences of a solver, and a hundred times quicker on a CPU than a reduction with ``dtype=torch.float64``.
-    Under autocast too.
+    Blocks of 1024 products are summed in the tensors' own dtype and the blocks in float64: as good as float64
+    throughout for the recurrences of a solver, and a hundred times quicker on a CPU than a reduction with
+    ``dtype=torch.float64``. Under autocast too.
     """
     left, right = left.reshape(-1), right.reshape(-1)
     whole = left.numel() // _BLOCK * _BLOCK

@@ -1,8 +1,8 @@
 """Gradients of one recorded function in its weight matrices, as sums of the outer products that they are made of.
 
-Where a record multiplies by a weight matrix, x Wᵀ or x W, and does nothing else with it, the gradient in W is a sum of outer
-products over the multiplications: of what is multiplied, x, and of the derivative of the result. Both are a few vectors,
-where W is a matrix.
+Where a record multiplies by a weight matrix, x Wᵀ or x W, and does nothing else with it, the gradient in W is a sum of
+outer products over the multiplications: of what is multiplied, x, and of the derivative of the result. Both are a few
+vectors, where W is a matrix.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class WeightProducts:
     """The products of a record with its weight matrices.
 
     Args:
-        graph: a function of (weights by name, buffers by name, tensors) of operations on tensors, that returns residuals (k,).
+        graph: a function of (weights by name, buffers by name, tensors) of operations on tensors, that returns
+            residuals (k,).
         example: its arguments, whose sizes matter.
 
     Attributes:
-        counts: name -> the number of outer products that the gradient of one residual in this weight is a sum of. The other
-            weights are not there.
+        counts: name -> the number of outer products that the gradient of one residual in this weight is a sum of. The
+            other weights are not there.
     """
 
     def __init__(self, graph: GraphModule, example: Example) -> None:
@@ -75,8 +76,8 @@ class WeightProducts:
         """Residuals (k,) and their gradients, which ``torch.func.vmap`` can be taken of.
 
         Returns:
-            The residuals; name -> gradients (k, ...) of the weights that are not in ``counts``; and for those that are, name ->
-            (k, m, rows of W) and (k, m, columns of W), whose m outer products add up to the gradient.
+            The residuals; name -> gradients (k, ...) of the weights that are not in ``counts``; and for those that are,
+            name -> (k, m, rows of W) and (k, m, columns of W), whose m outer products add up to the gradient.
         """
         others = {name: w for name, w in weights.items() if name not in self.counts}
         reference = next(iter(weights.values()))
@@ -139,7 +140,8 @@ def _uses_of(name: str, node: Node, turned: bool = False) -> Iterator[tuple[Node
 
 
 def _probed(module: GraphModule, uses: Mapping[Node, _Use]) -> GraphModule:
-    """A record of (all leaves of its arguments, a probe for each use) with the probes added to the products with weights.
+    """A record of (all leaves of its arguments, a probe for each use) with the probes added to the products with
+    weights.
 
     It returns the residuals, and what was multiplied.
     """

@@ -1,4 +1,5 @@
-"""Classifiers, trained by any optimizer, by RLS or by SHF: LightningModules around any network, and those of the tasks."""
+"""Classifiers, trained by any optimizer, by RLS or by SHF: LightningModules around any network, and those of the
+tasks."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -87,7 +88,8 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
 
 
 def _with_output(layers: nn.Sequential, features: int, num_classes: int) -> nn.Sequential:
-    """The layers and an output layer named ``output``, whatever their number, so that optimizers can exclude it by name."""
+    """The layers and an output layer named ``output``, whatever their number, so that optimizers can exclude it by
+    name."""
     layers.add_module("output", nn.Linear(features, num_classes))
     return layers
 
@@ -104,7 +106,8 @@ class Classifier(L.LightningModule):
     does not: ``Classifier.load_from_checkpoint(path, network=...)``.
 
     Args:
-        network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) where each step has a label.
+        network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) where each step has a
+            label.
         num_classes: labels are 0 to ``num_classes - 1``.
         loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - z*‖² with z* the label one-hot, of which
             Zhang et al., equation (57), is the average over samples.
@@ -152,8 +155,9 @@ class Classifier(L.LightningModule):
         outputs = self.network(inputs)
         if outputs.shape[:2] != (len(inputs), self.num_classes):
             raise MisconfigurationException(
-                f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but num_classes={self.num_classes} "
-                f"asks for {(len(inputs), self.num_classes)}: give both the same number of classes"
+                f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but "
+                f"num_classes={self.num_classes} asks for {(len(inputs), self.num_classes)}: give both the same number "
+                f"of classes"
             )
         return outputs
 

@@ -20,21 +20,22 @@ INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
 
 
 class LanguageModel(L.LightningModule):
-    """Language model that reads a text in columns and predicts the next words (section 5.1 and appendix F.2, Table 2). ::
+    """Language model that reads a text in columns and predicts the next words (section 5.1 and appendix F.2, Table 2).
+    ::
 
         data = TextCorpusDataModule(data_dir="data")
         Trainer(gradient_clip_val=0.25).fit(LanguageModel(data.vocabulary_size), datamodule=data)
 
-    Embedding, dropout, one layer of :class:`StructuredLSTM`, dropout, output layer. The state is carried from batch to batch
-    within an epoch, and gradients stop there. What the paper leaves open is as in torch's example ``word_language_model``,
-    which it names: dropout of .2, initial weights, an output layer with weights of its own.
+    Embedding, dropout, one layer of :class:`StructuredLSTM`, dropout, output layer. The state is carried from batch to
+    batch within an epoch, and gradients stop there. What the paper leaves open is as in torch's example
+    ``word_language_model``, which it names: dropout of .2, initial weights, an output layer with weights of its own.
 
-    SGD at the rate of a dense weight is far too fast for structured ones: see :func:`jacobian_norms`. So each parameter θ of
-    a structured matrix M is trained in units in which a step moves M by no more than itself, ‖∂M/∂θ‖ θ with the norm at the
-    start: its gradient is divided by that norm before gradients are clipped, and its rate too.
+    SGD at the rate of a dense weight is far too fast for structured ones: see :func:`jacobian_norms`. So each parameter
+    θ of a structured matrix M is trained in units in which a step moves M by no more than itself, ‖∂M/∂θ‖ θ with the
+    norm at the start: its gradient is divided by that norm before gradients are clipped, and its rate too.
 
-    A checkpoint has the state of the text and of the generators of random numbers: a resumed run goes on bit for bit, with
-    dropout if it has as many processes.
+    A checkpoint has the state of the text and of the generators of random numbers: a resumed run goes on bit for bit,
+    with dropout if it has as many processes.
 
     Logged are ``train_loss``, ``val_loss`` and ``test_loss``, the cross-entropy in nats, average over words, and
     ``val_perplexity`` and ``test_perplexity``, its exponential.
@@ -43,7 +44,8 @@ class LanguageModel(L.LightningModule):
         vocabulary_size: numbers of words.
         embedding_size: numbers that stand for a word.
         hidden_size: units of the LSTM.
-        layer: makes the input-hidden matrices, ``layer(embedding_size, hidden_size)``, with bias as ``nn.Linear`` has it.
+        layer: makes the input-hidden matrices, ``layer(embedding_size, hidden_size)``, with bias as ``nn.Linear`` has
+            it.
         gates: ``"separate"`` matrices for the four gates, as in the paper, or a ``"joint"`` one.
         dropout: probability, for the embedded words and for the outputs of the LSTM.
         tied: the output layer has the weights of the embedding; the authors' code has this as an option.
@@ -53,8 +55,8 @@ class LanguageModel(L.LightningModule):
             needs a metric gets ``val_loss``.
 
     Raises:
-        MisconfigurationException: if a size is not positive, or ``tied`` with sizes that differ; in a batch, if a word has
-            a number that the embedding does not have.
+        MisconfigurationException: if a size is not positive, or ``tied`` with sizes that differ; in a batch, if a word
+            has a number that the embedding does not have.
 
     Example:
         >>> words = torch.tensor([[4, 7], [9, 2], [3, 3]])  # three steps of two columns
@@ -83,7 +85,8 @@ class LanguageModel(L.LightningModule):
                 raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
         if tied and embedding_size != hidden_size:
             raise MisconfigurationException(
-                f"tied needs embedding_size and hidden_size to be the same, but they are {embedding_size} and {hidden_size}"
+                f"tied needs embedding_size and hidden_size to be the same, but they are {embedding_size} and "
+                f"{hidden_size}"
             )
         # what makes layers and optimizers need not be picklable
         self.save_hyperparameters(ignore=["layer", "optimizer", "lr_scheduler"])
@@ -119,8 +122,8 @@ class LanguageModel(L.LightningModule):
         largest = int(words.max())
         if largest >= self.embedding.num_embeddings:
             raise MisconfigurationException(
-                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the model: give it the "
-                "vocabulary_size of the data"
+                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the model: give "
+                f"it the vocabulary_size of the data"
             )
         outputs, state = self.recurrent(self.dropout(self.embedding(words)), state)
         return self.output(self.dropout(outputs)), state
@@ -184,7 +187,8 @@ class LanguageModel(L.LightningModule):
             self._random_states = random_states
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups: one per name of a structured parameter, with its average Jacobian norm, and one of all others."""
+        """Parameter groups: one per name of a structured parameter, with its average Jacobian norm, and one of all
+        others."""
         layers = [layer for layer in self.modules() if self.balanced and isinstance(layer, StructuredLinear)]
         norms = [jacobian_norms(layer) for layer in layers]
         groups: list[dict[str, Any]] = [
@@ -199,7 +203,8 @@ class LanguageModel(L.LightningModule):
         return [{"params": others, "jacobian_norm": 1.0}, *groups]
 
     def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:
-        """Logits of a batch that continues the previous one of this stage; the first batch begins with a state of zeros."""
+        """Logits of a batch that continues the previous one of this stage; the first batch begins with a state of
+        zeros."""
         state = self._state_before(stage) if batch_idx else None
         logits, (h, c) = self(words, state)
         self._states[stage] = h.detach(), c.detach()

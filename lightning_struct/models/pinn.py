@@ -1,4 +1,5 @@
-"""Physics-informed networks: the solution of a differential equation as a network, trained on the equation's residuals."""
+"""Physics-informed networks: the solution of a differential equation as a network, trained on the equation's
+residuals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -54,10 +55,10 @@ class TanhNetwork(nn.Module):
 class PhysicsInformedNetwork(L.LightningModule):
     """A network that is trained to solve a differential equation (Raissi, Perdikaris & Karniadakis, 2019).
 
-    It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the mean
-    squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not trained on,
-    and their part of each block, as ``val_loss_interior``; and where the solution is known ``relative_l2_error``,
-    ‖u - solution‖/‖solution‖ over the interior points of a validation or test. ::
+    It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the
+    mean squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not
+    trained on, and their part of each block, as ``val_loss_interior``; and where the solution is known
+    ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test. ::
 
         equation = Poisson(dimension=2)
         data = PointsDataModule(equation, {"interior": 900, "boundary": 120})
@@ -80,7 +81,8 @@ class PhysicsInformedNetwork(L.LightningModule):
 
     Example:
         >>> from lightning_struct.data import Poisson
-        >>> residuals = PhysicsInformedNetwork(Poisson(2), [8])({"interior": torch.rand(5, 2), "boundary": torch.rand(3, 2)})
+        >>> points = {"interior": torch.rand(5, 2), "boundary": torch.rand(3, 2)}
+        >>> residuals = PhysicsInformedNetwork(Poisson(2), [8])(points)
         >>> {block: tuple(residual.shape) for block, residual in residuals.items()}
         {'interior': (5,), 'boundary': (3,)}
     """
@@ -96,7 +98,8 @@ class PhysicsInformedNetwork(L.LightningModule):
         super().__init__()
         if (hidden_sizes is None) == (network is None) or min(hidden_sizes or [1]) < 1:
             raise MisconfigurationException(
-                f"A PhysicsInformedNetwork needs hidden_sizes, all positive, or a network, but got {hidden_sizes} and {network}"
+                f"A PhysicsInformedNetwork needs hidden_sizes, all positive, or a network, but got {hidden_sizes} and "
+                f"{network}"
             )
         self.equation = equation
         self.network = network or TanhNetwork(equation.domain.dimension, hidden_sizes or [])
@@ -105,7 +108,8 @@ class PhysicsInformedNetwork(L.LightningModule):
         self._squared_error: Tensor | None = None
 
     def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Residuals at points of some or all blocks: by block (n, d) to (n,), or (n, k) where a point has k conditions."""
+        """Residuals at points of some or all blocks: by block (n, d) to (n,), or (n, k) where a point has k
+        conditions."""
         return self.equation.residuals(self.network, points)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

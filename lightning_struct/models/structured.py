@@ -1,4 +1,5 @@
-"""Networks with structured matrices: those of Thomas et al., "Learning compressed transforms with low displacement rank"."""
+"""Networks with structured matrices: those of Thomas et al., "Learning compressed transforms with low displacement
+rank"."""
 
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ from lightning_struct.nn import BlockStructured, PrunedLinear
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 LayerFactory = Callable[[int, int], nn.Module]
-"""A function that makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a ``functools.partial``."""
+"""A function that makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a
+``functools.partial``."""
 
 COLORS = 3
 HALVINGS = 4  # of height and width by the two poolings of LeNet, together
@@ -64,7 +66,8 @@ def lenet(
     """Two convolutions with poolings, a fully connected layer and an output layer (appendix F.1, Tables 7, 9).
 
     The paper names 6 and 16 channels, and 784 or 1024 features. Those come out of convolutions 5 x 5 that keep the size
-    and poolings that halve it, as in the authors' code: 16 x 7 x 7 and 16 x 8 x 8. Its counts include a bias of the layer.
+    and poolings that halve it, as in the authors' code: 16 x 7 x 7 and 16 x 8 x 8. Its counts include a bias of the
+    layer.
 
     Args:
         size: height and width of an image, a multiple of 4.
@@ -209,7 +212,8 @@ def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
         network = Classifier.load_from_checkpoint(checkpoint, map_location="cpu").network
     except OSError as error:
         raise MisconfigurationException(
-            f"{checkpoint} cannot be read ({error}): train the network that is to be pruned first, and name its checkpoint"
+            f"{checkpoint} cannot be read ({error}): train the network that is to be pruned first, and name its "
+            f"checkpoint"
         ) from error
     hidden = getattr(network, "hidden", None)
     if not isinstance(network, nn.Sequential) or not isinstance(hidden, nn.Linear):

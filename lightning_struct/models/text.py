@@ -14,8 +14,8 @@ CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
 class RecurrentNetwork(nn.Module):
     """Recurrent network: an embedding, stacked recurrent layers, and an output layer that reads their last state.
 
-    The default is the network for IMDB of Zhang et al., section VI-A, which does not name the vocabulary and the size of the
-    embedding. Padding is not read: the last state of each text is that after its own last word. ::
+    The default is the network for IMDB of Zhang et al., section VI-A, which does not name the vocabulary and the size
+    of the embedding. Padding is not read: the last state of each text is that after its own last word. ::
 
         Trainer().fit(Classifier(RecurrentNetwork(), num_classes=2), datamodule=IMDBDataModule())
 
@@ -77,8 +77,8 @@ class RecurrentNetwork(nn.Module):
         largest = int(words.max())
         if largest >= self.embedding.num_embeddings:
             raise MisconfigurationException(
-                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the network: give network "
-                "and data the same vocabulary_size"
+                f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the network: give "
+                f"network and data the same vocabulary_size"
             )
         lengths = words.ne(PADDING).sum(dim=1).cpu()
         texts = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)

@@ -43,21 +43,22 @@ def add_adapters(
         model = merge_adapters(model)
 
     The model computes what it computed before, until it is trained. Linear layers are ``nn.Linear``, layers that were
-    declared or are recognised as such (transformers' ``Conv1D``), 1 x 1 convolutions without groups, and the projections
-    of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name. Linear layers become an
-    :class:`AdaptedLinear` whose ``base`` is the layer, with its hooks and its parameters; attention stays, and its weights
-    are parametrized. A layer that stands at several places gets one adapter.
+    declared or are recognised as such (transformers' ``Conv1D``), 1 x 1 convolutions without groups, and the
+    projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``
+    below its name. Linear layers become an :class:`AdaptedLinear` whose ``base`` is the layer, with its hooks and its
+    parameters; attention stays, and its weights are parametrized. A layer that stands at several places gets one
+    adapter.
 
-    Further calls add adapters to other layers and leave alone what requires gradients. Batch norms still follow the data
-    in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns. On the meta device the
-    adapters have no values either: after ``to_empty``, ``reset_parameters`` of their modules draws them.
+    Further calls add adapters to other layers and leave alone what requires gradients. Batch norms still follow the
+    data in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns. On the meta device
+    the adapters have no values either: after ``to_empty``, ``reset_parameters`` of their modules draws them.
 
     Args:
         model: searched with everything below it. If it is a linear layer itself, the new layer is returned.
         factory: called as ``factory(in_features, out_features, bias=False)``; makes a :class:`StructuredLinear`. Not a
             ``from_linear``: an adapter starts at zero.
-        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a module
-            stands for all that is below it, too. None: all.
+        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a
+            module stands for all that is below it, too. None: all.
         exclude: likewise, what gets no adapter.
         train: what is trained besides: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
         scale, dropout, learned_diagonals: of each :class:`AdaptedLinear`. Updates of attention weights have no dropout.
@@ -111,8 +112,8 @@ def add_adapters(
     if not places:
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
-            f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of other "
-            "types to be linear"
+            f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
+            f"declares layers of other types to be linear"
         )
 
     if not had_adapters:  # only now: an error leaves the model as it was
@@ -136,9 +137,9 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """Add the adapters to the weights that they stand beside, and take them out, in place.
 
     The model computes what it computed before, to rounding, and has the modules and the names of before
-    :func:`add_adapters`; what was frozen stays frozen. The merged weights are new parameters: another module that had its
-    weight together with a merged layer, as an embedding, keeps the old one. For a merged model beside the adapted one,
-    merge a ``copy.deepcopy``.
+    :func:`add_adapters`; what was frozen stays frozen. The merged weights are new parameters: another module that had
+    its weight together with a merged layer, as an embedding, keeps the old one. For a merged model beside the adapted
+    one, merge a ``copy.deepcopy``.
 
     Args:
         model: after :func:`add_adapters`.
@@ -234,8 +235,8 @@ def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> 
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
-                f"{', '.join(names[:3])}{more} {what}: call add_adapters with the arguments with which these adapters were "
-                "made, and freeze what was frozen then"
+                f"{', '.join(names[:3])}{more} {what}: call add_adapters with the arguments with which these adapters "
+                f"were made, and freeze what was frozen then"
             )
     own_names = {plain_name(name): name for name in model.state_dict()}
     model.load_state_dict({own_names[name]: value for name, value in state_dict.items()}, strict=False)
@@ -287,7 +288,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def frozen_parameter_names(model: nn.Module) -> set[str]:
-    """The names of the frozen parameters of the base, without what torch.compile puts into them; tied ones by all names."""
+    """The names of the frozen parameters of the base, without what torch.compile puts into them; tied ones by all
+    names."""
     of_adapters = {
         id(parameter)
         for update in model.modules()
@@ -306,7 +308,8 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _has_updated_weights(module: nn.Module) -> bool:
-    """Whether weights of the module are parametrized by an :class:`UpdatedWeight`, and then all that are parametrized."""
+    """Whether weights of the module are parametrized by an :class:`UpdatedWeight`, and then all that are
+    parametrized."""
     if not parametrize.is_parametrized(module):
         return False
     return any(isinstance(part, UpdatedWeight) for part in module.parametrizations.modules())  # type: ignore[union-attr]
@@ -345,7 +348,8 @@ def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Se
 def _adapted(
     layer: nn.Module, factory: LayerFactory, parts: list[str], dropout: float, **options: Any
 ) -> AdaptedLinear | dict[str, UpdatedWeight]:
-    """The layer that takes the place of ``layer``; or the parametrizations of an attention's weights, for these parts."""
+    """The layer that takes the place of ``layer``; or the parametrizations of an attention's weights, for these
+    parts."""
 
     def adapter(weight: Tensor, in_features: int, out_features: int) -> StructuredLinear:
         made = factory(in_features, out_features, bias=False)
@@ -406,8 +410,8 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     weight = None if kind is None else layer.base._parameters.get(kind.matrices(layer.base)[0].weight)
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(
-            f"the weight of {name or 'the model'} cannot be added to: it is parametrized, pruned or quantised. Undo that "
-            "first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
+            f"the weight of {name or 'the model'} cannot be added to: it is parametrized, pruned or quantised. Undo "
+            f"that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
         )
 
 

@@ -103,8 +103,8 @@ class BlockStructured(nn.Module):
         """
         if x.dim() < 3 or x.shape[1] != self.in_channels or x.shape[2:].numel() != self.size:
             raise ValueError(
-                f"BlockStructured takes (batch, {self.in_channels}, ...) with {self.size} entries in a channel, but the "
-                f"input has shape {tuple(x.shape)}"
+                f"BlockStructured takes (batch, {self.in_channels}, ...) with {self.size} entries in a channel, but "
+                f"the input has shape {tuple(x.shape)}"
             )
         channels = x.flatten(2).unbind(1)
         products = [block(channels[index % self.in_channels]) for index, block in enumerate(self.blocks)]

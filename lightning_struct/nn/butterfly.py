@@ -50,23 +50,23 @@ class Butterfly(StructuredLinear):
     """A layer with M = B_d ... B_2 B_1 Π: d = log2 N factors, each of which mixes pairs of coordinates by small blocks.
 
     Dao et al., "Learning fast algorithms for linear transforms using butterfly factorizations"
-    (`arXiv 1903.05895 <https://arxiv.org/abs/1903.05895>`__). B_j mixes the coordinates whose numbers differ in bit j - 1
-    alone, by blocks 2 x 2 of rank r = 1: 2N log2 N parameters. Of rank r there are r numbers at each coordinate between
-    two factors, and blocks 2r x 2r. Π is a fixed order of the inputs.
+    (`arXiv 1903.05895 <https://arxiv.org/abs/1903.05895>`__). B_j mixes the coordinates whose numbers differ in bit j -
+    1 alone, by blocks 2 x 2 of rank r = 1: 2N log2 N parameters. Of rank r there are r numbers at each coordinate
+    between two factors, and blocks 2r x 2r. Π is a fixed order of the inputs.
 
-    N is the smallest power of two that neither size exceeds, and at least 2: inputs are filled up with zeros, outputs are
-    cut. All N coordinates count as parameters, those too that meet nothing but the zeros.
+    N is the smallest power of two that neither size exceeds, and at least 2: inputs are filled up with zeros, outputs
+    are cut. All N coordinates count as parameters, those too that meet nothing but the zeros.
 
     The class contains, for n = m = N,
 
     - of rank 1, in the natural order: the Hadamard matrix, and all Kronecker products of matrices 2 x 2;
     - of rank 2, in the order ``"fourier"``: the real and the imaginary part of the discrete Fourier transform, and the
       Hartley transform;
-    - of rank 2, in the order ``"cosine"``: the cosine and sine transforms DCT-II, DCT-IV, DST-II and DST-IV, orthonormal
-      or not.
+    - of rank 2, in the order ``"cosine"``: the cosine and sine transforms DCT-II, DCT-IV, DST-II and DST-IV,
+      orthonormal or not.
 
-    ``from_linear`` finds these, and each other member of the class, to rounding. Where W is none, each step of its start
-    is the nearest in itself, which all together need not be.
+    ``from_linear`` finds these, and each other member of the class, to rounding. Where W is none, each step of its
+    start is the nearest in itself, which all together need not be.
 
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
@@ -124,8 +124,8 @@ class Butterfly(StructuredLinear):
     def factors(self) -> list[Tensor]:
         """B_1 to B_d, views of ``entries``: (N/2^j, 2^(j-1), 2 r_j, 2 r_(j-1)), the blocks of B_j for each pair.
 
-        The first two dimensions count the higher and the lower bits of the pair's numbers. r_j is r, and less where it can
-        be: r_j = min(r, 2^j, 2^(d-j)).
+        The first two dimensions count the higher and the lower bits of the pair's numbers. r_j is r, and less where it
+        can be: r_j = min(r, 2^j, 2^(d-j)).
         """
         parts = self.entries.split([math.prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]

@@ -39,7 +39,8 @@ class ChannelLinear(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., out_channels, height, width) for x (..., in_channels, height, width), with as many dimensions as strides."""
+        """(..., out_channels, height, width) for x (..., in_channels, height, width), with as many dimensions as
+        strides."""
         return of_channels(self.linear, x, self.stride)
 
     def extra_repr(self) -> str:
@@ -47,7 +48,8 @@ class ChannelLinear(nn.Module):
 
 
 def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A map of the last dimension for the channels of each pixel that is kept: (..., out_channels, *pixels) for x likewise."""
+    """A map of the last dimension for the channels of each pixel that is kept: (..., out_channels, *pixels) for x
+    likewise."""
     channels = -len(stride) - 1
     for dim, step in enumerate(stride, channels + 1):
         x = x[(..., slice(None, None, step)) + (slice(None),) * (-1 - dim)]
@@ -55,10 +57,11 @@ def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int
 
 
 class PatchLinear(nn.Module):
-    """A linear layer from the patches of images to new channels: it stands where a convolution with a larger kernel stood.
+    """A linear layer from the patches of images to new channels: it stands where a convolution with a larger kernel
+    stood.
 
-    :func:`~lightning_struct.nn.compress` makes it. A matrix of low rank G Hᵀ is two convolutions, with r filters and then
-    1 x 1; of other classes the matrix is made for each call, and its rows are the filters.
+    :func:`~lightning_struct.nn.compress` makes it. A matrix of low rank G Hᵀ is two convolutions, with r filters and
+    then 1 x 1; of other classes the matrix is made for each call, and its rows are the filters.
 
     Args:
         linear: maps (..., in_channels * pixels of a patch) to (..., out_channels); it has ``weight`` and ``bias``.
@@ -87,7 +90,8 @@ class PatchLinear(nn.Module):
         self.dilation = dilation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, out_channels, height, width) for x (n, in_channels, height, width), with as many dimensions as the kernel."""
+        """(n, out_channels, height, width) for x (n, in_channels, height, width), with as many dimensions as the
+        kernel."""
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
         bias: Any = self.linear.bias
         factors = low_rank_factors(self.linear)
@@ -129,7 +133,8 @@ def as_matrix(layer: nn.Module) -> nn.Linear | None:
 
 
 def in_place_of(layer: nn.Module, linear: nn.Module) -> nn.Module:
-    """What stands where ``layer`` stood and computes with ``linear``, whose matrix is near to that of :func:`as_matrix`."""
+    """What stands where ``layer`` stood and computes with ``linear``, whose matrix is near to that of
+    :func:`as_matrix`."""
     if type(layer) not in CONVOLUTIONS:
         return linear
     convolution: Any = layer

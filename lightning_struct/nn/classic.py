@@ -150,7 +150,8 @@ class HankelLike(ToeplitzLike):
 
     Equation (2) of Thomas et al. with A = Z_1 and B = Z_-1: a Toeplitz-like matrix with its columns in reverse order.
     Table 5 has Z_0 for Z_-1. The authors' code reverses the outputs of a Toeplitz-like layer, that is the rows, where
-    inputs are reversed here. Square, both ways give the same class: all M whose displacement Z_1 M - M Z_-1ᵀ has rank r.
+    inputs are reversed here. Square, both ways give the same class: all M whose displacement Z_1 M - M Z_-1ᵀ has rank
+    r.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.

@@ -1,4 +1,5 @@
-"""Compression of a trained model to a size or to a loss: which layers, which class and which rank, by what they cost."""
+"""Compression of a trained model to a size or to a loss: which layers, which class and which rank, by what they
+cost."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def compress(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Make a trained model smaller by structured layers: to a number of parameters, or until its loss has risen so far. ::
+    """Make a trained model smaller by structured layers: to a number of parameters, or until its loss has risen so far.
+    ::
 
         batches = list(itertools.islice(loader, 8))
         model = compress(model, batches, budget=0.25)    # a quarter of its parameters
@@ -51,16 +53,17 @@ def compress(
         print(replacement_report(model))
         trainer.fit(module, loader)    # near matrices are a start: train on
 
-    Layers are ``nn.Linear`` and what is declared or recognised as one, convolutions without groups (a matrix from patches
-    to channels), and the projections of ``nn.MultiheadAttention``. For each layer and each candidate the loss is measured
-    with that layer alone replaced: its sensitivity. The choice is that with the least sum of increases within the
-    budget, by dynamic programming over sizes rounded up to 1/2000 of the budget. For ``max_loss_increase`` budgets are
-    bisected, and each choice is measured as a whole.
+    Layers are ``nn.Linear`` and what is declared or recognised as one, convolutions without groups (a matrix from
+    patches to channels), and the projections of ``nn.MultiheadAttention``. For each layer and each candidate the loss
+    is measured with that layer alone replaced: its sensitivity. The choice is that with the least sum of increases
+    within the budget, by dynamic programming over sizes rounded up to 1/2000 of the budget. For ``max_loss_increase``
+    budgets are bisected, and each choice is measured as a whole.
 
     Low rank is taken near to the *outputs* on the data, not to the weight: the span of their principal components.
 
-    That takes a pass over the data for each layer and candidate; a progress bar shows it on a terminal. Losses before and
-    after are logged at level INFO. A layer whose weight another module has too, as a head tied to an embedding, stays.
+    That takes a pass over the data for each layer and candidate; a progress bar shows it on a terminal. Losses before
+    and after are logged at level INFO. A layer whose weight another module has too, as a head tied to an embedding,
+    stays.
 
     Args:
         model: changed in place. It is measured in eval mode, without gradients, and has its modes again afterwards.
@@ -68,19 +71,20 @@ def compress(
         budget: parameters of the whole compressed model: from 0 to 1 as a part of those it has, above as a number.
         max_loss_increase: instead of ``budget``: how much larger the mean of ``loss`` over the data may be.
         loss: called as ``loss(model, batch)``, () for a batch; a share of errors makes ``max_loss_increase`` a loss of
-            accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its first item; it
-            needs no labels.
-        candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. None: low rank
-            with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
+            accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its first
+            item; it needs no labels.
+        candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. None:
+            low rank with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8
+            and 16 blocks.
         include, exclude: as in :func:`~lightning_struct.nn.replace_linear`.
 
     Returns:
         ``model``; the new layer if it is a layer itself.
 
     Raises:
-        ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; the budget is
-            less than what can be reached, which is named; there are no data, or the loss on them is not finite; a name is
-            not in the model.
+        ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; the
+            budget is less than what can be reached, which is named; there are no data, or the loss on them is not
+            finite; a name is not in the model.
         TypeError: ``loss`` is not given, and the outputs are no tensor, or a batch neither a tensor nor a sequence.
 
     Example:
@@ -126,9 +130,9 @@ def compress(
             smallest = others + sum(min(option.parameters for option in of) for of in options)
             if allowed < smallest:
                 raise ValueError(
-                    f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest model "
-                    f"has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger budget, or "
-                    "further candidates="
+                    f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest "
+                    f"model has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger "
+                    f"budget, or further candidates="
                 )
             choice = least_increase(options, allowed - others)
         else:
@@ -139,7 +143,8 @@ def compress(
         put_in_place(model, new)
     compressed = next((layer for name, layer in new if not name), model)
     _log.info(
-        "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single layers",
+        "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single "
+        "layers",
         f"{parameters:,}",
         f"{_count(compressed):,}",
         sum(index > 0 for index in choice),
@@ -233,8 +238,8 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Sel
     if not names:
         raise ValueError(
             f"compress finds no layer in {type(model).__name__} that is included and not excluded: no linear layer, no "
-            "convolution without groups, no projection of attention, that has a weight of its own and is not structured "
-            "already. Recurrent layers stay as they are"
+            "convolution without groups, no projection of attention, that has a weight of its own and is not "
+            "structured already. Recurrent layers stay as they are"
         )
     return list(names.values())
 
@@ -298,14 +303,14 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     def outputs(of: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, Tensor | tuple | list):
             raise TypeError(
-                f"a batch is a {type(batch).__name__}, neither a tensor nor a sequence that begins with the inputs: give "
-                "loss=, a function of model and batch"
+                f"a batch is a {type(batch).__name__}, neither a tensor nor a sequence that begins with the inputs: "
+                f"give loss=, a function of model and batch"
             )
         y = of(batch if isinstance(batch, Tensor) else batch[0])
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"the outputs of {type(of).__name__} are no tensor, but a {type(y).__name__}: give loss=, a function of "
-                "model and batch"
+                f"the outputs of {type(of).__name__} are no tensor, but a {type(y).__name__}: give loss=, a function "
+                f"of model and batch"
             )
         return y
 

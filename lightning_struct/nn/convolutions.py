@@ -31,25 +31,26 @@ def replace_conv(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Put a :class:`~lightning_struct.nn.BlockStructured` where each convolution stands that keeps the size of images, in
-    place (Thomas et al., section 5.2). ::
+    """Put a :class:`~lightning_struct.nn.BlockStructured` where each convolution stands that keeps the size of images,
+    in place (Thomas et al., section 5.2). ::
 
-        model = replace_conv(model, functools.partial(LDRSubdiagonal, rank=2), torch.zeros(1, 3, 32, 32), include="layer1")
+        layer = functools.partial(LDRSubdiagonal, rank=2)
+        model = replace_conv(model, layer, torch.zeros(1, 3, 32, 32), include="layer1")
         print(replacement_report(model))
 
-    With n pixels in a channel, each block is a matrix n x n between two channels, where a convolution has the Toeplitz matrix
-    of a filter. So the sizes of images must be known: the model is run once on an example, in eval mode and without
-    gradients. From then on it takes images of that size alone.
+    With n pixels in a channel, each block is a matrix n x n between two channels, where a convolution has the Toeplitz
+    matrix of a filter. So the sizes of images must be known: the model is run once on an example, in eval mode and
+    without gradients. From then on it takes images of that size alone.
 
-    Left as they are: convolutions with a stride, with groups or without the padding that keeps the size, those of images of
-    several sizes, and those of 1 x 1 pixels, which :func:`replace_linear` takes.
-    :func:`~lightning_struct.nn.replacement_report` names them. New layers have the device, the dtype, the mode and the hooks
-    of the old ones, and ``requires_grad`` as these. The bias has one number for each pixel.
+    Left as they are: convolutions with a stride, with groups or without the padding that keeps the size, those of
+    images of several sizes, and those of 1 x 1 pixels, which :func:`replace_linear` takes.
+    :func:`~lightning_struct.nn.replacement_report` names them. New layers have the device, the dtype, the mode and the
+    hooks of the old ones, and ``requires_grad`` as these. The bias has one number for each pixel.
 
     Args:
         model: searched with everything below it. If it is a convolution itself, the new layer is returned.
-        factory: called as ``factory(n, n, bias=False)`` for each block; or the ``from_linear`` of a structured class, called
-            on an ``nn.Linear`` with the Toeplitz matrix of the filter.
+        factory: called as ``factory(n, n, bias=False)`` for each block; or the ``from_linear`` of a structured class,
+            called on an ``nn.Linear`` with the Toeplitz matrix of the filter.
         example: an input of the model, or a tuple of its arguments.
         include, exclude: which convolutions, as for :func:`replace_linear`.
 
@@ -58,8 +59,8 @@ def replace_conv(
 
     Raises:
         TypeError: the factory makes no structured layers.
-        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the model; or
-            the factory refuses a layer, which is named.
+        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the
+            model; or the factory refuses a layer, which is named.
 
     Example:
         >>> from lightning_struct.nn import Circulant
@@ -90,8 +91,8 @@ def replace_conv(
     if not places:
         why = "".join(f"; {name}: {reason}" for name, reason in reasons.items())
         raise ValueError(
-            f"replace_conv replaces nothing: no convolution that keeps the size of images, is included and not excluded is "
-            f"in {type(model).__name__}{why}"
+            f"replace_conv replaces nothing: no convolution that keeps the size of images, is included and not "
+            f"excluded is in {type(model).__name__}{why}"
         )
     put_in_place(model, places)
     return model if places[0][0] else places[0][1]

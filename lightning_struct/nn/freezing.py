@@ -20,8 +20,8 @@ def freeze(model: _Model, *, dense: bool = False) -> _Model:
 
     Args:
         model: stays as it is.
-        dense: keep the matrices, which has the size of the dense model; else what is compressed: factors, or spectra, which
-            are about as many numbers as the parameters.
+        dense: keep the matrices, which has the size of the dense model; else what is compressed: factors, or spectra,
+            which are about as many numbers as the parameters.
 
     Raises:
         ValueError: a parameter has NaN or infinite entries.

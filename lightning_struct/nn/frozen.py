@@ -24,11 +24,11 @@ class FrozenLinear(nn.Module):
     """The map y = M x + b of a structured layer with nothing left to train: made by :meth:`StructuredLinear.freeze`.
 
     All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it. For ONNX, Fourier
-    transforms are products with small real matrices; LDR-TD and Vandermonde-like matrices must be dense there, and LDR-SD
-    with operators for which spectra are not exact.
+    transforms are products with small real matrices; LDR-TD and Vandermonde-like matrices must be dense there, and
+    LDR-SD with operators for which spectra are not exact.
 
-    Between calls it keeps in memory what multiplies faster, also the matrix. That is no part of ``state_dict``, of copies or of
-    what is exported.
+    Between calls it keeps in memory what multiplies faster, also the matrix. That is no part of ``state_dict``, of
+    copies or of what is exported.
 
     Args:
         in_features, out_features: sizes.

@@ -88,8 +88,8 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
         if old is None or linear is None:
             found = "no such layer" if old is None else f"a {type(old).__name__}"
             raise ValueError(
-                f"the structure has {entry['class']} for {name or 'the model'}, where {type(model).__name__} has {found}: "
-                "make the model with the arguments of the one that was compressed"
+                f"the structure has {entry['class']} for {name or 'the model'}, where {type(model).__name__} has "
+                f"{found}: make the model with the arguments of the one that was compressed"
             )
         if old not in made:
             made[old] = in_place_of(old, _new_layer(name, linear, entry))

@@ -361,9 +361,9 @@ class LDRTridiagonal(LearnedOperatorLinear):
     """The LDR-TD layer: A and B are tridiagonal with two corners. (m + n)(r + 3) parameters: 2n(r + 3) if square.
 
     Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (right), and Bᵀ for B. Between such
-    operators the matrices of all other classes have a low displacement rank (Proposition 2); equation (2) spans a part of
-    the matrices that have (Proposition 3). Powers of an operator whose norm is above 1 grow: at large sizes and learning
-    rates they overflow, as they do by the paper's equation.
+    operators the matrices of all other classes have a low displacement rank (Proposition 2); equation (2) spans a part
+    of the matrices that have (Proposition 3). Powers of an operator whose norm is above 1 grow: at large sizes and
+    learning rates they overflow, as they do by the paper's equation.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.

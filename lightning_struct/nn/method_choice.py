@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 
-# Products between two choices; and after how many a choice is made anew although the parameters seem not to have changed,
-# as those that are gathered from several processes for each product.
+# Products between two choices; and after how many a choice is made anew although the parameters seem not to have
+# changed, as those that are gathered from several processes for each product.
 _PRODUCTS, _PRODUCTS_AT_ONE_VERSION = 100, 1000
 # Batches are told apart by the number of binary digits of their size.
 _MAGNITUDES = 64

@@ -16,19 +16,20 @@ from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
 class Monarch(StructuredLinear):
-    """A layer with M = P L Pᵀ R: L and R block-diagonal with b blocks each, P the permutation that interleaves the blocks.
+    """A layer with M = P L Pᵀ R: L and R block-diagonal with b blocks each, P the permutation that interleaves the
+    blocks.
 
     Dao et al., "Monarch: expressive structured matrices for efficient and accurate training"
-    (`arXiv 2204.00595 <https://arxiv.org/abs/2204.00595>`__), section 3.1. Columns go one after the other into b blocks,
-    rows by turns; each of the b² blocks of M has rank r. There are b r (m + n) parameters, in products of small matrices
-    alone: a device multiplies them at full speed, in half precision too.
+    (`arXiv 2204.00595 <https://arxiv.org/abs/2204.00595>`__), section 3.1. Columns go one after the other into b
+    blocks, rows by turns; each of the b² blocks of M has rank r. There are b r (m + n) parameters, in products of small
+    matrices alone: a device multiplies them at full speed, in half precision too.
 
     ``from_linear`` gives the nearest Monarch matrix itself, by a truncated singular value decomposition of each block.
-    The class contains the matrices of rank r (b = 1), Kronecker products of a matrix of b columns with one of b rows, and
-    so the Hadamard matrices.
+    The class contains the matrices of rank r (b = 1), Kronecker products of a matrix of b columns with one of b rows,
+    and so the Hadamard matrices.
 
-    Sizes that b does not divide are filled up with zeros and cut, so that the blocks on the border are smaller: the count
-    is b r (b⌈m/b⌉ + b⌈n/b⌉).
+    Sizes that b does not divide are filled up with zeros and cut, so that the blocks on the border are smaller: the
+    count is b r (b⌈m/b⌉ + b⌈n/b⌉).
 
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.

@@ -1,12 +1,13 @@
 """The search for displacement operators: LDR-SD and LDR-TD matrices near to a given one.
 
-Powers of operators make a hard problem of it: an entry of a subdiagonal is a factor of all rows below it. Two things help.
+Powers of operators make a hard problem of it: an entry of a subdiagonal is a factor of all rows below it. Two things
+help.
 
-- A start from the displacement itself. W - A W Bᵀ = G Hᵀ is linear in each row of A and G for fixed B and H, and in each
-  row of B and H for fixed A and G: small least-squares problems, solved in turn (:func:`fit_subdiagonals`).
-- Coordinates in which a parameter moves few entries. A subdiagonal operator without zeros is A = c D Z D⁻¹ with diagonal
-  D, so M = D_a M' D_b, where M' has shifts for operators. The search goes over D, G' = D⁻¹ G and what is left of A
-  (:class:`BalancedCoordinates`).
+- A start from the displacement itself. W - A W Bᵀ = G Hᵀ is linear in each row of A and G for fixed B and H, and in
+  each row of B and H for fixed A and G: small least-squares problems, solved in turn (:func:`fit_subdiagonals`).
+- Coordinates in which a parameter moves few entries. A subdiagonal operator without zeros is A = c D Z D⁻¹ with
+  diagonal D, so M = D_a M' D_b, where M' has shifts for operators. The search goes over D, G' = D⁻¹ G and what is left
+  of A (:class:`BalancedCoordinates`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _LARGEST_LOG_RANGE = 12.0
 
 
 def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """G (m, rank) and H (n, rank) with G Hᵀ near to R (m, n): the nearest for small R, by random projections for large."""
+    """G (m, rank) and H (n, rank) with G Hᵀ near to R (m, n): the nearest for small R, by random projections for
+    large."""
     if min(R.shape) <= _LARGEST_DECOMPOSED:
         U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)
         U, singular_values, V = U[:, :rank], singular_values[:rank], Vh[:rank].T
@@ -81,8 +83,9 @@ def _fit_rows(
         H: (n, r).
         with_corner: whether A has a corner.
     """
-    # Row i of A F, with F = W Bᵀ, is the entry of A times row i - 1 of F, cyclically. F has the columns of W, moved by one
-    # and multiplied by the entries of B: so sums over its rows are products of matrices that are there with vectors.
+    # Row i of A F, with F = W Bᵀ, is the entry of A times row i - 1 of F, cyclically. F has the columns of W, moved by
+    # one and multiplied by the entries of B: so sums over its rows are products of matrices that are there with
+    # vectors.
     circle = torch.cat([b.corner.reshape(1), b.subdiagonal])
     squared = (squares @ circle.square().roll(-1)).roll(1)
     along = neighbours @ circle
@@ -134,7 +137,8 @@ class LearnedOperators(Protocol):
 
 
 class BalancedCoordinates:
-    """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a, whose subdiagonal is constant, and B' likewise.
+    """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a, whose subdiagonal is constant, and B'
+    likewise.
 
     Args:
         layer: in float64. No entry of its subdiagonals may be zero.

@@ -20,7 +20,8 @@ _WEIGHT_SHARE = 0.01  # of the moment of outputs under white inputs: directions 
 
 @contextmanager
 def observed_outputs(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """The sums of y yᵀ over the outputs y = W x of layers, the bias taken off, while they are called. (m, m), float64."""
+    """The sums of y yᵀ over the outputs y = W x of layers, the bias taken off, while they are called. (m, m),
+    float64."""
     moments: dict[nn.Module, Tensor] = {}
 
     def note(layer: Any, args: Any, y: Any) -> None:
@@ -43,8 +44,8 @@ def low_rank_near_outputs(linear: nn.Linear, ranks: Sequence[int], moment: Tenso
     """Factories of :class:`LowRank` near to a layer, of several ranks.
 
     The matrix M of rank r with the least Σ ‖M x - W x‖² is U Uᵀ W, U the first r eigenvectors of Σ y yᵀ, y = W x
-    (principal components). A small share of W Wᵀ is added to that: where all inputs are of equal power, M is the truncated
-    singular value decomposition.
+    (principal components). A small share of W Wᵀ is added to that: where all inputs are of equal power, M is the
+    truncated singular value decomposition.
 
     Args:
         linear: the layer.

@@ -110,8 +110,8 @@ class StructuredLSTM(nn.Module):
             raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask what comes out")
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
             raise ValueError(
-                f"StructuredLSTM takes (steps, batch, {self.input_size}) or (steps, {self.input_size}), but the input has "
-                f"shape {tuple(x.shape)}"
+                f"StructuredLSTM takes (steps, batch, {self.input_size}) or (steps, {self.input_size}), but the input "
+                f"has shape {tuple(x.shape)}"
             )
         batched = x.dim() == 3
         if not batched:

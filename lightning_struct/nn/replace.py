@@ -44,8 +44,8 @@ def replace_linear(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by its
-    matrix (see :func:`~lightning_struct.functional.layers.register_layer`) or computes what ``nn.Linear`` does, as
+    """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by
+    its matrix (see :func:`~lightning_struct.functional.layers.register_layer`) or computes what ``nn.Linear`` does, as
     ``Conv1D`` of transformers. ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
@@ -57,27 +57,28 @@ def replace_linear(
     ``out_proj``. These are the names by which they are selected, below the name of the attention. A 1 x 1 convolution
     becomes a :class:`~lightning_struct.nn.ChannelLinear`.
 
-    New layers have the device, the dtype, the mode and the hooks of the old ones, and ``requires_grad`` as these. A layer
-    that stands at several places is replaced by one layer at all of them. What is replaced is logged at level INFO, and
-    :func:`replacement_report` lists it, and what was left.
+    New layers have the device, the dtype, the mode and the hooks of the old ones, and ``requires_grad`` as these. A
+    layer that stands at several places is replaced by one layer at all of them. What is replaced is logged at level
+    INFO, and :func:`replacement_report` lists it, and what was left.
 
     Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
     module, such as an embedding, is theirs alone from then on; that is logged as a warning.
 
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
-        factory: called as ``factory(in_features, out_features, bias=bias)``; or the ``from_linear`` of a class, by itself
-            or in a ``functools.partial``, called on the old layer, or on an ``nn.Linear`` with its weight and bias.
-        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a module
-            stands for all that is below it, too. None: all.
+        factory: called as ``factory(in_features, out_features, bias=bias)``; or the ``from_linear`` of a class, by
+            itself or in a ``functools.partial``, called on the old layer, or on an ``nn.Linear`` with its weight and
+            bias.
+        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a
+            module stands for all that is below it, too. None: all.
         exclude: likewise, what is left as it is.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the model; or
-            the factory refuses a layer, which is named.
+        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the
+            model; or the factory refuses a layer, which is named.
 
     Example:
         >>> from lightning_struct.nn import LowRank
@@ -101,8 +102,8 @@ def replace_linear(
     if not places:
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
-            f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of other "
-            "types to be linear"
+            f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
+            f"other types to be linear"
         )
     put_in_place(model, places)
     return places[0][1] if not places[0][0] else model
@@ -135,9 +136,9 @@ class ReplacementReport(str):
 def replacement_report(model: nn.Module) -> ReplacementReport:
     """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
 
-    Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one, the
-    compression ratio, and the relative error of those that were made from a trained layer. The last row has all parameters
-    of the model, biases and other layers too.
+    Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one,
+    the compression ratio, and the relative error of those that were made from a trained layer. The last row has all
+    parameters of the model, biases and other layers too.
 
     Args:
         model: any.

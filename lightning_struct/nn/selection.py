@@ -16,8 +16,8 @@ Selector = str | nn.Module | Callable[[str, nn.Module], bool]
 class Selection:
     """The modules of a model that ``include`` means and ``exclude`` does not.
 
-    A name, a pattern or a module stands for all that is below it, too. The projections of ``nn.MultiheadAttention``, which
-    are no modules there, have the names ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name.
+    A name, a pattern or a module stands for all that is below it, too. The projections of ``nn.MultiheadAttention``,
+    which are no modules there, have the names ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name.
 
     Args:
         model: what names begin from.

@@ -77,13 +77,13 @@ class StructuredLinear(nn.Module, ABC):
     ``nn.Linear``.
 
     In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is
-    kept between calls: the dense matrix (64 MiB in float32 at most where the class has something smaller), or spectra or
-    factors, or both for batches of different sizes, whichever multiplies faster. It is made anew when a parameter has changed, and
-    dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A change through
-    ``parameter.data`` in eval mode, which leaves no trace, is seen after the next ``eval()``.
+    kept between calls: the dense matrix (64 MiB in float32 at most where the class has something smaller), or spectra
+    or factors, or both for batches of different sizes, whichever multiplies faster. It is made anew when a parameter
+    has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A
+    change through ``parameter.data`` in eval mode, which leaves no trace, is seen after the next ``eval()``.
 
-    A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``, and
-    ``_prepare`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
+    A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``,
+    and ``_prepare`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
 
     Args:
         in_features: n, at least 1.
@@ -139,15 +139,15 @@ class StructuredLinear(nn.Module, ABC):
     def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int | None = None, **options: Any) -> Self:
         """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
 
-        The start is the projection on the class where there is one in closed form (low rank, Monarch, circulant, pruned), and
-        the truncated singular value decomposition of the displacement for the classes of low displacement rank. From
-        there L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
+        The start is the projection on the class where there is one in closed form (low rank, Monarch, circulant,
+        pruned), and the truncated singular value decomposition of the displacement for the classes of low displacement
+        rank. From there L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
 
         Args:
             linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
             *arguments, **options: of the class, such as ``rank``.
-            refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200 up to 1,024 x 1,024, and as many
-                fewer as a matrix is larger.
+            refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200 up to 1,024 x 1,024, and as
+                many fewer as a matrix is larger.
 
         Returns:
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.
@@ -213,7 +213,8 @@ class StructuredLinear(nn.Module, ABC):
         dtype = getattr(self, self.weight_names[0]).dtype
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(
-                f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape {tuple(x.shape)}"
+                f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape "
+                f"{tuple(x.shape)}"
             )
         device = x.device.type
         autocast = (
@@ -221,7 +222,8 @@ class StructuredLinear(nn.Module, ABC):
         )
         if not autocast and x.dtype != dtype:
             raise TypeError(
-                f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {dtype}: convert one of them"
+                f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {dtype}: convert one of "
+                f"them"
             )
         if not autocast:
             return self._add_bias(self._matmul(x))
@@ -285,11 +287,13 @@ class StructuredLinear(nn.Module, ABC):
         """x Mᵀ, with gradients to x and the parameters."""
 
     def _keeps_dense(self, batch: int) -> bool:
-        """Whether what is kept in eval mode for products with so many rows is the dense matrix, if there is a choice."""
+        """Whether what is kept in eval mode for products with so many rows is the dense matrix, if there is a
+        choice."""
         return True
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
-        """M as it is kept in eval mode, in the form that ``_keeps_dense`` named. Without gradients, of finite parameters."""
+        """M as it is kept in eval mode, in the form that ``_keeps_dense`` named. Without gradients, of finite
+        parameters."""
         return DenseMatrix(self.to_dense())
 
     @classmethod
@@ -314,7 +318,8 @@ class StructuredLinear(nn.Module, ABC):
         refine_(weights, self.to_dense, weight, iterations)
 
     def _refinement(self) -> int:
-        """The iterations of ``from_linear`` where it is not told: 200 up to 1,024 x 1,024, then as many as in that time."""
+        """The iterations of ``from_linear`` where it is not told: 200 up to 1,024 x 1,024, then as many as in that
+        time."""
         # An iteration takes longer in proportion to the entries, and some more where these leave the cache.
         return int(200 * min(1.0, 1024**2 / (self.in_features * self.out_features)) ** 1.25)
 
@@ -372,8 +377,8 @@ class StructuredLinear(nn.Module, ABC):
         for name, tensor in self._weights().items():
             if not bool(tensor.detach().isfinite().all()):  # detached: nothing is saved for a backward pass
                 raise ValueError(
-                    f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the learning "
-                    "rate, or clip gradients), or a checkpoint is damaged"
+                    f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the "
+                    f"learning rate, or clip gradients), or a checkpoint is damaged"
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

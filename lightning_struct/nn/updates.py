@@ -80,7 +80,8 @@ class StructuredUpdate(nn.Module):
             self._start()
 
     def reset_parameters(self) -> None:
-        """Start anew: draw new factors of M, with the first one zero. After ``to_empty``, where it was made without values."""
+        """Start anew: draw new factors of M, with the first one zero. After ``to_empty``, where it was made without
+        values."""
         self.adapter.gain = 1.0
         self.adapter.reset_parameters()
         self._start()
@@ -113,8 +114,8 @@ class AdaptedLinear(nn.Module):
     :func:`add_adapters` puts such layers into a model, and :func:`merge_adapters` takes them out again.
 
     Args:
-        base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers' ``Conv1D``;
-            or a 1 x 1 convolution, whose channels are the features.
+        base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers'
+            ``Conv1D``; or a 1 x 1 convolution, whose channels are the features.
         adapter: of the sizes of ``base``, without a bias; its first factor is set to zero.
         scale: see :class:`StructuredUpdate`.
         dropout: probability with which an input of Δ is set to zero in training.

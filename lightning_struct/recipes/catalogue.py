@@ -1,4 +1,5 @@
-"""The list of recipes: what each trains, its configs, and how they are found by name. Imports the standard library alone."""
+"""The list of recipes: what each trains, its configs, and how they are found by name. Imports the standard library
+alone."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -128,8 +129,8 @@ def find_config(text: str, recipe: str) -> str:
     """Path of the config that ``text`` names.
 
     Args:
-        text: a path; or the name of a config of the recipe, such as ``hrls`` or ``hrls.yaml``; or that of a config of any
-            recipe, such as ``mnist_fnn/hrls``. A file that exists is taken before a name.
+        text: a path; or the name of a config of the recipe, such as ``hrls`` or ``hrls.yaml``; or that of a config of
+            any recipe, such as ``mnist_fnn/hrls``. A file that exists is taken before a name.
         recipe: whose configs need no recipe before their names.
 
     Returns:
@@ -144,7 +145,7 @@ def find_config(text: str, recipe: str) -> str:
         >>> find_config("hrsl", recipe="mnist_fnn")
         Traceback (most recent call last):
             ...
-        LookupError: There is no file hrsl, and no config of that name. Did you mean hrls? The configs of mnist_fnn are ...
+        LookupError: There is no file hrsl, and no config of that name. Did you mean hrls? The configs of ...
     """
     if Path(text).is_file() or any(sign in text for sign in ("://", "{", ":", "\n")):
         return text

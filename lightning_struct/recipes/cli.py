@@ -88,9 +88,9 @@ class RunConfigCallback(SaveConfigCallback):
 class RecipeCLI(LightningCLI):
     """LightningCLI that says at the end of ``fit`` what was reached and where the results are.
 
-    A checkpoint brings the config of its run, unless ``--config`` names another one; options of the command line win over
-    both. LightningCLI instead puts the hyperparameters of the checkpoint, which lack what makes optimizers and schedulers,
-    over the config: a resumed run would have others.
+    A checkpoint brings the config of its run, unless ``--config`` names another one; options of the command line win
+    over both. LightningCLI instead puts the hyperparameters of the checkpoint, which lack what makes optimizers and
+    schedulers, over the config: a resumed run would have others.
 
     Args:
         arguments: of LightningCLI.
@@ -125,8 +125,8 @@ class RecipeCLI(LightningCLI):
             if "loading state_dict" not in str(error):
                 raise
             raise MisconfigurationException(
-                f"The weights of {self._checkpoint} do not fit the model that was configured. Leave out --config and the "
-                f"options of the model, if there are any: the checkpoint brings its own.\n{error}"
+                f"The weights of {self._checkpoint} do not fit the model that was configured. Leave out --config and "
+                f"the options of the model, if there are any: the checkpoint brings its own.\n{error}"
             ) from error
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, called of the object
@@ -141,7 +141,8 @@ class RecipeCLI(LightningCLI):
             "-c",
             "--config",
             action=ConfigByName,
-            help="Path of a YAML file, or name of a config: of this recipe, as in lightning-struct RECIPE, or RECIPE/NAME.",
+            help="Path of a YAML file, or name of a config: of this recipe, as in lightning-struct RECIPE, or "
+            "RECIPE/NAME.",
         )
         return parser
 

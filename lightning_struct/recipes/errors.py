@@ -25,8 +25,8 @@ REMEDIES = {
 def run_command(main: Callable[[], Any]) -> None:
     """Run ``main`` as a command.
 
-    Errors that the user can put right end it with one message and exit status 1; SIGINT (Ctrl-C) ends it with status 130 and
-    SIGTERM with 143. All other errors are defects and keep their traceback.
+    Errors that the user can put right end it with one message and exit status 1; SIGINT (Ctrl-C) ends it with status
+    130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
     try:
         main()

@@ -2,8 +2,8 @@
 
 python -m lightning_struct.recipes.structured_image fit
 
-The configs are one for each class of matrices, in a network with a single hidden layer of 784 units, on MNIST-bg-rot. Other
-data sets, ranks and rates are options::
+The configs are one for each class of matrices, in a network with a single hidden layer of 784 units, on MNIST-bg-rot.
+Other data sets, ranks and rates are options::
 
     --data.generate=true                                    the images made anew from MNIST
     --data.variant=noise                                    MNIST-noise
@@ -15,8 +15,9 @@ data sets, ranks and rates are options::
     --model.optimizer.lr=0.0005                             the grid of the paper: 0.0002, 0.0005, 0.001, 0.002
 
 The network with convolutions of Tables 7, 9 and 11 is ``lenet_CLASS.yaml``, or any config with
-``--model.network=lightning_struct.models.lenet --model.network.layer.bias=true``, and ``--model.network.size=32`` for images of
-32 x 32, ``--model.network.channels=3`` for coloured ones. The generalisation gap of Table 12 is printed at the end.
+``--model.network=lightning_struct.models.lenet --model.network.layer.bias=true``, and ``--model.network.size=32`` for
+images of 32 x 32, ``--model.network.channels=3`` for coloured ones. The generalisation gap of Table 12 is printed at
+the end.
 
 Pruning (Tables 8 and 9) begins with a trained network: ``fit --config unstructured.yaml``, then
 ``fit --config pruned.yaml --model.network.checkpoint=CHECKPOINT``.

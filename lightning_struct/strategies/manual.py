@@ -30,8 +30,8 @@ class ManualOptimization(L.LightningModule):
         Override it where a batch is not a pair of tensors: an autoencoder returns its images twice.
 
         Returns:
-            The inputs, a tensor (n, ...) or for SHF also a tuple of them, and the targets, row i belonging to row i of the
-            inputs.
+            The inputs, a tensor (n, ...) or for SHF also a tuple of them, and the targets, row i belonging to row i of
+            the inputs.
 
         Raises:
             MisconfigurationException: the batch is not a sequence of two tensors.

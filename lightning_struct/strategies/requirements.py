@@ -50,8 +50,8 @@ class Requirements:
         """
         if module.trainer.precision not in PRECISIONS:
             raise MisconfigurationException(
-                f"{self.mixin} does not work with Trainer(precision={module.trainer.precision!r}): {self.precision}. Use "
-                "'bf16-mixed', '32-true' or '64-true'"
+                f"{self.mixin} does not work with Trainer(precision={module.trainer.precision!r}): {self.precision}. "
+                f"Use 'bf16-mixed', '32-true' or '64-true'"
             )
         refuse_sharded_weights(module.trainer, self.mixin)
         if module.automatic_optimization:
@@ -88,5 +88,6 @@ class Requirements:
                 return batch[0], batch[1]
         held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
         raise MisconfigurationException(
-            f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: {self.batch}"
+            f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: "
+            f"{self.batch}"
         )

@@ -15,23 +15,23 @@ from lightning_struct.utilities.namespaces import MisconfigurationException, lig
 
 
 class RLSOptimization(ManualOptimization):
-    """Trains a LightningModule by :class:`~lightning_struct.optim.RLS` in manual optimization. Put it before the module's
-    own base, and return an RLS from ``configure_optimizers``.
+    """Trains a LightningModule by :class:`~lightning_struct.optim.RLS` in manual optimization. Put it before the
+    module's own base, and return an RLS from ``configure_optimizers``.
 
-    Every batch is one step and counts once in ``global_step``. The loss is the one that the module's own ``training_step``
-    returns. A module without one is trained by that of the paper, ½‖outputs - targets‖² averaged over samples, of
-    :meth:`inputs_and_targets`, which is logged as ``train_loss``. Learning-rate schedulers are stepped as in automatic
-    optimization, but for ``ReduceLROnPlateau``, which is refused; clip by ``RLS(max_grad_norm=...)``.
+    Every batch is one step and counts once in ``global_step``. The loss is the one that the module's own
+    ``training_step`` returns. A module without one is trained by that of the paper, ½‖outputs - targets‖² averaged over
+    samples, of :meth:`inputs_and_targets`, which is logged as ``train_loss``. Learning-rate schedulers are stepped as
+    in automatic optimization, but for ``ReduceLROnPlateau``, which is refused; clip by ``RLS(max_grad_norm=...)``.
 
     It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. Lightning refuses clipping and
-    accumulation of gradients by the Trainer in manual optimization: RLS works in automatic optimization too, without this
-    class.
+    accumulation of gradients by the Trainer in manual optimization: RLS works in automatic optimization too, without
+    this class.
 
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,
             ``ReduceLROnPlateau``, or anything but one RLS from ``configure_optimizers``.
-        ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers; the
-            weights and P are unchanged.
+        ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers;
+            the weights and P are unchanged.
 
     Example:
         >>> import lightning as L
@@ -55,7 +55,8 @@ class RLSOptimization(ManualOptimization):
         precision="P needs float32 weights, and its steps no GradScaler",
         automatic="leave the attribute alone, or the mixin out: RLS works in automatic optimization too",
         batch="define training_step, or inputs_and_targets(self, batch), which returns (inputs, targets)",
-        optimizers="return RLS(self), with an auxiliary optimizer within it where one is needed, or leave RLSOptimization out",
+        optimizers="return RLS(self), with an auxiliary optimizer within it where one is needed, or leave "
+        "RLSOptimization out",
     )
     _own_training_step: Any = None
     _asked_for_loss = False
@@ -70,8 +71,8 @@ class RLSOptimization(ManualOptimization):
         """One RLS step on the batch.
 
         Returns:
-            The loss before the step, detached; None where the module's own ``training_step`` returns none: then no step is
-            taken.
+            The loss before the step, detached; None where the module's own ``training_step`` returns none: then no step
+            is taken.
         """
         if self._asked_for_loss:  # by the module's own training_step, which extends that of its base
             return super().training_step(batch, batch_idx)
@@ -103,8 +104,8 @@ class RLSOptimization(ManualOptimization):
         super().on_fit_start()
         if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in self.trainer.lr_scheduler_configs):
             raise MisconfigurationException(
-                "In manual optimization Lightning drops the monitor of ReduceLROnPlateau: leave RLSOptimization out, RLS works "
-                "in automatic optimization too"
+                "In manual optimization Lightning drops the monitor of ReduceLROnPlateau: leave RLSOptimization out, "
+                "RLS works in automatic optimization too"
             )
 
     def on_fit_end(self) -> None:

@@ -95,13 +95,13 @@ class SHFOptimization(ManualOptimization):
     def inputs_and_targets(self, batch: Any) -> tuple[Any, Any]:
         """The module's inputs and what the loss compares its outputs with, from a batch.
 
-        Override it where a batch is something else than a pair of tensors, or with ``loss="least_squares"``, which needs no
-        targets, something else than the inputs: there by default a list holds several arguments of the module, and anything
-        else, a tensor or a dict of them, is its only argument.
+        Override it where a batch is something else than a pair of tensors, or with ``loss="least_squares"``, which
+        needs no targets, something else than the inputs: there by default a list holds several arguments of the module,
+        and anything else, a tensor or a dict of them, is its only argument.
 
         Returns:
-            The inputs, a tensor (n, ...) or a tuple of the module's arguments, and the targets, row i belonging to row i of
-            the inputs, or None with ``loss="least_squares"``.
+            The inputs, a tensor (n, ...) or a tuple of the module's arguments, and the targets, row i belonging to row
+            i of the inputs, or None with ``loss="least_squares"``.
 
         Raises:
             MisconfigurationException: the batch is not a sequence of two tensors.
@@ -139,7 +139,8 @@ class SHFOptimization(ManualOptimization):
         self._returns_residuals = isinstance(self.shf.loss, LeastSquares)
         if self._replaced_training_step is not None:
             rank_zero_info(
-                f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step after it"
+                f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step "
+                f"after it"
             )
 
     def _shf_log_step(self, report: StepReport) -> None:

@@ -65,9 +65,9 @@ class TrainingLoaders:
     """The training loaders of a fit: changed where Lightning prepares them, and the lengths that it derives from them.
 
     Lightning prepares the loaders in ``FitLoop.setup_data``, at the start of fit, again after
-    ``reload_dataloaders_every_n_epochs``, and earlier if somebody asks for ``estimated_stepping_batches``. It puts in its
-    distributed sampler, calls ``Strategy.process_dataloader``, and begins to iterate. The only place for a change is
-    between the last two: both methods are replaced on their instances, until :meth:`restore`.
+    ``reload_dataloaders_every_n_epochs``, and earlier if somebody asks for ``estimated_stepping_batches``. It puts in
+    its distributed sampler, calls ``Strategy.process_dataloader``, and begins to iterate. The only place for a change
+    is between the last two: both methods are replaced on their instances, until :meth:`restore`.
 
     Args:
         trainer: in ``Callback.setup``.
@@ -196,6 +196,7 @@ def loss_scale(trainer: L.Trainer) -> float | None:
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """Factor in the gradients in ``on_before_optimizer_step``: 1 unless the optimizer takes that of a GradScaler itself."""
+    """Factor in the gradients in ``on_before_optimizer_step``: 1 unless the optimizer takes that of a GradScaler
+    itself."""
     scale = loss_scale(trainer)
     return scale if scale is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0

@@ -47,7 +47,8 @@ else:
         """The same for exceptions, whose built-in base is ``Exception``."""
 
     class MisconfigurationException(_UnjoinedException):
-        """A ``MisconfigurationException`` of each namespace that is imported: whatever a project catches, this is one."""
+        """A ``MisconfigurationException`` of each namespace that is imported: whatever a project catches, this is
+        one."""
 
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")

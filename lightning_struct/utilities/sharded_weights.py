@@ -14,8 +14,8 @@ def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:
     """
     if shards_weights(trainer):
         raise MisconfigurationException(
-            f"{name} needs all weights on each process, but {type(trainer.strategy).__name__} shards them. Use one device or "
-            "strategy='ddp'"
+            f"{name} needs all weights on each process, but {type(trainer.strategy).__name__} shards them. Use one "
+            f"device or strategy='ddp'"
         )
 
 

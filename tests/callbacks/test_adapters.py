@@ -1,4 +1,5 @@
-"""Checkpoints without the frozen weights: with both namespaces, and a run that is resumed as one that was not stopped."""
+"""Checkpoints without the frozen weights: with both namespaces, and a run that is resumed as one that was not
+stopped."""
 
 from __future__ import annotations
 

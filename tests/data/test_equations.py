@@ -37,8 +37,8 @@ def test_something_else_has_a_residual_in_every_block(name):
 
 
 def test_published_values():
-    """Of -Δu = 2π² sin πx sin πy, of u_t = u_xx/4, and of the front of Burgers' equation: its slope at x = 0 is largest,
-    152.00516, at t = 1.6037/π (Basdevant et al. 1986, table 3)."""
+    """Of -Δu = 2π² sin πx sin πy, of u_t = u_xx/4, and of the front of Burgers' equation: its slope at x = 0 is
+    largest, 152.00516, at t = 1.6037/π (Basdevant et al. 1986, table 3)."""
     poisson, heat = Poisson(2).solution(torch.tensor([[0.5, 0.5]])), Heat().solution(torch.tensor([[0.5, 1.0]]))
     assert poisson.item() == pytest.approx(1) and heat.item() == pytest.approx(math.exp(-(math.pi**2) / 4))
     step = 1e-7

@@ -277,7 +277,8 @@ def test_a_stream_without_length_stays_without():
 
 
 def resumed(make, sizes, read):
-    """The batches after ``read`` ones, of a pass that is left there and gone on with by another loader, and of the whole one."""
+    """The batches after ``read`` ones, of a pass that is left there and gone on with by another loader, and of the
+    whole one."""
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)

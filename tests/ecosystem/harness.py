@@ -122,7 +122,8 @@ def assert_batches_grow(row: Row, *, steps_are_fixed: bool = False, announced: C
 
     Args:
         row: of :func:`train_thrice`.
-        steps_are_fixed: the run ends after so many steps: larger ones go through more epochs, and the last is cut short.
+        steps_are_fixed: the run ends after so many steps: larger ones go through more epochs, and the last is cut
+            short.
         announced: parts of the warnings that are due, as names of parameters that cannot be measured.
     """
     if steps_are_fixed:

@@ -22,7 +22,8 @@ def fit(callbacks: list[Any]) -> None:
     model = FeedForward(input_dimensions=2, output_dimensions=1, layers=[16, 16])
     trainer = pina.Trainer(
         PINN(problem, model), batch_size=4, train_size=0.9, val_size=0.1, max_epochs=2, callbacks=callbacks,
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     trainer.train()
 

@@ -214,7 +214,9 @@ def convolutional() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "language model": (LanguageModel, torch.randint(0, 7, (5, 6), generator=torch.Generator().manual_seed(1))),
     "convolutional": (convolutional, gaussian(5, 2, 6, 6, seed=1)),
-    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), gaussian(5, 3, 4, seed=1)),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), gaussian(5, 3, 4, seed=1)
+    ),
 }  # fmt: skip
 
 

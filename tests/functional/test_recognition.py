@@ -1,4 +1,5 @@
-"""Layers of unknown types are served by the rules of what they compute, and by none where they compute something else."""
+"""Layers of unknown types are served by the rules of what they compute, and by none where they compute something
+else."""
 
 from __future__ import annotations
 

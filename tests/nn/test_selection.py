@@ -1,4 +1,5 @@
-"""Names, patterns, modules and functions by which modules are selected; the same for all that replaces or adapts layers."""
+"""Names, patterns, modules and functions by which modules are selected; the same for all that replaces or adapts
+layers."""
 
 from functools import partial
 

@@ -208,7 +208,8 @@ def test_frozen_layer_is_as_small_as_its_parameters_or_dense(name):
     assert frozen.state_dict().keys() == {"matrix_entries"}
 
 
-# What frozen layers were saved as by versions 0.1.0 and 0.2: small matrices dense, those of padded layers before the cut.
+# What frozen layers were saved as by versions 0.1.0 and 0.2: small matrices dense, those of padded layers before the
+# cut.
 SAVED_FORMERLY = {
     ("toeplitz_like", "form_weight"): lambda dense: dense,
     ("circulant", "form_weight"): lambda dense: dense,

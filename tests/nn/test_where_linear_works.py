@@ -30,7 +30,8 @@ def test_activations_are_checkpointed(name, use_reentrant):
 
 
 def test_activations_are_checkpointed_at_every_choice_of_a_method():
-    # The layer is called twice in a step, with batches of two magnitudes; a steep operator makes the next choice another one.
+    # The layer is called twice in a step, with batches of two magnitudes; a steep operator makes the next choice
+    # another one.
     torch.manual_seed(0)
     layer = LDRSubdiagonal(48, 48)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-7)

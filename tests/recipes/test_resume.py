@@ -1,4 +1,5 @@
-"""Every recipe is resumed by the checkpoint alone: with the config of its run, to the weights of the uninterrupted run."""
+"""Every recipe is resumed by the checkpoint alone: with the config of its run, to the weights of the uninterrupted
+run."""
 
 from importlib import import_module
 

@@ -346,7 +346,8 @@ def test_clipping_and_accumulation_are_refused(tmp_path, options):
 
 @pytest.mark.parametrize(
     ("plugin", "precision"),
-    [(lambda: MixedPrecision("16-mixed", "cpu"), "16-mixed"), (HalfPrecision, "16-true"), (partial(HalfPrecision, "bf16-true"), "bf16-true")],
+    [(lambda: MixedPrecision("16-mixed", "cpu"), "16-mixed"), (HalfPrecision, "16-true"),
+     (partial(HalfPrecision, "bf16-true"), "bf16-true")],
     ids=["16-mixed", "16-true", "bf16-true"],
 )  # fmt: skip
 def test_half_precision_is_refused(tmp_path, plugin, precision):

@@ -1,4 +1,5 @@
-"""Projects on lightning.pytorch and on pytorch_lightning: both are imported here, each alone in a process of its own."""
+"""Projects on lightning.pytorch and on pytorch_lightning: both are imported here, each alone in a process of its
+own."""
 
 import subprocess
 import sys

@@ -1,8 +1,9 @@
 """GrowingBatchSize: a mini-batch that grows while a Trainer runs.
 
-``callback`` ties the parts to a Trainer; ``rules`` has the decisions, as functions; ``measurement`` the statistics of the
-gradients that an optimizer steps by; ``loader_growth`` and ``accumulation_growth`` the two ways to change the samples of a step;
-``learning_rate`` the rate that follows them, and ``scheduler_clock`` the schedulers that go on by samples.
+``callback`` ties the parts to a Trainer; ``rules`` has the decisions, as functions; ``measurement`` the statistics of
+the gradients that an optimizer steps by; ``loader_growth`` and ``accumulation_growth`` the two ways to change the
+samples of a step; ``learning_rate`` the rate that follows them, and ``scheduler_clock`` the schedulers that go on by
+samples.
 """
 
 from lightning_struct.callbacks.growing_batch_size.callback import GrowingBatchSize

@@ -52,8 +52,8 @@ def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
-            f"GrowingBatchSize({argument}) changes how many batches are accumulated, which {type(trainer.strategy).__name__} "
-            f"sets once for the whole training: {remedy}"
+            f"GrowingBatchSize({argument}) changes how many batches are accumulated, which "
+            f"{type(trainer.strategy).__name__} sets once for the whole training: {remedy}"
         )
     scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
     others: list[Any] = [c for c in trainer.callbacks if isinstance(c, scheduling)]  # type: ignore[attr-defined]

@@ -18,9 +18,9 @@ from lightning_struct.utilities.namespaces import lightning_classes
 class AccumulationGrowth:
     """Lets the effective batch grow by accumulating more batches for each step; the loaders stay as they are.
 
-    The number of accumulated batches changes only where a step has been taken and as many batches of the epoch are done as
-    the new number divides: elsewhere Lightning would scale the gradient of a window by the wrong number. Of the numbers up
-    to the one decided, the largest that divides is taken; at the start of an epoch any does.
+    The number of accumulated batches changes only where a step has been taken and as many batches of the epoch are done
+    as the new number divides: elsewhere Lightning would scale the gradient of a window by the wrong number. Of the
+    numbers up to the one decided, the largest that divides is taken; at the start of an epoch any does.
 
     Args:
         trainer: in ``Callback.setup``.

@@ -39,90 +39,98 @@ MOST_RECORDS = 4096
 class GrowingBatchSize(Callback):
     """Lets the batch grow where the noise of the gradient undoes what the steps descend.
 
-    ``Trainer(callbacks=[GrowingBatchSize()])`` is enough, in any project: automatic and manual optimization, any optimizer,
-    one device or several, loaders with and without workers, map-style and iterable data sets, several loaders, custom batch
-    samplers. The size changes within the running epoch, and every sample of the epoch is still seen once.
+    ``Trainer(callbacks=[GrowingBatchSize()])`` is enough, in any project: automatic and manual optimization, any
+    optimizer, one device or several, loaders with and without workers, map-style and iterable data sets, several
+    loaders, custom batch samplers. The size changes within the running epoch, and every sample of the epoch is still
+    seen once.
 
-    By default the batch grows, to twice its size at most, when two things are seen: a test finds that the noise of the steps
-    undoes what they descend, and the gradient noise scale is larger than the batch. It is left as it is in the first 300
-    steps or so, and as long as the steps descend. With ``scale_lr`` it grows towards the noise scale without that test, and
-    with ``theta`` it follows the norm test. Where the module has statistics of its own, as one trained by ``SHFOptimization``
-    has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2).
+    By default the batch grows, to twice its size at most, when two things are seen: a test finds that the noise of the
+    steps undoes what they descend, and the gradient noise scale is larger than the batch. It is left as it is in the
+    first 300 steps or so, and as long as the steps descend. With ``scale_lr`` it grows towards the noise scale without
+    that test, and with ``theta`` it follows the norm test. Where the module has statistics of its own, as one trained
+    by ``SHFOptimization`` has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2).
 
-    An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the backward
-    passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there, never from a
-    clock, and is said once, after the first step. Where layers can measure less than half of the gradient, consecutive steps
-    go on with it. Where nothing asks for gradients (``theta=inf``, or a ``schedule``) nothing is measured. A module with a
-    method ``gradient_statistics()`` is asked instead. Of several optimizers, the one with the largest prediction counts.
+    An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the
+    backward passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there,
+    never from a clock, and is said once, after the first step. Where layers can measure less than half of the gradient,
+    consecutive steps go on with it. Where nothing asks for gradients (``theta=inf``, or a ``schedule``) nothing is
+    measured. A module with a method ``gradient_statistics()`` is asked instead. Of several optimizers, the one with the
+    largest prediction counts.
 
-    The test keeps a copy of the trainable weights, and the estimator by consecutive steps one of the gradients, in memory and
-    in checkpoints.
+    The test keeps a copy of the trainable weights, and the estimator by consecutive steps one of the gradients, in
+    memory and in checkpoints.
 
-    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a module
-    accumulates by hand, of one). The first process decides for all.
+    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a
+    module accumulates by hand, of one). The first process decides for all.
 
-    Logged, where the module does not log them itself, are ``batch_size``, ``batch_size_predicted``, ``gradient_variance`` =
-    tr Σ as it was measured last, ``gradient_noise_scale`` = tr Σ/‖G‖² of averages, and with ``scale_lr``
-    ``learning_rate_scale``: after the first step, and every ``Trainer(log_every_n_steps=...)``.
+    Logged, where the module does not log them itself, are ``batch_size``, ``batch_size_predicted``,
+    ``gradient_variance`` = tr Σ as it was measured last, ``gradient_noise_scale`` = tr Σ/‖G‖² of averages, and with
+    ``scale_lr`` ``learning_rate_scale``: after the first step, and every ``Trainer(log_every_n_steps=...)``.
 
-    Schedulers with ``interval="step"`` keep their place: where epochs or time end the training, they are stepped as often as
-    they would be after the same samples in batches of the first size, so that a length from ``estimated_stepping_batches``
-    ends with the training (automatic optimization only). Where ``max_steps`` ends it, they are left alone.
+    Schedulers with ``interval="step"`` keep their place: where epochs or time end the training, they are stepped as
+    often as they would be after the same samples in batches of the first size, so that a length from
+    ``estimated_stepping_batches`` ends with the training (automatic optimization only). Where ``max_steps`` ends it,
+    they are left alone.
 
     What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches. With other
-    loaders it accumulates gradients over batches, and refuses them by name where that cannot be done either. With workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on
-    an iterable data set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts
-    with the first size. The samples left of an epoch that is resumed come in the order they would have come in; later
-    epochs are shuffled as Lightning shuffles them after any resume.
+    loaders it accumulates gradients over batches, and refuses them by name where that cannot be done either. With
+    workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on an iterable data
+    set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts with the first
+    size. The samples left of an epoch that is resumed come in the order they would have come in; later epochs are
+    shuffled as Lightning shuffles them after any resume.
 
     Override :meth:`decide` for another rule.
 
     Args:
         max_batch_size: n_max: what memory allows; the size of the data set if None.
-        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 stands for the gradient noise
-            scale. None: 0.5, the paper's value, where the module has its own statistics; else 1, and the batch grows only
-            where noise undoes the descent, or with ``scale_lr``. Infinite: no norm test.
-        schedule: sizes set by hand, for which nothing is measured: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
-            holds from the first step that begins after so many samples; until the first one, the loaders keep their own
-            size. Sizes may fall.
-        scale_lr: how the learning rate follows the batch size n from the first one, n₀, in the steps of all optimizers; between
-            them, all see the rate that was configured. ``"sqrt"``: by √(n/n₀), for Adam and its kin. ``"linear"``: by n/n₀,
-            but not beyond the noise scale where that is measured, for SGD. ``"adascale"``: by AdaScale's gain, for SGD, which
-            is measured for, whatever ``theta`` and ``schedule`` are.
+        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 stands for the gradient
+            noise scale. None: 0.5, the paper's value, where the module has its own statistics; else 1, and the batch
+            grows only where noise undoes the descent, or with ``scale_lr``. Infinite: no norm test.
+        schedule: sizes set by hand, for which nothing is measured: ``SAMPLES:SIZE`` entries such as
+            ``"0:32 50_000:128"``. Each holds from the first step that begins after so many samples; until the first
+            one, the loaders keep their own size. Sizes may fall.
+        scale_lr: how the learning rate follows the batch size n from the first one, n₀, in the steps of all optimizers;
+            between them, all see the rate that was configured. ``"sqrt"``: by √(n/n₀), for Adam and its kin.
+            ``"linear"``: by n/n₀, but not beyond the noise scale where that is measured, for SGD. ``"adascale"``: by
+            AdaScale's gain, for SGD, which is measured for, whatever ``theta`` and ``schedule`` are.
         estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
             accumulated batches, or between those of consecutive steps; ``"auto"`` chooses.
         max_overhead: share of the training time that measuring may take, in (0, 1].
-        max_device_batch_size: samples of one forward pass on one device, at most. Batches grow up to that; for a larger step
-            so many of them as are enough are accumulated, all of one size, which begins where Lightning can change their
-            number: some steps later (automatic optimization only).
+        max_device_batch_size: samples of one forward pass on one device, at most. Batches grow up to that; for a larger
+            step so many of them as are enough are accumulated, all of one size, which begins where Lightning can change
+            their number: some steps later (automatic optimization only).
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
             each validation; if None, the validation value in the module's own statistics, applied in each step.
-        validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``. Infinite:
-            it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule set by hand.
+        validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``.
+            Infinite: it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule
+            set by hand.
         growth: factor of the validation rule, at least 1.
-        window: number of predictions that are averaged, and of checks that are looked back; there is no decision before.
+        window: number of predictions that are averaged, and of checks that are looked back; there is no decision
+            before.
         every_n_steps: optimizer steps between two checks; None: as ``max_overhead`` allows.
-        mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates gradients
-            over more of them, where memory is short (automatic optimization only; any loader). ``"auto"``: larger batches,
-            or, with a warning, accumulation where a loader cannot be resized.
+        mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates
+            gradients over more of them, where memory is short (automatic optimization only; any loader). ``"auto"``:
+            larger batches, or, with a warning, accumulation where a loader cannot be resized.
         allow_shrinking: let the batch become smaller where the mean of the predictions is.
-        probes: number of random projections that estimate, without bias, the gradient norms of layers where the exact ones
-            would be expensive: convolutions and sequences with many positions. None measures all exactly.
+        probes: number of random projections that estimate, without bias, the gradient norms of layers where the exact
+            ones would be expensive: convolutions and sequences with many positions. None measures all exactly.
 
     Attributes:
         predictions: n̂ of the last checks.
         validation_values: f_val of the last checks.
-        records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step, ``batch_size_predicted``,
-            ``variance_ratio`` = tr Σ/(n‖ḡ‖²), and ``validation_value``. The norm test bounds (N - n)/(N - 1) times that ratio
-            by θ² where the module has its own statistics. Elsewhere ‖ḡ‖² is cleared of noise, and the bound is
-            θ²/(1 + θ²) for large N. When there are too many, every other one of the older checks is dropped.
+        records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step,
+            ``batch_size_predicted``, ``variance_ratio`` = tr Σ/(n‖ḡ‖²), and ``validation_value``. The norm test bounds
+            (N - n)/(N - 1) times that ratio by θ² where the module has its own statistics. Elsewhere ‖ḡ‖² is cleared of
+            noise, and the bound is θ²/(1 + θ²) for large N. When there are too many, every other one of the older
+            checks is dropped.
 
     Raises:
-        MisconfigurationException: an argument out of range, or against another; at the start of fit a loader whose batches cannot change size,
-            with ``mode="batch"`` or where they cannot be accumulated either; an estimator that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without
-            parts of a step), or batches that are larger than ``max_batch_size`` already; with ``scale_lr`` an optimizer
-            without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor that
-            is not logged, or not finite.
+        MisconfigurationException: an argument out of range, or against another; at the start of fit a loader whose
+            batches cannot change size, with ``mode="batch"`` or where they cannot be accumulated either; an estimator
+            that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without parts
+            of a step), or batches that are larger than ``max_batch_size`` already; with ``scale_lr`` an optimizer
+            without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor
+            that is not logged, or not finite.
         ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
 
     Example:
@@ -198,7 +206,8 @@ class GrowingBatchSize(Callback):
     def decide(self, batch_size: float) -> float:
         """Size of the next batch, from the predictions and validation values so far, or by the schedule.
 
-        Its fraction is kept; the loaders get the nearest whole number (halves up) of samples, or of accumulated batches.
+        Its fraction is kept; the loaders get the nearest whole number (halves up) of samples, or of accumulated
+        batches.
         """
         if self._schedule is not None:
             return self._schedule.batch_size(self._samples) or batch_size
@@ -233,7 +242,8 @@ class GrowingBatchSize(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         reported = callable(getattr(pl_module, "gradient_statistics", None))
         self._theta = (0.5 if reported else 1.0) if self.theta is None else self.theta
-        # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test is not
+        # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test
+        # is not
         self._ratio_bound = self._theta**2 if reported or not self._tests_norm else 1 / (1 + self._theta**-2)
         self._measurement = Measurement(
             trainer,
@@ -259,13 +269,13 @@ class GrowingBatchSize(Callback):
         self._active_clock.attach(growth)
         if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
-                f"Batches of {growth.batch_size:g} are larger than GrowingBatchSize(max_batch_size={self.max_batch_size}): "
-                "start with smaller ones, or raise the limit"
+                f"Batches of {growth.batch_size:g} are larger than "
+                f"GrowingBatchSize(max_batch_size={self.max_batch_size}): start with smaller ones, or raise the limit"
             )
         if self._limit == math.inf and self._schedule is None:
             rank_zero_warn(
-                "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one has no "
-                "length: set max_batch_size to what memory allows"
+                "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one "
+                "has no length: set max_batch_size to what memory allows"
             )
         self._last_step = trainer.global_step
         self._logged_here, self._told = None, False
@@ -448,8 +458,8 @@ class GrowingBatchSize(Callback):
         if self._growth_state is not None:
             self._growth.load_state_dict(self._growth_state)
         rank_zero_warn(
-            f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that this is "
-            f"meant. For larger batches, {remedy}"
+            f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
+            f"this is meant. For larger batches, {remedy}"
         )
 
     def _set_batch_size(self, trainer: L.Trainer) -> None:
@@ -467,7 +477,8 @@ class GrowingBatchSize(Callback):
     def _grow_from_one(self) -> None:
         if self._active_growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
             rank_zero_warn(
-                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 at once"
+                "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 "
+                "at once"
             )
             self._batch_size = 2
             self._active_growth.set_batch_size(2)
@@ -479,8 +490,9 @@ class GrowingBatchSize(Callback):
         measurement, theta = self._active_measurement, (self._theta if self._tests_norm else math.inf)
         if variance is None and theta < math.inf:
             problem = (
-                f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch normalisation "
-                "couples the samples. Take another normalisation, or theta=inf, which does without the norm test"
+                f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch "
+                f"normalisation couples the samples. Take another normalisation, or theta=inf, which does without the "
+                "norm test"
             )
             if not self.records:
                 raise MisconfigurationException(problem)

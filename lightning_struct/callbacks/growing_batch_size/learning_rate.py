@@ -23,17 +23,18 @@ def learning_rate_factor(rule: LearningRateRule, growth: float, noise: float | N
     """Factor of the learning rate for batches of S times the first size.
 
     - ``"sqrt"``: √S, for Adam and its kin (Krizhevsky 2014; Malladi et al. 2022).
-    - ``"linear"``: S, for SGD (Goyal et al. 2017), up to the gradient noise scale: from where the noise is smaller than the
-      gradient, larger batches bear no larger rate (McCandlish et al. 2018). Without a noise scale there is no bound.
-    - ``"adascale"``: (σ² + μ²)/(σ²/S + μ²), which goes smoothly from S in noise to 1 without it (AdaScale's gain, Johnson et
-      al. 2020, algorithm 1); 1 as long as there is no noise scale. AdaScale also advances schedules by its gain; here they
-      go by samples, as the training does that they belong to.
+    - ``"linear"``: S, for SGD (Goyal et al. 2017), up to the gradient noise scale: from where the noise is smaller than
+      the gradient, larger batches bear no larger rate (McCandlish et al. 2018). Without a noise scale there is no
+      bound.
+    - ``"adascale"``: (σ² + μ²)/(σ²/S + μ²), which goes smoothly from S in noise to 1 without it (AdaScale's gain,
+      Johnson et al. 2020, algorithm 1); 1 as long as there is no noise scale. AdaScale also advances schedules by its
+      gain; here they go by samples, as the training does that they belong to.
 
     Args:
         rule: one of these.
         growth: S > 0; below 1 for a batch that has shrunk.
-        noise: σ²/μ², the variance of the gradient of a batch of the first size over the squared norm of its mean, which is
-            the gradient noise scale tr Σ/‖G‖² in batches of the first size. It may be infinite. None: unknown.
+        noise: σ²/μ², the variance of the gradient of a batch of the first size over the squared norm of its mean, which
+            is the gradient noise scale tr Σ/‖G‖² in batches of the first size. It may be infinite. None: unknown.
 
     Example:
         >>> [learning_rate_factor(rule, growth=4.0, noise=2.0) for rule in ("sqrt", "linear", "adascale")]
@@ -57,8 +58,8 @@ def _unchanged(value: Any) -> Any:
 class LearningRateScale:
     """Multiplies the learning rates of optimizers by a factor that follows the batch size, while they step.
 
-    Between the steps, and in the closure of a step, ``param_groups`` hold the rate that the user configured: schedulers,
-    loggers, checkpoints and ``training_step`` see that one. A rate that is a tensor is changed in place.
+    Between the steps, and in the closure of a step, ``param_groups`` hold the rate that the user configured:
+    schedulers, loggers, checkpoints and ``training_step`` see that one. A rate that is a tensor is changed in place.
 
     Args:
         rule: see :func:`learning_rate_factor`.
@@ -107,9 +108,9 @@ class LearningRateScale:
 
         Args:
             batch_size: samples of a step, as decided.
-            samples: of the step under way; None if that is not known. As long as they are fewer, because workers had been
-                asked for batches of an earlier size, that size counts. The last batch of an epoch, when it is smaller, has
-                the rate of those before it.
+            samples: of the step under way; None if that is not known. As long as they are fewer, because workers had
+                been asked for batches of an earlier size, that size counts. The last batch of an epoch, when it is
+                smaller, has the rate of those before it.
         """
         self._put_all_back()  # after a step that failed
         if batch_size == self._batch_size:
@@ -125,8 +126,8 @@ class LearningRateScale:
 
         Args:
             batch_size: samples of a step, as they were decided before it. Those of the first one are n₀.
-            noise_scale: tr Σ/‖G‖², averaged over steps, in samples, of several optimizers the smallest; None where the step
-                was not measured.
+            noise_scale: tr Σ/‖G‖², averaged over steps, in samples, of several optimizers the smallest; None where the
+                step was not measured.
         """
         if self._first_batch_size is None:
             self._first_batch_size = self._batch_size = self._broadcast(batch_size)
@@ -155,13 +156,13 @@ class LearningRateScale:
         name, option = type(optimizer).__name__, f"GrowingBatchSize(scale_lr={self._rule!r})"
         if not isinstance(optimizer, Optimizer):
             raise MisconfigurationException(
-                f"{option} changes the rate by the step hooks of a torch.optim.Optimizer, which {name} is not: leave scale_lr "
-                "out, or give the optimizer itself to the Trainer"
+                f"{option} changes the rate by the step hooks of a torch.optim.Optimizer, which {name} is not: leave "
+                f"scale_lr out, or give the optimizer itself to the Trainer"
             )
         if all(group.get("lr") is None for group in optimizer.param_groups):
             raise MisconfigurationException(
-                f"{option} has no rate to scale: {name} has none in its param_groups. Leave scale_lr out, or take an optimizer "
-                "with a learning rate, lr"
+                f"{option} has no rate to scale: {name} has none in its param_groups. Leave scale_lr out, or take an "
+                f"optimizer with a learning rate, lr"
             )
 
     def _before_step(

@@ -22,26 +22,27 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 class LoaderGrowth:
     """Lets the batches of the training loaders grow, within the running epoch.
 
-    Several loaders grow in proportion. What Lightning derives from their lengths is kept true: the batches of the epoch;
-    ``limit_train_batches``, of which a fraction, and ``overfit_batches``, keep meaning the same number of samples, and an
-    int a number of batches; and how often ``val_check_interval`` validates: for a fraction as often in an epoch as before,
-    after the same samples (but once per batch at most), for an int after so many batches, or at the end of an epoch that
-    has become shorter than that.
+    Several loaders grow in proportion. What Lightning derives from their lengths is kept true: the batches of the
+    epoch; ``limit_train_batches``, of which a fraction, and ``overfit_batches``, keep meaning the same number of
+    samples, and an int a number of batches; and how often ``val_check_interval`` validates: for a fraction as often in
+    an epoch as before, after the same samples (but once per batch at most), for an int after so many batches, or at the
+    end of an epoch that has become shorter than that.
 
-    With ``max_device_batch_size`` the batches grow up to that; for a larger step more of them are accumulated, all of one
-    size, since Lightning gives them the same weight. See :func:`accumulated_batches` for where their number can change.
+    With ``max_device_batch_size`` the batches grow up to that; for a larger step more of them are accumulated, all of
+    one size, since Lightning gives them the same weight. See :func:`accumulated_batches` for where their number can
+    change.
 
     Args:
         trainer: in ``Callback.setup``.
         batch_size: the samples of a step to begin with, if they are not those of the loaders.
         max_device_batch_size: samples in one batch of one process, at most; None for any number.
-        on_refusal: is called, when all is put back, with the loader that cannot be resized and why, and with what would help;
-            None: that is an error.
+        on_refusal: is called, when all is put back, with the loader that cannot be resized and why, and with what would
+            help; None: that is an error.
 
     Raises:
-        MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of them
-            cannot be resized, or is larger than ``max_device_batch_size``; or the run was stopped in the middle of an epoch
-            with another number of processes or loaders.
+        MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of
+            them cannot be resized, or is larger than ``max_device_batch_size``; or the run was stopped in the middle of
+            an epoch with another number of processes or loaders.
     """
 
     def __init__(
@@ -202,7 +203,8 @@ class LoaderGrowth:
             self._loaders.append(GrowingLoader(dataloader, processes, limit if limits_samples else None))
         self._main, self._batches_done = 0, 0
         self._accumulated, self._changes, self._asked_for = self._first_accumulated, [], None
-        self._resize()  # workers are asked for batches before all is prepared; loaders that come yet change the proportions
+        # workers are asked for batches before all is prepared; loaders that come yet change the proportions
+        self._resize()
 
     def _prepared(self) -> None:
         if self._trainer_loaders.steps_fetch:
@@ -255,15 +257,16 @@ class LoaderGrowth:
             return
         if len(positions) != processes:
             raise MisconfigurationException(
-                f"The checkpoint was written in the middle of an epoch by {len(positions)} processes, but now there are "
-                f"{processes}: which samples are left cannot be told. Resume with as many processes, or from a "
+                f"The checkpoint was written in the middle of an epoch by {len(positions)} processes, but now there "
+                f"are {processes}: which samples are left cannot be told. Resume with as many processes, or from a "
                 "checkpoint at the end of an epoch"
             )
         mine = positions[self._trainer.global_rank]
         if len(mine) != len(self._loaders):
             raise MisconfigurationException(
-                f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, but now there "
-                f"are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an epoch"
+                f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, but now "
+                f"there are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an "
+                f"epoch"
             )
         for loader, position in zip(self._loaders, mine, strict=True):
             loader.resume(position)

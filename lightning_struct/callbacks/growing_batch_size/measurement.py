@@ -29,9 +29,10 @@ class StepStatistics:
     """Statistics of the optimizer steps in a batch.
 
     Attributes:
-        samples: over all processes, loaders and accumulated batches together; of those that a module accumulates by hand,
-            of one.
-        checked: statistics of the optimizer with the largest relative variance; None where no check is due, or possible.
+        samples: over all processes, loaders and accumulated batches together; of those that a module accumulates by
+            hand, of one.
+        checked: statistics of the optimizer with the largest relative variance; None where no check is due, or
+            possible.
     """
 
     samples: int
@@ -90,7 +91,8 @@ class Measurement:
 
     @property
     def noise_limits(self) -> bool:
-        """Whether the noise of the steps undoes what they descend, for every optimizer; true where that is not tested."""
+        """Whether the noise of the steps undoes what they descend, for every optimizer; true where that is not
+        tested."""
         return all(test.holds for test in self._stationarity or ())
 
     def restart(self) -> None:
@@ -129,8 +131,8 @@ class Measurement:
         except Unmeasurable as problem:
             tell = rank_zero_info if self._asked == "auto" else rank_zero_warn
             tell(
-                f"GrowingBatchSize(estimator={self._estimator.name!r}) {problem}. It goes on with estimator='steps', which "
-                "compares the gradients of consecutive steps"
+                f"GrowingBatchSize(estimator={self._estimator.name!r}) {problem}. It goes on with estimator='steps', "
+                f"which compares the gradients of consecutive steps"
             )
             self._estimator.pause()
             self._estimator = self._named("steps")

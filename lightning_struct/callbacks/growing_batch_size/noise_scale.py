@@ -11,8 +11,8 @@ DECAY = 0.95
 class NoiseScale:
     """Exponential averages of tr Σ and ‖G‖², and their ratio, the gradient noise scale.
 
-    Averaged are both, and not the ratio, whose mean over noisy measurements is another (McCandlish et al. 2018, appendix
-    A.1). ‖G‖² of the loss is measured without bias by ‖ḡ‖² - tr Σ/n, where ḡ is the gradient of n samples.
+    Averaged are both, and not the ratio, whose mean over noisy measurements is another (McCandlish et al. 2018,
+    appendix A.1). ‖G‖² of the loss is measured without bias by ‖ḡ‖² - tr Σ/n, where ḡ is the gradient of n samples.
 
     Example:
         >>> noise = NoiseScale()

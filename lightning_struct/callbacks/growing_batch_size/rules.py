@@ -21,17 +21,19 @@ def next_batch_size(
 ) -> float:
     """Size of the next batch (Emirahmetoglu & Stewart, Algorithm 1).
 
-    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, where the
-    validation value has fallen by less than ``validation_threshold`` of itself; else n.
+    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, where
+    the validation value has fallen by less than ``validation_threshold`` of itself; else n.
 
     Args:
         batch_size: n >= 1, a real number: what the loaders get is rounded, what is decided is not.
-        predictions: n̂ of the checks so far, the last one last. There is no decision before there are more than ``window``.
-        validation_values: f_val of the checks so far; the last one is compared with the one ``window`` before it, if there
-            is one.
+        predictions: n̂ of the checks so far, the last one last. There is no decision before there are more than
+            ``window``.
+        validation_values: f_val of the checks so far; the last one is compared with the one ``window`` before it, if
+            there is one.
         max_batch_size: n_max. A batch that is larger already stays as it is.
         window: number of predictions that are averaged, and of checks that are looked back.
-        validation_threshold: relative decrease below which validation stalls. Infinite: it always does, even without values.
+        validation_threshold: relative decrease below which validation stalls. Infinite: it always does, even without
+            values.
         growth: factor of the validation rule, at least 1.
         allow_shrinking: where neither rule lets the batch grow, make it the mean of the predictions, two at least.
 
@@ -51,7 +53,8 @@ def next_batch_size(
     if average > batch_size:
         decided = average
     elif validation_stalls(validation_values, window, validation_threshold):
-        # Algorithm 1 rounds this up. A small batch would then grow by a whole sample at each check, whatever the factor.
+        # Algorithm 1 rounds this up. A small batch would then grow by a whole sample at each check, whatever the
+        # factor.
         decided = growth * batch_size
     elif allow_shrinking:
         return min(batch_size, max(average, 2))
@@ -66,8 +69,8 @@ def validation_stalls(values: Sequence[float], window: int, threshold: float) ->
         return True
     if len(values) <= window:
         return False
-    # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last value,
-    # which may be zero or negative; hence the product, and the absolute value.
+    # The text of section 4.3 looks four values back, Algorithm 1 five: this is Algorithm 1. It divides by the last
+    # value, which may be zero or negative; hence the product, and the absolute value.
     before, now = values[-1 - window], values[-1]
     return before - now < threshold * abs(now)
 
@@ -81,8 +84,8 @@ def predicted_batch_size(
         statistics: of a step.
         dataset_size: N; None for a stream.
         theta: θ of the norm test.
-        max_batch_size: the prediction where the gradient of a stream is zero, for which no batch is large enough; the batch
-            size of the step if None.
+        max_batch_size: the prediction where the gradient of a stream is zero, for which no batch is large enough; the
+            batch size of the step if None.
     """
     if statistics.variance is None:
         return 1
@@ -161,6 +164,6 @@ def check_settings(
         for name, (given, neutral) in of_rules.items():
             if given not in neutral:
                 raise MisconfigurationException(
-                    f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={given!r} is of a rule that "
-                    "goes by measurements: leave one of them out"
+                    f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={given!r} is of a rule "
+                    f"that goes by measurements: leave one of them out"
                 )

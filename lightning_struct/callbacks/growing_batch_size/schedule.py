@@ -35,8 +35,8 @@ class SampleSchedule:
             max_batch_size: largest size that is allowed.
 
         Raises:
-            MisconfigurationException: an entry that cannot be read, a size below 1 or above ``max_batch_size``, samples that
-                do not increase; the message quotes the entry and its place.
+            MisconfigurationException: an entry that cannot be read, a size below 1 or above ``max_batch_size``, samples
+                that do not increase; the message quotes the entry and its place.
         """
         if not isinstance(text, str):
             raise MisconfigurationException(f"schedule must be a string of {FORM}, but is {text!r}")
@@ -51,7 +51,8 @@ class SampleSchedule:
                 raise MisconfigurationException(f"{place} has a batch size below 1")
             if max_batch_size is not None and size > max_batch_size:
                 raise MisconfigurationException(
-                    f"{place} has a batch size above max_batch_size={max_batch_size}: lower the size, or raise the limit"
+                    f"{place} has a batch size above max_batch_size={max_batch_size}: lower the size, or raise the "
+                    f"limit"
                 )
             entries.append((samples, size))
             if any(later[0] <= before[0] for before, later in pairwise(entries)):

@@ -35,14 +35,15 @@ def scheduler_steps(batches: float, of: float, accumulated: int, frequency: int)
 class SchedulerClock:
     """Steps the schedulers with ``interval="step"`` as often as it would be done with batches of the first size.
 
-    As batches grow there are fewer optimizer steps, but a schedule goes on meaning what the user wrote: it reaches each of its
-    points after the same samples, and its end with that of the training. A batch counts by its size, fractions included, and
-    the last one of an epoch for what is left of the steps that an epoch has with batches of the first size. Where an epoch is
-    a number of batches, by ``limit_train_batches``, those that are left share what is left of the steps.
+    As batches grow there are fewer optimizer steps, but a schedule goes on meaning what the user wrote: it reaches each
+    of its points after the same samples, and its end with that of the training. A batch counts by its size, fractions
+    included, and the last one of an epoch for what is left of the steps that an epoch has with batches of the first
+    size. Where an epoch is a number of batches, by ``limit_train_batches``, those that are left share what is left of
+    the steps.
 
-    Where ``max_steps`` ends the training (before ``max_epochs`` would, with batches of the first size) the number of steps is
-    what the user wrote: then Lightning steps the schedulers as ever. So it does those that are reduced on a plateau, and a
-    module its own in manual optimization.
+    Where ``max_steps`` ends the training (before ``max_epochs`` would, with batches of the first size) the number of
+    steps is what the user wrote: then Lightning steps the schedulers as ever. So it does those that are reduced on a
+    plateau, and a module its own in manual optimization.
 
     Args:
         trainer: in ``Callback.setup``.
@@ -64,10 +65,11 @@ class SchedulerClock:
                 continue
             if not module.automatic_optimization:
                 rank_zero_warn(
-                    f"{type(module).__name__} optimizes by hand and steps {type(config.scheduler).__name__} itself, with "
-                    "interval='step': as GrowingBatchSize makes batches larger there are fewer optimizer steps, and a length "
-                    "taken from trainer.estimated_stepping_batches, which is that of the first batch size, may not be "
-                    "reached. Step it once an epoch, or set its length together with Trainer(max_steps=...)"
+                    f"{type(module).__name__} optimizes by hand and steps {type(config.scheduler).__name__} itself, "
+                    f"with interval='step': as GrowingBatchSize makes batches larger there are fewer optimizer steps, "
+                    "and a length taken from trainer.estimated_stepping_batches, which is that of the first batch "
+                    "size, may not be reached. Step it once an epoch, or set its length together with "
+                    "Trainer(max_steps=...)"
                 )
                 continue
             self._configs.append(config)

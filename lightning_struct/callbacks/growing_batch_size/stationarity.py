@@ -35,18 +35,19 @@ class StationarityTest:
 
         q = mean g·Δ, where E q = ∇L(w_end)·Δ.
 
-    In a quadratic model of the loss, q = D - 2F: D is what the mean of the steps has descended, F what the noise of the steps
-    has added to the loss (E ξᵀHξ = 2F for the displacement ξ by noise). A batch that is larger by a small factor 1 + ε makes
-    fewer steps of the same samples, which costs εD, and less noise, twice: in each step, and by fewer steps, which saves 2εF.
-    So **a larger batch is worth its samples where q < 0**, and a smaller one where q > 0. For a window of one step of
-    SGD, q is the product of successive gradients of Pflug (1983) and of Chee & Toulis (2018, arXiv 1710.06382). Those are
-    dominated by momentum and by oscillations, which a long window averages out. The rate, the optimizer, momentum and
-    preconditioning are all in Δ.
+    In a quadratic model of the loss, q = D - 2F: D is what the mean of the steps has descended, F what the noise of the
+    steps has added to the loss (E ξᵀHξ = 2F for the displacement ξ by noise). A batch that is larger by a small factor
+    1 + ε makes fewer steps of the same samples, which costs εD, and less noise, twice: in each step, and by fewer
+    steps, which saves 2εF. So **a larger batch is worth its samples where q < 0**, and a smaller one where q > 0. For a
+    window of one step of SGD, q is the product of successive gradients of Pflug (1983) and of Chee & Toulis (2018,
+    arXiv 1710.06382). Those are dominated by momentum and by oscillations, which a long window averages out. The rate,
+    the optimizer, momentum and preconditioning are all in Δ.
 
-    A window is as long as half of the steps before it, so that its D is what a user would wait for. The test holds where q
-    is negative by more than its standard error.
+    A window is as long as half of the steps before it, so that its D is what a user would wait for. The test holds
+    where q is negative by more than its standard error.
 
-    It costs a copy of the weights in memory and in checkpoints, and a product with the gradient in one of sixteen steps.
+    It costs a copy of the weights in memory and in checkpoints, and a product with the gradient in one of sixteen
+    steps.
 
     Args:
         trainer: in fit.
@@ -74,7 +75,8 @@ class StationarityTest:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Look at the weights, and at the gradients by which the optimizer is about to step, before they are clipped."""
+        """Look at the weights, and at the gradients by which the optimizer is about to step, before they are
+        clipped."""
         if self._end == 0:
             self._length = window_length(self._steps)
             self._end = self._steps + self._length

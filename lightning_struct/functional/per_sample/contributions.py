@@ -1,7 +1,7 @@
 """Contributions: each sample's share of what one use of a parameter adds to its gradient, in forms cheap to measure.
 
-The share of sample i is cᵢ, with Σᵢ cᵢ the gradient. A layer's inputs and the cotangents of its outputs determine all cᵢ;
-their squared norms rarely need the cᵢ themselves, which for n samples are n times as large as the parameter.
+The share of sample i is cᵢ, with Σᵢ cᵢ the gradient. A layer's inputs and the cotangents of its outputs determine all
+cᵢ; their squared norms rarely need the cᵢ themselves, which for n samples are n times as large as the parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _FREE_PART = 0.1
 
 
 def sample_chunks(samples: int, numbers: int) -> Iterator[slice]:
-    """Slices of the samples, so many at a time that they hold :data:`NUMBERS_AT_A_TIME` numbers, of ``numbers`` for each."""
+    """Slices of the samples, so many at a time that they hold :data:`NUMBERS_AT_A_TIME` numbers, of ``numbers`` for
+    each."""
     size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     return (slice(start, start + size) for start in range(0, samples, size))
 
@@ -140,7 +141,8 @@ class Outer(Contribution):
         inputs: (n, T, in), a.
         cotangents: (n, T, out), δ.
         parameter_shape: of the parameter, in whose memory order cᵢ is; (out, in) if None.
-        rows: the rows of the parameter that cᵢ fills, zero in the others; all of them if None. Needs ``parameter_shape``.
+        rows: the rows of the parameter that cᵢ fills, zero in the others; all of them if None. Needs
+            ``parameter_shape``.
         cotangent_norms: (n,), squared norms of the cotangents, if known and T = 1.
     """
 
@@ -276,12 +278,12 @@ def squared_norms(
 
     Args:
         contributions: the uses of the parameter in one backward pass, of the same n samples.
-        probes: if not None, a large layer's norms are estimated without bias, as the mean of ‖rᵀcᵢ‖² over so many vectors
-            r of random signs, where the exact norms would cost more than a tenth of training the layer and the estimate
-            costs less than they do. The relative variance of one estimate is at most 2/probes.
+        probes: if not None, a large layer's norms are estimated without bias, as the mean of ‖rᵀcᵢ‖² over so many
+            vectors r of random signs, where the exact norms would cost more than a tenth of training the layer and the
+            estimate costs less than they do. The relative variance of one estimate is at most 2/probes.
         generator: of the signs.
-        part: (r, P): the samples are the r-th of P·n and every P-th after it; their signs are those that they would have
-            among all.
+        part: (r, P): the samples are the r-th of P·n and every P-th after it; their signs are those that they would
+            have among all.
 
     Raises:
         Uncovered: the uses have different numbers of samples.
@@ -360,9 +362,11 @@ def _concatenated(outers: Sequence[Outer]) -> Outer:
 
 
 def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> Tensor:
-    """Squared norms of a table that is also the weight of a matrix product, as a language model's embedding and decoder.
+    """Squared norms of a table that is also the weight of a matrix product, as a language model's embedding and
+    decoder.
 
-    ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any sample.
+    ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any
+    sample.
     """
     lookup = Lookup(
         torch.cat([use.indices for use in lookups], 1),
@@ -379,7 +383,8 @@ def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> T
 
 
 def _without_denormal_squares(delta: Tensor) -> Tensor:
-    """Zero for numbers whose squares vanish beside others: a saturated softmax makes many, and processors are slow on them."""
+    """Zero for numbers whose squares vanish beside others: a saturated softmax makes many, and processors are slow on
+    them."""
     return F.hardshrink(delta, math.sqrt(torch.finfo(delta.dtype).tiny))
 
 

@@ -1,7 +1,8 @@
 """Calls that a layer's own ``forward`` makes of the ``forward`` of torch's layer that it derives from.
 
-An ``LSTM`` that takes lengths packs its sequences, calls ``super().forward`` and pads what that returns. What its weights
-multiply is seen in the inner call. While such a layer runs, it is of a type with one more base, right before torch's.
+An ``LSTM`` that takes lengths packs its sequences, calls ``super().forward`` and pads what that returns. What its
+weights multiply is seen in the inner call. While such a layer runs, it is of a type with one more base, right before
+torch's.
 """
 
 from __future__ import annotations

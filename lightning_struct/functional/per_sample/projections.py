@@ -1,10 +1,10 @@
 """Uses that ``nn.MultiheadAttention`` makes of its parameters inside of its forward.
 
-They are calls of ``torch.nn.functional.linear``, and the layer returns none of their outputs. While such a layer runs, that
-function is replaced by one that also keeps the calls of its thread: no hook of torch reaches them (a
-``TorchFunctionMode`` is not active inside of ``multi_head_attention_forward``, which dispatches on itself), and computing
-the attention a second time to get at them would cost a third of a small transformer's training. Gradient norms, Kronecker
-factors and RLS all read these calls.
+They are calls of ``torch.nn.functional.linear``, and the layer returns none of their outputs. While such a layer runs,
+that function is replaced by one that also keeps the calls of its thread: no hook of torch reaches them (a
+``TorchFunctionMode`` is not active inside of ``multi_head_attention_forward``, which dispatches on itself), and
+computing the attention a second time to get at them would cost a third of a small transformer's training. Gradient
+norms, Kronecker factors and RLS all read these calls.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class ParameterUse(ABC):
 
         Args:
             cotangent: of what the use computed.
-            samples: n, or the sizes that it may have; k sequences in a row are one sample where there are k·n. None: as many
-                as there are sequences.
+            samples: n, or the sizes that it may have; k sequences in a row are one sample where there are k·n. None: as
+                many as there are sequences.
 
         Raises:
             Uncovered: the number of sequences is no multiple of n; there is no dimension of sequences.
@@ -186,8 +186,8 @@ def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tupl
         recorded: the calls of ``linear`` in it.
 
     Returns:
-        With each use the edge of the graph where the gradient of what it computed arrives. An edge keeps its part of the
-        graph alive.
+        With each use the edge of the graph where the gradient of what it computed arrives. An edge keeps its part of
+        the graph alive.
     """
     query = call.argument(0, "query")
     sequences = query.shape[0 if call.layer.batch_first else 1] if query.ndim == 3 else None

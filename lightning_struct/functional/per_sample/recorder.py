@@ -44,8 +44,8 @@ class ParameterNorms:
     Attributes:
         name: qualified name in the module.
         parameter: the parameter.
-        squared_norms: (n_b,) for each backward pass b since its gradient was last set to None, ‖cᵢ‖² of the samples' shares
-            of the gradient, at least float32.
+        squared_norms: (n_b,) for each backward pass b since its gradient was last set to None, ‖cᵢ‖² of the samples'
+            shares of the gradient, at least float32.
         passes: a number for each of them, the same for all parameters and rising.
     """
 
@@ -58,34 +58,34 @@ class ParameterNorms:
 class GradientNormRecorder:
     """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter.
 
-    The share cᵢ of sample i is what it adds to ``parameter.grad``: Σᵢ cᵢ is what one backward pass adds. A parameter may be
-    used by several layers, and a layer called several times: the shares of one backward pass are summed before their
-    norms are taken. Further backward passes are further samples, until the gradient is None again. What does not reach
-    ``.grad`` is not measured, such as ``torch.autograd.grad`` in the inputs.
+    The share cᵢ of sample i is what it adds to ``parameter.grad``: Σᵢ cᵢ is what one backward pass adds. A parameter
+    may be used by several layers, and a layer called several times: the shares of one backward pass are summed before
+    their norms are taken. Further backward passes are further samples, until the gradient is None again. What does not
+    reach ``.grad`` is not measured, such as ``torch.autograd.grad`` in the inputs.
 
-    Measured is what is used inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule is
-    run again in the backward pass under ``torch.func.vmap``, which is named in one warning; batch normalisation in training
-    gets one too. Parameters that cannot be measured are *uncovered*. With ``check`` so are those whose gradients turn out
-    to come, in part, from elsewhere.
+    Measured is what is used inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule
+    is run again in the backward pass under ``torch.func.vmap``, which is named in one warning; batch normalisation in
+    training gets one too. Parameters that cannot be measured are *uncovered*. With ``check`` so are those whose
+    gradients turn out to come, in part, from elsewhere.
 
     The inputs of the layers are kept until the graph is freed, also within checkpointed parts.
 
     Args:
         module: a plain module, not a wrapper that replaces it when it is called.
-        samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input. May be
-            set before each forward pass. See :func:`~lightning_struct.functional.per_sample.rules.contributions`.
+        samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input. May
+            be set before each forward pass. See :func:`~lightning_struct.functional.per_sample.rules.contributions`.
         probes: if not None, norms that are expensive are estimated by so many random projections, without bias; see
             :func:`~lightning_struct.functional.per_sample.contributions.squared_norms`.
         uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out.
         check: keep what :meth:`verify` needs. May be set before each backward pass.
         seed: of the random projections.
-        part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the random
-            projections are those that one process would take.
+        part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the
+            random projections are those that one process would take.
 
     Attributes:
         samples, check: as above.
-        rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such as
-            nodes and edges of graphs; see :func:`~lightning_struct.functional.per_sample.graphs.rows_of_graphs`.
+        rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such
+            as nodes and edges of graphs; see :func:`~lightning_struct.functional.per_sample.graphs.rows_of_graphs`.
 
     Raises:
         ValueError: ``uncovered`` is neither ``"raise"`` nor ``"skip"``; ``probes`` is below 1.
@@ -247,8 +247,8 @@ class GradientNormRecorder:
             if sums.relative_error > sums.tolerance:
                 self.mark_uncovered(
                     parameters[name],
-                    "its gradient is not the sum of the samples' shares: it is used outside of its own layer, penalised in "
-                    "the loss, differentiated twice, or was changed after the backward pass",
+                    "its gradient is not the sum of the samples' shares: it is used outside of its own layer, "
+                    "penalised in the loss, differentiated twice, or was changed after the backward pass",
                 )
 
     def mark_uncovered(self, parameter: nn.Parameter, reason: str) -> None:
@@ -356,8 +356,8 @@ class GradientNormRecorder:
     def _recorded(self, call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None) -> AwaitedCall:
         if couples_samples(call.layer):
             self._warn_once(
-                "batch normalisation in training couples the samples of a batch through their statistics: of the layers "
-                "before it, what is measured is each sample's share of the gradient, and not its own gradient"
+                "batch normalisation in training couples the samples of a batch through their statistics: of the "
+                "layers before it, what is measured is each sample's share of the gradient, and not its own gradient"
             )
         return awaited_call(call, parameters, state)
 
@@ -500,8 +500,8 @@ class GradientNormRecorder:
 class _Arrived:
     """Shares of a parameter's gradient that have arrived before it is accumulated.
 
-    ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient was
-    None.
+    ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient
+    was None.
     """
 
     backward: int

@@ -1,9 +1,9 @@
 """Per-sample gradient contributions of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``.
 
 The fused kernels keep the pre-activations of the gates to themselves. Here a layer is run again from its recorded input
-and initial state, step by step in time, and then backwards from the cotangents of its outputs by the recurrences written
-out below; both cost the products with the recurrent weight and a few elementwise operations. What results is one
-cotangent δ_t for each pre-activation: a weight's share of one sample is Σ_t δ_t a_tᵀ with what it multiplied, a_t.
+and initial state, step by step in time, and then backwards from the cotangents of its outputs by the recurrences
+written out below; both cost the products with the recurrent weight and a few elementwise operations. What results is
+one cotangent δ_t for each pre-activation: a weight's share of one sample is Σ_t δ_t a_tᵀ with what it multiplied, a_t.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from lightning_struct.functional.per_sample.rerun import by_sample, check_rerun
 def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
     """Each sample's share of the gradients that one call of a recurrent layer gives its weights and biases.
 
-    Stacked, bidirectional, batch first or not, with projections, with or without an initial state; of packed sequences the
-    samples are in the order that they had before sorting. Dropout between the layers needs the random generators as they
-    were before the call (see :func:`~lightning_struct.functional.randomness.restored_random_state`).
+    Stacked, bidirectional, batch first or not, with projections, with or without an initial state; of packed sequences
+    the samples are in the order that they had before sorting. Dropout between the layers needs the random generators as
+    they were before the call (see :func:`~lightning_struct.functional.randomness.restored_random_state`).
 
     Args:
-        call: of ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``. Its cotangents are first that of the output sequence, last those of
-            h_n or of h_n and c_n. Its ``samples`` are n, or None for as many as there are sequences; of k·n sequences each
-            k in a row are one sample.
+        call: of ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``. Its cotangents are first that of the output sequence, last those
+            of h_n or of h_n and c_n. Its ``samples`` are n, or None for as many as there are sequences; of k·n
+            sequences each k in a row are one sample.
 
     Returns:
         By the name of the parameter, in float32 at least.
 
     Raises:
-        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of n; dropout
-            took another mask than in the call.
+        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of n;
+            dropout took another mask than in the call.
     """
     layer, outputs, cotangents = call.layer, call.outputs, call.cotangents
     assert call.samples is None or isinstance(call.samples, int)
@@ -115,7 +115,8 @@ class _SequenceLayout:
             sequences[self.present.sum(0) - 1, torch.arange(final.shape[0], device=final.device)] += final
 
     def dropout(self, like: Tensor, probability: float) -> Tensor:
-        """Mask by which the next dropout multiplies sequences (T, N, features); it draws for the steps that there are."""
+        """Mask by which the next dropout multiplies sequences (T, N, features); it draws for the steps that there
+        are."""
         if self.present is None:
             return F.dropout(torch.ones_like(like, memory_format=torch.contiguous_format), probability)
         return self.time_first(F.dropout(torch.ones_like(like[self.present]), probability))
@@ -259,7 +260,8 @@ class _Cell(ABC):
         """Cotangents of W_ih x_t + b_ih and of W_hh h_{t-1} + b_hh, each (T, N, gates·hidden).
 
         Args:
-            of_states: (T, N, state), of h_1..h_T but for what reaches them through later steps, which is added in place.
+            of_states: (T, N, state), of h_1..h_T but for what reaches them through later steps, which is added in
+                place.
             of_cells: (T, N, hidden), likewise of c_1..c_T; for an LSTM only.
         """
 
@@ -340,7 +342,8 @@ class _GatedUnit(_Cell):
             n = now[:, 2].addcmul_(r, candidates[t]).tanh_()
             torch.lerp(n, self.states[t], z, out=self.states[t + 1])
         r, z, n = gates.unbind(2)
-        # derivatives of h_t in the pre-activations of r and z, in those of n from the inputs' and the state's side, in h_{t-1}
+        # derivatives of h_t in the pre-activations of r and z, in those of n from the inputs' and the state's side, in
+        # h_{t-1}
         self._of_candidate = (1 - z) * (1 - n * n)
         of_reset = self._of_candidate * candidates * r * (1 - r)
         self._of_gates = torch.stack([of_reset, (self.states[:-1] - n) * z * (1 - z), self._of_candidate * r], 2)

@@ -1,7 +1,8 @@
 """Running a layer once more from its recorded input, with the dropout masks of its forward pass.
 
-Whoever records a layer that :func:`draws_random_numbers` keeps the :func:`~.randomness.random_state` from before the call,
-and evaluates the layer's rule inside :func:`~.randomness.restored_random_state`; the rule checks that it got the same.
+Whoever records a layer that :func:`draws_random_numbers` keeps the :func:`~.randomness.random_state` from before the
+call, and evaluates the layer's rule inside :func:`~.randomness.restored_random_state`; the rule checks that it got the
+same.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.per_sample.contributions import Uncovered
 
-# Relative to the norm of the output. Another mask changes it by about the square root of the dropout probability; rounding,
-# also that of bfloat16 or TF32 over many steps, by less.
+# Relative to the norm of the output. Another mask changes it by about the square root of the dropout probability;
+# rounding, also that of bfloat16 or TF32 over many steps, by less.
 _TOLERANCE = 0.05
 
 
@@ -31,8 +32,9 @@ def check_rerun(recorded: Tensor, computed: Tensor) -> None:
     recorded = recorded.to(computed.dtype)
     if not norm(computed - recorded) <= _TOLERANCE * norm(recorded):
         raise Uncovered(
-            "its dropout cannot be repeated: the random generators were not put back to their state before the call, the "
-            "kernel draws its own random numbers (as cuDNN's recurrent layers do), or the output was changed in place"
+            "its dropout cannot be repeated: the random generators were not put back to their state before the call, "
+            "the kernel draws its own random numbers (as cuDNN's recurrent layers do), or the output was changed in "
+            "place"
         )
 
 

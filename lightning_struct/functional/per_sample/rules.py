@@ -1,4 +1,5 @@
-"""Rules for each sample's share of the gradients that one call of a layer gives its parameters, by the type of the layer.
+"""Rules for each sample's share of the gradients that one call of a layer gives its parameters, by the type of the
+layer.
 
 A rule reads each sample's share off the layer's inputs and the cotangents of its outputs. A layer without a rule is run
 again, see :mod:`~lightning_struct.functional.per_sample.vmapped`.
@@ -87,13 +88,15 @@ def runs_again(layer: nn.Module) -> bool:
 
 
 def may_run_again(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` runs the layer again, or would after a call with arguments that its rule does not know."""
+    """Whether :func:`contributions` runs the layer again, or would after a call with arguments that its rule does not
+    know."""
     reader = _reader(layer)
     return reader is None or reader.runs_again or reader.recognized
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` runs the layer again and needs the random generators as they were before the call."""
+    """Whether :func:`contributions` runs the layer again and needs the random generators as they were before the
+    call."""
     reader = _reader(layer)
     return reader is not None and reader.has_dropout and rerun.draws_random_numbers(layer)
 
@@ -151,8 +154,8 @@ def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Con
 
 @dataclass(frozen=True)
 class _SampleLayout:
-    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one sample, or
-    those of which ``sample_of_row`` says so.
+    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one
+    sample, or those of which ``sample_of_row`` says so.
     """
 
     samples: int

@@ -20,8 +20,8 @@ from lightning_struct.functional.layer_call import LayerCall, map_items, tensors
 from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import NUMBERS_AT_A_TIME, Contribution, Dense, Uncovered
 
-# Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers at
-# most (1 GiB in float32).
+# Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers
+# at most (1 GiB in float32).
 _NUMBERS_AT_MOST = 2**28
 
 

@@ -1,16 +1,16 @@
 """Butterfly matrices: products of log2 N factors of small blocks, as in the fast Fourier transform (Dao et al., 2019).
 
-The size is N = 2^d. Factor j, for j = 1, ..., d, has a block for each of N/2 pairs of coordinates: those whose numbers differ
-in bit j - 1 alone. In a butterfly matrix of rank r there are r numbers at each coordinate between two factors, r_j =
-min(r, 2^j, 2^(d-j)) after factor j, which is 1 at both ends. So factor j is a tensor
+The size is N = 2^d. Factor j, for j = 1, ..., d, has a block for each of N/2 pairs of coordinates: those whose numbers
+differ in bit j - 1 alone. In a butterfly matrix of rank r there are r numbers at each coordinate between two factors,
+r_j = min(r, 2^j, 2^(d-j)) after factor j, which is 1 at both ends. So factor j is a tensor
 
     (N/2^j, 2^(j-1), 2 r_j, 2 r_(j-1)),
 
-where the first two places count the pairs, by the higher and by the lower bits of their numbers. Of rank 1 the blocks are
-2 x 2, which makes 2 N log2 N entries.
+where the first two places count the pairs, by the higher and by the lower bits of their numbers. Of rank 1 the blocks
+are 2 x 2, which makes 2 N log2 N entries.
 
-Neighbouring factors multiply to factors of the same kind with larger blocks: all of the first h to block-diagonal matrices,
-those after them to interleaved ones. A butterfly matrix is thus a Monarch matrix, in d - 1 ways
+Neighbouring factors multiply to factors of the same kind with larger blocks: all of the first h to block-diagonal
+matrices, those after them to interleaved ones. A butterfly matrix is thus a Monarch matrix, in d - 1 ways
 (:mod:`~lightning_struct.functional.structured.monarch`), and it is multiplied as one.
 """
 
@@ -106,8 +106,8 @@ def butterfly_order(order: Order, size: int) -> Tensor:
 
     Args:
         order: ``"natural"``: 0, 1, 2, ...; ``"fourier"``: with the bits in reverse, as a fast Fourier transform by
-            decimation in time begins; ``"cosine"``: the even inputs and then the odd ones from the last to the first, in
-            that order with the bits in reverse, as a fast cosine transform begins (Makhoul, 1980).
+            decimation in time begins; ``"cosine"``: the even inputs and then the odd ones from the last to the first,
+            in that order with the bits in reverse, as a fast cosine transform begins (Makhoul, 1980).
         size: N.
 
     Raises:

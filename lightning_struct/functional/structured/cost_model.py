@@ -103,8 +103,8 @@ def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:
 def monarch_factors_are_faster(m: int, n: int, parameters: int) -> bool:
     """Whether a Monarch matrix is multiplied faster by its two factors than as it is kept.
 
-    Small ones are multiplied faster as they are: the factors are many small products. Measured on one CPU thread, n = 256
-    to 4,096 with 1 to 256 rows.
+    Small ones are multiplied faster as they are: the factors are many small products. Measured on one CPU thread, n =
+    256 to 4,096 with 1 to 256 rows.
 
     Args:
         m, n: the sizes of the matrix.

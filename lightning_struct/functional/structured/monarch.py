@@ -4,9 +4,10 @@ Inputs are numbered by (k, p), in k blocks one after the other, outputs by (s, l
 
     M[(s, l), (k, p)] = Σ_t L[l, s, (k, t)] R[k, (l, t), p],    t < r,
 
-is a product of two block-diagonal matrices, L with l blocks and R with k blocks, and of the permutations that swap the two
-halves of an index. For each pair (l, k) it is a block of rank r (Dao et al., section 3.1, for r = 1). These blocks are
-disjoint, so that the nearest Monarch matrix is that of their truncated singular value decompositions (their section 3.3).
+is a product of two block-diagonal matrices, L with l blocks and R with k blocks, and of the permutations that swap the
+two halves of an index. For each pair (l, k) it is a block of rank r (Dao et al., section 3.1, for r = 1). These blocks
+are disjoint, so that the nearest Monarch matrix is that of their truncated singular value decompositions (their section
+3.3).
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def _sizes(L: Tensor, R: Tensor) -> tuple[int, int, int, int, int]:
 
 @dataclass(frozen=True)
 class MonarchFactors:
-    """A part of a Monarch matrix by its factors, a :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A part of a Monarch matrix by its factors, a
+    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
 
     Args:
         L, R: the blocks, as :func:`monarch_matmul` takes them.

@@ -1,7 +1,7 @@
 """Fourier transforms in real arithmetic, by matrix products: for formats that have no complex numbers, as ONNX.
 
-A transform of length N = N₁N₂ is as many of length N₁, a multiplication, and as many of length N₂, each by a small matrix of
-cosines and sines. These matrices are computed where the graph runs: they take no place in a file.
+A transform of length N = N₁N₂ is as many of length N₁, a multiplication, and as many of length N₂, each by a small
+matrix of cosines and sines. These matrices are computed where the graph runs: they take no place in a file.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from lightning_struct.functional.structured.generator_spectra import (
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.two_step_transform import TwoStepProduct
 
-# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as many
-# as stay in its cache from one operation to the next.
+# Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as
+# many as stay in its cache from one operation to the next.
 _CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 17
 
 
@@ -153,6 +153,7 @@ def product_in_place(
     torch.mul(x, in_scale, out=entry[:, :n])
     entry[:, n:].zero_()
     of_inputs = torch.fft.rfft(entry)
+    del entry  # what is freed at once is still in the cache when the next result takes its place
     if kept is not None:
         kept.append(of_inputs)
     total: Tensor | None = None
@@ -163,6 +164,7 @@ def product_in_place(
         else:
             between = F.pad(between[..., : middle.shape[0]] * middle, (0, out_length - middle.shape[0]))
         spectra = torch.fft.rfft(between)
+        del between
         if kept is not None:
             kept.append(spectra)
             spectra = spectra * fro

@@ -316,7 +316,8 @@ def choose_subdiagonal_method(
 def choose_kept_subdiagonal_method(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
 ) -> str:
-    """The method by which a matrix is kept where the dense one multiplies more slowly: spectra where they are exact enough.
+    """The method by which a matrix is kept where the dense one multiplies more slowly: spectra where they are exact
+    enough.
 
     Args:
         a_subdiagonal, a_corner, b_subdiagonal, b_corner: as for :func:`subdiagonal_matmul`.
@@ -387,7 +388,8 @@ def _check(
     ):
         if tensor.shape != shape:
             raise ValueError(
-                f"{name} must be of shape {shape} beside G {tuple(G.shape)} and H {tuple(H.shape)}, not {tuple(tensor.shape)}."
+                f"{name} must be of shape {shape} beside G {tuple(G.shape)} and H {tuple(H.shape)}, not "
+                f"{tuple(tensor.shape)}."
             )
 
 
@@ -405,7 +407,8 @@ def _refuse_zeros(a_subdiagonal: Tensor, b_subdiagonal: Tensor) -> None:
         if tensor.device.type == "cpu" and not tensor.all():
             index = (tensor == 0).nonzero()[0].item()
             raise ValueError(
-                f'method="scaled" divides by the subdiagonals, and {name}[{index}] is 0: use method="tree" or method="dense".'
+                f'method="scaled" divides by the subdiagonals, and {name}[{index}] is 0: use method="tree" or '
+                f'method="dense".'
             )
 
 

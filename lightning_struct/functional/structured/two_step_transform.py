@@ -1,9 +1,9 @@
 """Transforms in two steps, and scaled Toeplitz-like products of few rows by them.
 
-On CPUs torch plans each Fourier transform anew, which takes longer than transforming one long vector, up to ten times as
-long by some versions. A transform of length N = N₁N₂ as many of length N₁ and many of length N₂, with a multiplication
-between, needs short plans only. The spectrum comes in another order, which does not matter. Short transforms are left
-whole: N₁ = 1.
+On CPUs torch plans each Fourier transform anew, which takes longer than transforming one long vector, up to ten times
+as long by some versions. A transform of length N = N₁N₂ as many of length N₁ and many of length N₂, with a
+multiplication between, needs short plans only. The spectrum comes in another order, which does not matter. Short
+transforms are left whole: N₁ = 1.
 
 Convolutions are computed modulo z^N - i, where others transform 2N numbers: the two halves of a real vector are the
 real and the imaginary part of one of length N, and nothing that is needed wraps around.

@@ -1,9 +1,9 @@
 """The gradient of a weight as the product of few rows.
 
-The gradient ∇ of a weight is dZᵀX, of rank r for r rows. Where r is small, ∇P = dZᵀ(XP) costs less than multiplying the whole
-gradient by P. That X and dZ were recorded does not mean that the gradient is still their product: it may have got a
-penalty's share, or been scaled since by clipping or by accumulation. One vector z tells: ∇z = c dZᵀ(Xz), to rounding, for
-one number c shows that ∇ = c dZᵀX (but for a set of z of measure zero), and c is the scale.
+The gradient ∇ of a weight is dZᵀX, of rank r for r rows. Where r is small, ∇P = dZᵀ(XP) costs less than multiplying the
+whole gradient by P. That X and dZ were recorded does not mean that the gradient is still their product: it may have got
+a penalty's share, or been scaled since by clipping or by accumulation. One vector z tells: ∇z = c dZᵀ(Xz), to rounding,
+for one number c shows that ∇ = c dZᵀX (but for a set of z of measure zero), and c is the scale.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last place.
+# A gradient is taken for the product of the rows that were recorded if it differs from it by so many units in the last
+# place.
 _ROUNDING = 32.0
 
 

@@ -1,19 +1,21 @@
 """Bound on the gain of a step: what keeps RLS stable where P has not been shrunk.
 
-P starts at the identity and shrinks along mean inputs alone, so that nothing in the equations bounds a step along the other
-directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times the
-gradient in the outputs, where::
+P starts at the identity and shrinks along mean inputs alone, so that nothing in the equations bounds a step along the
+other directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times
+the gradient in the outputs, where::
 
     G = (T/r) X P Xᵀ        r rows, T = 1, but for ``sequence_layers`` the mean length of sequences
 
-Where the loss is the squared error of these outputs, averaged over rows, the step overshoots as soon as an eigenvalue of G
-exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The steps of recurrent layers
-count as rows: what most of them do to the loss dies away.) One sample at a time the paper's own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step
-is scaled by what :meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates.
+Where the loss is the squared error of these outputs, averaged over rows, the step overshoots as soon as an eigenvalue
+of G exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The steps of
+recurrent layers count as rows: what most of them do to the loss dies away.) One sample at a time the paper's own h
+bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step is scaled by what
+:meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates.
 
-That bounds what a weight does to its own outputs. Weights that step together multiply each other: a step of one is enlarged by all
-behind it, and these have changed as well. So where there are several, the norm of a step is :data:`LARGEST_CHANGE` of that of its
-weight at most (with momentum α, 1 - α times that), or of the norm that ``nn.Linear`` begins with where that is larger.
+That bounds what a weight does to its own outputs. Weights that step together multiply each other: a step of one is
+enlarged by all behind it, and these have changed as well. So where there are several, the norm of a step is
+:data:`LARGEST_CHANGE` of that of its weight at most (with momentum α, 1 - α times that), or of the norm that
+``nn.Linear`` begins with where that is larger.
 
 The paper has none of these bounds.
 """
@@ -36,8 +38,8 @@ Name = TypeVar("Name", bound=Hashable)
 # Power iterations in a step, which begin where those of the last step ended; and in the first one.
 ITERATIONS, FIRST_ITERATIONS = 2, 16
 
-# Chosen on seven small tasks. Steps of classifiers that do well are mostly shorter; those of an autoencoder that diverges are twice
-# the weight and more.
+# Chosen on seven small tasks. Steps of classifiers that do well are mostly shorter; those of an autoencoder that
+# diverges are twice the weight and more.
 LARGEST_CHANGE = 0.05
 
 # Of more rows a sample is taken: between so many, and so many numbers as far as that leaves more rows.
@@ -113,8 +115,9 @@ class Gain:
 def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
     """Estimates from below of the largest eigenvalue of G, (groups,), by power iteration; ``direction`` is moved on.
 
-    With q the direction and C = (T/r) XᵀX, q ← C P q; the estimate is the Rayleigh quotient of P^½CP^½, whose eigenvalues
-    are those of G, at P^½q. Under torch.distributed the products are summed over processes, those of all weights at once.
+    With q the direction and C = (T/r) XᵀX, q ← C P q; the estimate is the Rayleigh quotient of P^½CP^½, whose
+    eigenvalues are those of G, at P^½q. Under torch.distributed the products are summed over processes, those of all
+    weights at once.
     """
     largest: dict[Name, Tensor] = {}
     directions = {name: gain.direction for name, gain in gains.items()}
@@ -152,9 +155,9 @@ class GainLimit:
     def coefficient(self, h: Tensor, scale: float) -> Tensor:
         """min(1, max(c, h/n) / λ_max), (groups,), by which the step (η/h) ∇ P is multiplied.
 
-        The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a time and
-        one weight: h > λ_max for k = 1, and the step stays that of least squares.) Where η > 1 it is bounded likewise;
-        where η < 1 the step is that part of the one with η = 1. ``lr`` multiplies what comes out.
+        The gain of the step is that of G over h: it becomes at most c/h, or 1/n where that is more. (One sample at a
+        time and one weight: h > λ_max for k = 1, and the step stays that of least squares.) Where η > 1 it is bounded
+        likewise; where η < 1 the step is that part of the one with η = 1. ``lr`` multiplies what comes out.
         """
         tiny = torch.finfo(h.dtype).tiny
         return ((h / self.weights).clamp(min=self.bound) / (self.largest * max(scale, 1.0)).clamp(min=tiny)).clamp(

@@ -61,8 +61,8 @@ class Membership:
         self._put_into_groups(self._table.extend(self._is_new(groups)), groups)
         if not groups:
             raise ValueError(
-                f"{type(self._module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for RLS to "
-                "train; lightning_struct.functional.register_layer declares layers of other types"
+                f"{type(self._module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for "
+                f"RLS to train; lightning_struct.functional.register_layer declares layers of other types"
             )
         return groups
 
@@ -100,7 +100,8 @@ class Membership:
         self._give_to_auxiliary({n: p for n, p in rest.items() if p.requires_grad and p not in known}, groups)
 
     def add_group(self, group: Mapping[str, Any], groups: list[Group]) -> None:
-        """Train the parameters of this group: those of layers in a group of RLS, the others in one of the auxiliary optimizer.
+        """Train the parameters of this group: those of layers in a group of RLS, the others in one of the auxiliary
+        optimizer.
 
         Raises:
             ValueError: one of them is no parameter of the module, or in a group already; or nobody trains it.
@@ -148,8 +149,8 @@ class Membership:
         present = set(self._module.parameters())
         if replaced := [weight.name for weight in self._table.weights if weight.parameter not in present]:
             raise ValueError(
-                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}, ... Make RLS after "
-                "what replaces them"
+                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}, ... Make "
+                f"RLS after what replaces them"
             )
 
     def _is_new(self, groups: list[Group]) -> Callable[[nn.Parameter], bool]:

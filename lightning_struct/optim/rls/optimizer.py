@@ -36,56 +36,58 @@ _log = logging.getLogger(__name__)
 class RLS(torch.optim.Optimizer):
     """Recursive least squares: P, the inverse autocorrelation of a layer's inputs so far, multiplies its gradient.
 
-    For each weight, with x̄ the mean of what it was multiplied by since the last step and T the mean length of sequences (1
-    but for recurrent layers)::
+    For each weight, with x̄ the mean of what it was multiplied by since the last step and T the mean length of
+    sequences (1 but for recurrent layers)::
 
         u = P x̄        h = λ + kT x̄·u        ω ← αω - (η/h) P ∇        θ ← θ + ω
         P ← P/λ - kT/(λh) u uᵀ               θ ← θ - γ P sgn(θ)
 
-    Unlike Adam it depends on the scale of the loss: with all layers trained by RLS that is ½‖outputs - targets‖² averaged
-    over samples, which is not ``nn.MSELoss``. With cross-entropy leave the output layer to Adam::
+    Unlike Adam it depends on the scale of the loss: with all layers trained by RLS that is ½‖outputs - targets‖²
+    averaged over samples, which is not ``nn.MSELoss``. With cross-entropy leave the output layer to Adam::
 
         RLS(model, exclude=[model.head], auxiliary=functools.partial(torch.optim.Adam, lr=1e-3))
 
-    It is an ordinary optimizer: in Lightning ``return RLS(self, auxiliary=...)`` from ``configure_optimizers``. What the
-    layers read is seen by hooks, in forward passes through which gradients come back; gradients and inputs add up until the
-    next step; whoever clears the gradients clears what was read with them. Make it before a compiled module is first called. Under torch.distributed all processes take one step, by the
-    mean over all inputs and the gradients, which must be averaged already, as DDP does.
+    It is an ordinary optimizer: in Lightning ``return RLS(self, auxiliary=...)`` from ``configure_optimizers``. What
+    the layers read is seen by hooks, in forward passes through which gradients come back; gradients and inputs add up
+    until the next step; whoever clears the gradients clears what was read with them. Make it before a compiled module
+    is first called. Under torch.distributed all processes take one step, by the mean over all inputs and the gradients,
+    which must be averaged already, as DDP does.
 
-    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, by which its steps are multiplied: schedulers of
-    the learning rate act on that. The groups of the auxiliary optimizer follow, each with a level of its own. Layers that are
-    unfrozen later are trained from their next call on, and may be added as groups. ``state["rls"]`` has P, the velocity and
-    the number of steps of each weight by its name.
+    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, by which its steps are
+    multiplied: schedulers of the learning rate act on that. The groups of the auxiliary optimizer follow, each with a
+    level of its own. Layers that are unfrozen later are trained from their next call on, and may be added as groups.
+    ``state["rls"]`` has P, the velocity and the number of steps of each weight by its name.
 
     Args:
-        module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``,
-            ``nn.GRU``, their cells and the projections of ``nn.MultiheadAttention`` are trained by RLS, and layers that
-            :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
+        module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``,
+            ``nn.LSTM``, ``nn.GRU``, their cells and the projections of ``nn.MultiheadAttention`` are trained by RLS,
+            and layers that :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
         lr: the factor of the step that schedulers change. Above 1 a step may exceed the bounds by as much.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
-        gradient_scale: η > 0, or a dict of it by the names of modules, for all layers below them, or of weights (the longest
-            name counts, 1 where there is none).
+        gradient_scale: η > 0, or a dict of it by the names of modules, for all layers below them, or of weights (the
+            longest name counts, 1 where there is none).
         momentum: α in [0, 1).
         l1: γ >= 0; each step takes about twice as long with it.
         weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ.
-        max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is larger.
-            The gradients of layers that RLS trains stay as they are, only their step is scaled.
-        max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs for the
-            inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a layer that
-            steps alone. Where several step together, each changes by a twentieth of its norm at most, besides. See
-            :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which have no bound at all and need inputs
-            in [0, 1], or clipping.
+        max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is
+            larger. The gradients of layers that RLS trains stay as they are, only their step is scaled.
+        max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs
+            for the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of
+            a layer that steps alone. Where several step together, each changes by a twentieth of its norm at most,
+            besides. See :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which have no bound at
+            all and need inputs in [0, 1], or clipping.
         interval: P is updated in one of so many steps, by as much as in all of them.
         form: of P: ``"full"``, d² numbers for d inputs, the paper's; ``"low_rank"``, 2rd of them, see
-            :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None: full
-            up to 512 inputs (and with ``forgetting`` < 1), else of low rank.
+            :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None:
+            full up to 512 inputs (and with ``forgetting`` < 1), else of low rank.
         rank: r of the low-rank form.
         block_size: the full form is block-diagonal where there are more inputs than this, in blocks of this size.
         max_size: P of layers with more inputs than this has the rank-1 form.
-        sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum over
-            their positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to (86)).
+        sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum
+            over their positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to
+            (86)).
         exclude: modules, or their full names, that are left to ``auxiliary`` with all that is below them.
         auxiliary: makes the optimizer of all other parameters from their list.
 
@@ -148,9 +150,8 @@ class RLS(torch.optim.Optimizer):
         self.max_grad_norm, self.max_gain = max_grad_norm, max_gain
         self._weights = table.weights
         self._recorder = InputRecorder({layer: reader for _, layer, reader in layers}, table)
-        defaults = {
-            "lr": lr, "gradient_scale": 1.0, "ratio": ratio, "momentum": momentum, "l1": l1, "weight_decay": weight_decay
-        }  # fmt: skip
+        defaults = {"lr": lr, "gradient_scale": 1.0, "ratio": ratio, "momentum": momentum}
+        defaults |= {"l1": l1, "weight_decay": weight_decay}
         left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         membership = Membership(module, left_alone, table, self._recorder, scales, defaults, auxiliary)
         super().__init__(membership.first_groups(), defaults)
@@ -170,24 +171,25 @@ class RLS(torch.optim.Optimizer):
         regularization: float = 1.0,
         auxiliary: AuxiliaryFactory | None = None,
     ) -> RLS:
-        """Recursive least squares itself, for one linear layer: after each step the weights are the minimum over all data.
+        """Recursive least squares itself, for one linear layer: after each step the weights are the minimum over all
+        data.
 
-        With the loss ½‖outputs - targets‖² averaged over a batch, and outputs Θx of the layer with x the input and a one for
-        the bias, the weights after batches 1 to s are, to rounding, where the P below stays under its bound::
+        With the loss ½‖outputs - targets‖² averaged over a batch, and outputs Θx of the layer with x the input and a
+        one for the bias, the weights after batches 1 to s are, to rounding, where the P below stays under its bound::
 
             argmin_Θ  Σᵢ λˢ⁻ⁱ Σ_{x, y in batch i} ‖Θx - y‖² + δ λˢ ‖Θ - Θ₀‖²
 
-        P = δ (Σᵢ λˢ⁻ⁱ Σ xxᵀ + δ λˢ I)⁻¹ is updated by every row, which takes d² multiply-adds for d inputs; batches of any
-        size. Where λ < 1 its diagonal is bounded by 2: of an input that has not come for long, half of δ stays. In float32
-        the rounding of P adds up over long streams: take ``module.double()``.
+        P = δ (Σᵢ λˢ⁻ⁱ Σ xxᵀ + δ λˢ I)⁻¹ is updated by every row, which takes d² multiply-adds for d inputs; batches of
+        any size. Where λ < 1 its diagonal is bounded by 2: of an input that has not come for long, half of δ stays. In
+        float32 the rounding of P adds up over long streams: take ``module.double()``.
 
         Args:
             module: the layer, or a network with it.
             layer: that layer or its name; None: the only layer below ``module`` that RLS could train.
             forgetting: λ in (0, 1], for each step. 1/(1 - λ) steps are remembered.
             regularization: δ > 0.
-            auxiliary: makes the optimizer of all other parameters from their list. The layer follows features that change
-                if λ < 1.
+            auxiliary: makes the optimizer of all other parameters from their list. The layer follows features that
+                change if λ < 1.
 
         Raises:
             ValueError: no linear layer, or several and ``layer`` names none; several processes; as of :class:`RLS`.
@@ -198,9 +200,10 @@ class RLS(torch.optim.Optimizer):
             >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
             >>> _ = torch.nn.init.zeros_(layer.weight)
             >>> optimizer = RLS.exact(layer, regularization=1e-3)
+            >>> weight = torch.tensor([[3.0], [-1.0]], dtype=torch.float64)
             >>> for x in torch.randn(50, 1, 2, dtype=torch.float64):
             ...     optimizer.zero_grad()
-            ...     (0.5 * (layer(x) - x @ torch.tensor([[3.0], [-1.0]], dtype=torch.float64)).square().sum()).backward()
+            ...     (0.5 * (layer(x) - x @ weight).square().sum()).backward()
             ...     optimizer.step()
             >>> torch.allclose(layer.weight, torch.tensor([[3.0, -1.0]], dtype=torch.float64), atol=1e-3)
             True
@@ -242,8 +245,9 @@ class RLS(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen; named
-                are the step and the weights. No weight and no state has changed; the gradients have if others clipped them.
+            ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen;
+                named are the step and the weights. No weight and no state has changed; the gradients have if others
+                clipped them.
         """
         result = None
         if closure is not None:
@@ -289,7 +293,8 @@ class RLS(torch.optim.Optimizer):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _state_of(self, weight: TrainedWeight) -> dict[str, Any]:
-        """P, velocity and number of steps of a weight. Under a string key: torch casts what is stored under a parameter."""
+        """P, velocity and number of steps of a weight. Under a string key: torch casts what is stored under a
+        parameter."""
         states = self.state.setdefault("rls", {})  # type: ignore[call-overload]
         if not states:
             check_memory(self._weights)  # the module may have moved to another device since
@@ -344,8 +349,8 @@ class RLS(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters of the module that are in no group yet, as after they have been unfrozen.
 
-        Those of layers that RLS trains become a group of its own, with the options of ``param_group``. What else there is
-        joins the auxiliary optimizer's first group, or becomes a group of that where there is nothing for RLS.
+        Those of layers that RLS trains become a group of its own, with the options of ``param_group``. What else there
+        is joins the auxiliary optimizer's first group, or becomes a group of that where there is nothing for RLS.
 
         Raises:
             ValueError: one of them is no parameter of the module, or in a group already.

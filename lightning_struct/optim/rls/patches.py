@@ -1,11 +1,11 @@
 """The sum of all patches that a convolution reads, without forming them.
 
-Padding, stride and dilation act on each dimension alone, in every padding mode. So the sum over positions is one product
-with a small matrix per dimension, of the sum over the batch: what ``unfold`` would give, to rounding, for the cost of
-reading the images once.
+Padding, stride and dilation act on each dimension alone, in every padding mode. So the sum over positions is one
+product with a small matrix per dimension, of the sum over the batch: what ``unfold`` would give, to rounding, for the
+cost of reading the images once.
 
-A transposed convolution is the convolution, with stride 1, of images that have zeros between their places: its patch under
-an output position has the places of the image of which the kernel gives something to that position, and zeros.
+A transposed convolution is the convolution, with stride 1, of images that have zeros between their places: its patch
+under an output position has the places of the image of which the kernel gives something to that position, and zeros.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Axis(NamedTuple):
     transposed: bool
 
     def places_read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of the image, (p, kernel), that the kernel meets at output positions (p,), and whether there are such."""
+        """Places of the image, (p, kernel), that the kernel meets at output positions (p,), and whether there are
+        such."""
         steps = self.dilation * torch.arange(self.kernel)
         if self.transposed:
             strides = positions[:, None] + self.before - steps
@@ -117,7 +118,8 @@ def patch_sample(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequ
 def _sampled_places(
     axes: tuple[Axis, ...], images: int, number: int, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Indices of images and of places of each dimension, that broadcast to (number, *kernel); and whether each is inside."""
+    """Indices of images and of places of each dimension, that broadcast to (number, *kernel); and whether each is
+    inside."""
     counts = [axis.positions for axis in axes]
     flat = sampled_indices(number, images * math.prod(counts), torch.device("cpu"))
     coordinates = torch.unravel_index(flat, (images, *counts))

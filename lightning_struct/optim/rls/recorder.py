@@ -19,18 +19,19 @@ from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 class InputRecorder:
-    """Recorder of the sums behind x̄ (equations (31), (51), (72), (80), (92)): inputs of the calls whose output gets a gradient.
+    """Recorder of the sums behind x̄ (equations (31), (51), (72), (80), (92)): inputs of the calls whose output gets a
+    gradient.
 
-    A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer that
-    is unpickled, keeps a hook that does nothing.
+    A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer
+    that is unpickled, keeps a hook that does nothing.
 
     Args:
         layers: of each layer to be hooked, its reader.
         table: the trained weights of the layers; it may be extended.
 
     Attributes:
-        found_unfrozen: a weak method, called before a call of a layer is recorded that has parameters that are not trained
-            yet but require gradients.
+        found_unfrozen: a weak method, called before a call of a layer is recorded that has parameters that are not
+            trained yet but require gradients.
     """
 
     def __init__(self, layers: Mapping[nn.Module, LayerReader], table: WeightTable) -> None:
@@ -121,7 +122,8 @@ class InputRecorder:
 
 
 class _GradientHook:
-    """Tells a weight that its gradient has changed, without keeping it alive; left behind when a parameter is copied."""
+    """Tells a weight that its gradient has changed, without keeping it alive; left behind when a parameter is
+    copied."""
 
     def __init__(self, weight: TrainedWeight) -> None:
         self._weight = weakref.ref(weight)

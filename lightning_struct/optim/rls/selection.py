@@ -33,7 +33,8 @@ def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[s
     for name, layer in plain_named_modules(module):
         if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
             raise ValueError(
-                f"{name or 'the module'} ({type(layer).__name__}) has no shape yet: call the module once before making RLS"
+                f"{name or 'the module'} ({type(layer).__name__}) has no shape yet: call the module once before making "
+                f"RLS"
             )
         reader = layer_reader(layer)
         if reader is not None and layer not in excluded and layer not in hidden:
@@ -111,8 +112,8 @@ class WeightTable:
         weight = self._of_parameter[parameter]
         if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
             raise ValueError(
-                f"{weight.name} is the weight of layers with {weight.groups} and with {matrix.groups} groups, or of one "
-                "that is stored as (in, out) and of one that is not: exclude one"
+                f"{weight.name} is the weight of layers with {weight.groups} and with {matrix.groups} groups, or of "
+                f"one that is stored as (in, out) and of one that is not: exclude one"
             )
         return weight
 
@@ -120,8 +121,8 @@ class WeightTable:
 def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: float) -> TrainedWeight:
     if parameter.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; for lower precision keep float32 "
-            "weights and use autocast to bfloat16 (bf16-mixed)"
+            f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; for lower precision keep "
+            f"float32 weights and use autocast to bfloat16 (bf16-mixed)"
         )
     return TrainedWeight(name, parameter, groups=matrix.groups, transposed=matrix.transposed, forgetting=forgetting)
 
@@ -134,9 +135,9 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got {type(module).__name__}. "
-            "In Lightning return RLS(self, ...) from configure_optimizers, also with LightningCLI or hydra, which hand "
-            "parameters to the optimizers that they configure themselves"
+            f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got "
+            f"{type(module).__name__}. In Lightning return RLS(self, ...) from configure_optimizers, also with "
+            "LightningCLI or hydra, which hand parameters to the optimizers that they configure themselves"
         )
 
 
@@ -149,8 +150,8 @@ def refuse_distributed_tensors(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "device_mesh"):
             raise ValueError(
-                f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): P needs whole "
-                "weights and inputs. Use DDP"
+                f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): P "
+                f"needs whole weights and inputs. Use DDP"
             )
 
 
@@ -184,7 +185,7 @@ def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
     linear = [known for known in layers.values() if is_affine(known)]
     if len(layers) != 1 or not linear:
         raise ValueError(
-            f"RLS.exact trains one linear layer, and {type(module).__name__} has {', '.join(layers) or 'none'}: name the "
-            "one whose outputs are compared with the targets, layer='head' or the like"
+            f"RLS.exact trains one linear layer, and {type(module).__name__} has {', '.join(layers) or 'none'}: name "
+            f"the one whose outputs are compared with the targets, layer='head' or the like"
         )
     return linear[0]

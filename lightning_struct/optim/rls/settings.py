@@ -14,8 +14,8 @@ from lightning_struct.optim.memory import as_text
 from lightning_struct.optim.rls.memory import check_memory
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
-# A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the rest
-# of its step.
+# A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the
+# rest of its step.
 LARGEST_FULL = 512
 # Of an option: whether a number is in it, and its text.
 _Range: TypeAlias = tuple[Callable[[float], bool], str]
@@ -138,7 +138,8 @@ class GradientScales:
         parameters = {plain_name(name) for name, _ in module.named_parameters()}
         if unknown := self._by_name.keys() - modules - parameters:
             raise ValueError(
-                f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are neither modules nor parameters"
+                f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are neither modules nor "
+                f"parameters"
             )
 
     def of(self, weight: TrainedWeight) -> float:

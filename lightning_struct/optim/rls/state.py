@@ -71,7 +71,8 @@ def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
         return
     if name not in state:
         raise ValueError(
-            f"the state of {weight.name} is of another form of P than {weight.form!r} with forgetting={weight.forgetting}"
+            f"the state of {weight.name} is of another form of P than {weight.form!r} with "
+            f"forgetting={weight.forgetting}"
         )
     if tuple(state[name].shape) != weight.shape:
         raise ValueError(

@@ -45,7 +45,8 @@ class TrainedWeight:
         interval: P is updated in the first of so many steps.
         limits_gain: whether samples of the rows are wanted.
         reads_sequences: the positions of a linear layer's inputs are steps of sequences.
-        by_rows: P is updated by every row, not by their mean, and that before the step; for linear layers and the full form.
+        by_rows: P is updated by every row, not by their mean, and that before the step; for linear layers and the full
+            form.
     """
 
     rank = 32
@@ -126,8 +127,8 @@ class TrainedWeight:
     def keeps_rows(self, inputs: Tensor) -> bool:
         """Whether the step may want these rows (r, n) themselves, to multiply them by P before the cotangents.
 
-        Only on a CPU and in one process: whether they make up the gradient cannot be seen elsewhere without waiting for the
-        device, and the gradients of DDP are those of all processes.
+        Only on a CPU and in one process: whether they make up the gradient cannot be seen elsewhere without waiting for
+        the device, and the gradients of DDP are those of all processes.
         """
         return (
             self.form == "full"
@@ -270,7 +271,8 @@ class TrainedWeight:
             inverse.update_(
                 mean, applied, h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting), of_update
             )
-        # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after it.
+        # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
+        # it.
         if l1 and isinstance(inverse, LowRankInverse):
             inverse.add_product_([features, constants], features.sign(), constants.sign(), torch.full_like(h, -l1))
         elif l1:
@@ -311,7 +313,8 @@ class TrainedWeight:
             target.mul_(beta).addcmul_(part, share)
 
     def _is_small_for_sure(self, inverse: InverseAutocorrelation, factor: Tensor, most: Tensor) -> bool:
-        """Whether the norm of ∇ alone says so: P <= I where it does not forget. To look means to wait for other devices."""
+        """Whether the norm of ∇ alone says so: P <= I where it does not forget. To look means to wait for other
+        devices."""
         if most.device.type != "cpu" or inverse.forgetting < 1:
             return False
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -352,7 +355,8 @@ class TrainedWeight:
         return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.parameter.device)
 
     def _few_rows(self) -> tuple[Tensor, Tensor] | None:
-        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it up."""
+        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it
+        up."""
         pairs, weight = self.statistics.pairs, self.parameter.grad
         if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
             return None

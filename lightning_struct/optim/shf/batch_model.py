@@ -31,13 +31,14 @@ from lightning_struct.optim.shf.variance import sum_of_squared_norms
 
 
 class BatchModel:
-    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/m + ½ l2 ‖d‖², with A = SᵀJ of m of the n samples; where m = n, ∇f = Aᵀ r/n + l2 w.
+    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/m + ½ l2 ‖d‖², with A = SᵀJ of m of the n samples; where m = n, ∇f = Aᵀ r/n + l2
+    w.
 
-    The paper scales A and r by 1/√n; here the whole least-squares problem is multiplied by n instead, the damping with it,
-    which spares two passes over the data per product and has the same solution.
+    The paper scales A and r by 1/√n; here the whole least-squares problem is multiplied by n instead, the damping with
+    it, which spares two passes over the data per product and has the same solution.
 
-    Directions are flat vectors (all weights, one after another). The samples and rows of A stay on their process; vectors
-    in the space of the weights are the same on all of them.
+    Directions are flat vectors (all weights, one after another). The samples and rows of A stay on their process;
+    vectors in the space of the weights are the same on all of them.
 
     Args:
         module: the network; its weights are not changed, nor its buffers but for the statistics of batch normalisation,
@@ -50,10 +51,11 @@ class BatchModel:
         backend, chunk_size: passed to :func:`~lightning_struct.functional.linearize`.
         held_out: share of the samples of each process, its last ones, that the model is not made of.
         products: passed to :func:`~lightning_struct.functional.linearize`.
-        single_samples: where layers do not show the gradients of single samples, form these for the variance. Else it is
-            estimated from the two halves of the batch, for one product more.
+        single_samples: where layers do not show the gradients of single samples, form these for the variance. Else it
+            is estimated from the two halves of the batch, for one product more.
         layers_show: whether layers have to be asked for the gradients of single samples; not where they did not before.
-        curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of all.
+        curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of
+            all.
 
     Attributes:
         weights: w.
@@ -69,8 +71,8 @@ class BatchModel:
         right_hand_side: b = -r of these.
 
     Raises:
-        ValueError: a forward that changes its inputs in place; an empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of
-            the processes.
+        ValueError: a forward that changes its inputs in place; an empty batch, or one too small to hold samples out;
+            NaN or infinity in the data or in f, on any of the processes.
     """
 
     def __init__(
@@ -108,8 +110,8 @@ class BatchModel:
         self._linearize(batch)
         if _versions(batch.args) != versions:
             raise ValueError(
-                "the forward of the module changes its inputs in place, and each evaluation in a step would change them "
-                "again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
+                "the forward of the module changes its inputs in place, and each evaluation in a step would change "
+                "them again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
             )
         self._measure(per_sample=not batch_normalised)
         if curvature_share < 1.0:

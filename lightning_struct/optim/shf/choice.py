@@ -19,8 +19,8 @@ from lightning_struct.optim.shf.settings import AUTO, PAPER, Settings
 _TYPICAL_BATCH = 128
 # A factor of more rows is kept as its diagonal: Cholesky factors of 4,096 rows take seconds on a CPU.
 _LARGEST_FACTOR = 4096
-# λ₁ in units of the square root of the largest eigenvalue of the Gauss-Newton matrix: the first step is shorter than the
-# longest stable step of gradient descent in all directions, since longer first steps saturate logistic units.
+# λ₁ in units of the square root of the largest eigenvalue of the Gauss-Newton matrix: the first step is shorter than
+# the longest stable step of gradient descent in all directions, since longer first steps saturate logistic units.
 _FIRST_DAMPING = 1.5
 _POWER_ITERATIONS = 12
 
@@ -28,8 +28,8 @@ _POWER_ITERATIONS = 12
 def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> OutputSettings:
     """The settings with values for all that was left, but for λ₁ and its bounds, where λ₁ was not given.
 
-    With λ₁ given, the rest is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few iterations,
-    and the damping rule of the next batch.
+    With λ₁ given, the rest is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few
+    iterations, and the damping rule of the next batch.
 
     Args:
         settings: as given.
@@ -82,7 +82,8 @@ def with_first_damping(settings: OutputSettings, damping: float, dtype: torch.dt
 
 
 def first_damping(model: BatchModel, seed: int) -> float:
-    """λ₁ from the curvature of the first batch: 1.5 times the root of the largest eigenvalue of AᵀA/m, by power iteration.
+    """λ₁ from the curvature of the first batch: 1.5 times the root of the largest eigenvalue of AᵀA/m, by power
+    iteration.
 
     Args:
         model: the model of the first batch.

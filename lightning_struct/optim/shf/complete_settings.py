@@ -123,8 +123,8 @@ class OutputSettings(CompleteSettings):
 class ResidualSettings(CompleteSettings):
     """Settings of SHF for a module that returns residuals (``loss="least_squares"``).
 
-    ``damping`` is None where the first batch decides about it, and ``solver`` where each batch does. ``drop`` is no factor
-    here: None leaves λ alone, and with a number several are tried in each step. ``warm_start_growth`` and
+    ``damping`` is None where the first batch decides about it, and ``solver`` where each batch does. ``drop`` is no
+    factor here: None leaves λ alone, and with a number several are tried in each step. ``warm_start_growth`` and
     ``max_warm_start`` belong to a ``warm_start`` that was given; else γ follows what new samples show.
 
     Example:

@@ -168,9 +168,9 @@ class KroneckerBlock(CurvatureBlock):
 class DiagonalBlock(CurvatureBlock):
     """One parameter of any shape.
 
-    Its diagonal is that of the uses' squared shares. Where no use was seen, as of a parameter outside of the layers that
-    torch knows, it is the mean of the squared gradient of the probe, the same for all entries: unbiased too, but a single
-    entry of it is mostly noise.
+    Its diagonal is that of the uses' squared shares. Where no use was seen, as of a parameter outside of the layers
+    that torch knows, it is the mean of the squared gradient of the probe, the same for all entries: unbiased too, but a
+    single entry of it is mostly noise.
     """
 
     name: str
@@ -221,8 +221,8 @@ class _Uses:
     Attributes:
         factored: the layers with Kronecker factors that use it, with its name below each.
         matrices: as which (groups, transposed) they see it.
-        partners: the biases added to its products; of a bias, the weights whose products it is added to. None stands for
-            one that is missing, not trained, or added to a part of the products.
+        partners: the biases added to its products; of a bias, the weights whose products it is added to. None stands
+            for one that is missing, not trained, or added to a part of the products.
         is_bias: it is added to products, and multiplies nothing.
         others: further uses, in layers without Kronecker factors.
     """

@@ -50,9 +50,9 @@ class BlockPreconditioner:
 class KroneckerFactors:
     """The Kronecker factors of all trained parameters of a module, block by block, and how they come from a batch.
 
-    Linear, Conv1d/2d/3d, RNN, LSTM, GRU and MultiheadAttention have Kronecker factors, for each group of a convolution and
-    each of the stacked projections of an attention their own; the factors of a weight that several layers use, or that
-    one uses several times, are of all uses. So have layers that were declared to be like one of them (see
+    Linear, Conv1d/2d/3d, RNN, LSTM, GRU and MultiheadAttention have Kronecker factors, for each group of a convolution
+    and each of the stacked projections of an attention their own; the factors of a weight that several layers use, or
+    that one uses several times, are of all uses. So have layers that were declared to be like one of them (see
     :func:`~lightning_struct.functional.register_layer`). All other parameters, and what is excluded, have a diagonal.
 
     Args:
@@ -136,8 +136,8 @@ class KroneckerFactors:
             damping: μ > 0.
 
         Raises:
-            FloatingPointError: a factor holds NaN or infinity, or has no Cholesky factor, in float64 either. Its block is
-                named.
+            FloatingPointError: a factor holds NaN or infinity, or has no Cholesky factor, in float64 either. Its block
+                is named.
         """
         roots = []
         for block in self._blocks:
@@ -145,8 +145,9 @@ class KroneckerFactors:
                 roots.append((block, block.root(factors[block.name], damping)))
             except (FloatingPointError, NotPositiveDefinite) as error:
                 raise FloatingPointError(
-                    f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are unchanged; "
-                    "raise the damping, look at the data of this batch, or exclude the layer from the factors"
+                    f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "
+                    f"unchanged; raise the damping, look at the data of this batch, or exclude the layer from the "
+                    "factors"
                 ) from error
         return BlockPreconditioner(roots)
 
@@ -185,9 +186,9 @@ class KroneckerFactors:
         ]
         if unseen:
             warnings.warn(
-                f"preconditioner='kronecker': nothing came back to the layers of {', '.join(unseen)} in this batch, which "
-                "are preconditioned by the damping alone. Where a weight is used without calling its layer, exclude the "
-                "layer from the factors, which gives it a diagonal",
+                f"preconditioner='kronecker': nothing came back to the layers of {', '.join(unseen)} in this batch, "
+                f"which are preconditioned by the damping alone. Where a weight is used without calling its layer, "
+                "exclude the layer from the factors, which gives it a diagonal",
                 stacklevel=5,
             )
 

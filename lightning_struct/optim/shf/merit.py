@@ -11,9 +11,9 @@ from torch import Tensor
 class MeritStopping:
     """A solver callback that evaluates a merit function over growing intervals of iterations (section 5).
 
-    It stops at iteration k when k > ``miniter`` and either the merit is the lowest so far but fell by less than ``ftol`` of
-    itself per iteration since the last evaluation, or it is not the lowest and was lowest more than ``recover``
-    iterations ago.
+    It stops at iteration k when k > ``miniter`` and either the merit is the lowest so far but fell by less than
+    ``ftol`` of itself per iteration since the last evaluation, or it is not the lowest and was lowest more than
+    ``recover`` iterations ago.
 
     Args:
         merit: x -> φ(x).

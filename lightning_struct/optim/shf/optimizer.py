@@ -25,8 +25,8 @@ class SHF(torch.optim.Optimizer):
     """Stochastic Hessian-free optimization: each step solves a damped Gauss-Newton model of the batch.
 
     It trains every parameter below ``module`` that requires a gradient. Under torch.distributed each process passes its
-    own share of the batch, and all take the step of the whole. Batch-norm statistics are updated once per step. Draw the
-    batch of each step afresh.
+    own share of the batch, and all take the step of the whole. Batch-norm statistics are updated once per step. Draw
+    the batch of each step afresh.
 
     ``SHF(module, loss)`` is enough: without ``damping``, what is not given is chosen from sizes, layers and data, and
     adapted while training; the log says at the first step what was chosen. With ``damping``, what is not given is the
@@ -35,48 +35,50 @@ class SHF(torch.optim.Optimizer):
     Args:
         module: called as ``module(inputs)`` (or ``module(*inputs)`` for a tuple or list); returns one tensor (n, ...).
             Its weights are float32 or float64.
-        loss: ``"mse"``: ½‖outputs - targets‖² averaged over samples; ``"cross_entropy"``: of logits; an object with
-            the methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a module
-            that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their blocks.
-            Arguments that mean nothing with residuals are refused there; ``settings`` has those that do.
-        damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the root of the largest eigenvalue of the Gauss-Newton
-            matrix of the first batch; with residuals a tenth of the largest singular value.
+        loss: ``"mse"``: ½‖outputs - targets‖² averaged over samples; ``"cross_entropy"``: of logits; an object with the
+            methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a
+            module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their
+            blocks. Arguments that mean nothing with residuals are refused there; ``settings`` has those that do.
+        damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the root of the largest eigenvalue of the
+            Gauss-Newton matrix of the first batch; with residuals a tenth of the largest singular value.
         drop: the Levenberg-Marquardt rule multiplies λ by it where ρ > ``upper`` and divides where ρ < ``lower``;
             None leaves λ alone. The paper's .99; chosen .85.
         lower: ρ below which λ rises.
         upper: ρ above which λ falls.
         min_damping: λ never falls below it. The paper's 0; chosen: λ₁ times the root of the dtype's epsilon.
         max_damping: λ never rises above it. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
-        damping_rule: ``"levenberg_marquardt"``, by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain of a step
-            the next batch shows, see :func:`~lightning_struct.functional.damping.next_batch_rule`. Steps that fit the noise
-            of their batch are shortened, and λ falls where the next batch confirms full steps; λ rises by ρ < ``lower``. A
-            step that raises the loss of the next batch by more than a tenth, and by more than it lowered that of its own, is
-            taken back.
-        solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of
-            Martens (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
+        damping_rule: ``"levenberg_marquardt"``, by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain
+            of a step the next batch shows, see :func:`~lightning_struct.functional.damping.next_batch_rule`. Steps that
+            fit the noise of their batch are shortened, and λ falls where the next batch confirms full steps; λ rises by
+            ρ < ``lower``. A step that raises the loss of the next batch by more than a tenth, and by more than it
+            lowered that of its own, is taken back.
+        solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of Martens
+            (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
             The paper's ``"lsmr"``; chosen ``"cg"``, with residuals from the sizes.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
-            ``"fisher"`` (Martens 2010); ``"kronecker"``, the layers' Kronecker factors, averaged over steps and damped by
-            μ² = λ² + l2 (not in the paper; :meth:`summary` says what each parameter has); None; or an object with
+            ``"fisher"`` (Martens 2010); ``"kronecker"``, the layers' Kronecker factors, averaged over steps and damped
+            by μ² = λ² + l2 (not in the paper; :meth:`summary` says what each parameter has); None; or an object with
             ``solve`` and ``solve_transpose`` on dicts of tensors by parameter name, and optionally
             ``update(linearization, loss, targets, damping)``, called in each step. The paper's ``"diagonal"``; chosen
             ``"kronecker"``.
         damping_center: ``"start"``: λ²‖d - d0‖² (Algorithm 6); ``"origin"``: λ²‖d‖² (equation (18)).
         damping_space: ``"y"``: the damping is on the preconditioned direction (Algorithm 6); ``"x"``: on the direction
-            itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there, as
-            it is for Kronecker factors, and for a preconditioner object with damping around the origin.
+            itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there,
+            as it is for Kronecker factors, and for a preconditioner object with damping around the origin.
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero. The paper's .7;
-            chosen .9, with residuals 0, which then rises to as much as .7 where new samples show that the steps fitted the noise of the old ones.
+            chosen .9, with residuals 0, which then rises to as much as .7 where new samples show that the steps fitted
+            the noise of the old ones.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1.
         max_warm_start: bound on γ, in [0, 1).
         maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50.
-        scale_maxiter: let ``maxiter`` grow in the ratio of the batch size, rounded up in each step. The paper does; chosen: no.
+        scale_maxiter: let ``maxiter`` grow in the ratio of the batch size, rounded up in each step. The paper does;
+            chosen: no.
         miniter: the validation data (see :meth:`set_validation`) end no solve before this iteration.
         recover: iterations that the validation loss is given to fall below its minimum again.
         atol: LSMR and LSQR stop when ‖Aᵀr‖ <= atol ‖A‖ ‖r‖.
         ftol: a solve ends when the validation loss falls by less than this share of itself per iteration.
-        progress_tolerance: ε of Martens' rule for CG (see :func:`~lightning_struct.functional.conjugate_gradient`), 5e-4;
-            chosen .05, and more, up to .3, where steps are shortened: what fits noise need not be solved for.
+        progress_tolerance: ε of Martens' rule for CG (see :func:`~lightning_struct.functional.conjugate_gradient`),
+            5e-4; chosen .05, and more, up to .3, where steps are shortened: what fits noise need not be solved for.
         progress_window: fewest iterations that this rule looks back, 10; chosen 1.
         return_best: take the iterate with the lowest validation value instead of the last (slower to make progress).
         armijo: α of the line search.
@@ -87,34 +89,35 @@ class SHF(torch.optim.Optimizer):
             ``"layer_rules"`` for chains of Linear and elementwise layers, else ``"double_backward"`` where it does.
         chunk_size: form products over chunks of so many samples, to save memory.
         factor_decay: weight of the old in the running average of the Kronecker factors, in [0, 1).
-        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next: 1; chosen
-            from their sizes, up to 10.
-        max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None for no bound. Chosen: 4,096, or as
-            many as there is memory for.
+        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next: 1;
+            chosen from their sizes, up to 10.
+        max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None for no bound. Chosen: 4,096, or
+            as many as there is memory for.
         exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.
         held_out: share of each batch, in [0, 1), that the model is not made of, and on which ρ is measured: its last
             samples, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and
             the damping rises.
-        curvature_share: share of the samples of a batch, in (0, 1], its first ones, that the curvature is measured on, in
-            the products with J, the preconditioner and the Kronecker factors; loss and gradient are of all (Byrd et al.
-            2011). For CG only.
-        single_samples: where layers do not show the gradients of single samples, form these for their variance (the paper's
-            way, which can cost tens of gradients a step); chosen: no, but the variance is estimated from the two halves of
-            the batch there.
-        seed: seed, with the step's number, of the preconditioner's random signs and of the network's own draws (dropout).
-        geodesic_acceleration: with residuals, try steps with a second-order correction too (Transtrum & Sethna 2012); if
-            not given, they are tried.
+        curvature_share: share of the samples of a batch, in (0, 1], its first ones, that the curvature is measured on,
+            in the products with J, the preconditioner and the Kronecker factors; loss and gradient are of all (Byrd et
+            al. 2011). For CG only.
+        single_samples: where layers do not show the gradients of single samples, form these for their variance (the
+            paper's way, which can cost tens of gradients a step); chosen: no, but the variance is estimated from the
+            two halves of the batch there.
+        seed: seed, with the step's number, of the preconditioner's random signs and of the network's own draws
+            (dropout).
+        geodesic_acceleration: with residuals, try steps with a second-order correction too (Transtrum & Sethna 2012);
+            if not given, they are tried.
 
     Attributes:
-        settings: those of the arguments above that mean something with the loss, as one value, with what was chosen; λ₁ and
-            its bounds once the first step has chosen them. With residuals ``damping`` and ``solver`` stay None where they
-            are left to the batches. The current λ (None until the first step has chosen it), ``drop``, γ and ``maxiter``
-            are in ``param_groups[0]``.
+        settings: those of the arguments above that mean something with the loss, as one value, with what was chosen; λ₁
+            and its bounds once the first step has chosen them. With residuals ``damping`` and ``solver`` stay None
+            where they are left to the batches. The current λ (None until the first step has chosen it), ``drop``, γ and
+            ``maxiter`` are in ``param_groups[0]``.
         report: the :class:`StepReport` of the last step; None before the first.
 
     Raises:
-        ValueError: an argument out of range, or without a meaning beside the loss; no parameter that requires a gradient;
-            weights that are neither float32 nor float64, or of mixed dtype, or on several devices.
+        ValueError: an argument out of range, or without a meaning beside the loss; no parameter that requires a
+            gradient; weights that are neither float32 nor float64, or of mixed dtype, or on several devices.
         MemoryError: the Kronecker factors take more than is free.
 
     Example:
@@ -247,7 +250,8 @@ class SHF(torch.optim.Optimizer):
 
         Args:
             closure: called once before the step, its result unused (Lightning's hooks hang on it).
-            inputs: this process's share of the batch: a tensor (n, ...), or a tuple or list of them for a module of several.
+            inputs: this process's share of the batch: a tensor (n, ...), or a tuple or list of them for a module of
+                several.
             targets: what the loss compares the outputs with; row i belongs to row i of the inputs.
 
         Returns:
@@ -304,8 +308,8 @@ class SHF(torch.optim.Optimizer):
 
         Args:
             batches: this process's share as (inputs, targets), on the module's device. The module is in eval mode while
-                it is evaluated, and the sums are reduced over processes. With residuals (``loss="least_squares"``) nothing
-                is done: their solvers need no merit.
+                it is evaluated, and the sums are reduced over processes. With residuals (``loss="least_squares"``)
+                nothing is done: their solvers need no merit.
 
         Raises:
             ValueError: no samples on any process.
@@ -341,8 +345,8 @@ class SHF(torch.optim.Optimizer):
 def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
     if not named:
         raise ValueError(
-            f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to train, or "
-            "unfreeze the weights by requires_grad_()"
+            f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "
+            f"train, or unfreeze the weights by requires_grad_()"
         )
     dtypes = {p.dtype for p in named.values()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:

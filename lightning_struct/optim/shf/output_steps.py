@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 # A step whose direction is no descent direction, or along which no step length will do, is solved anew from zero with
 # the damping multiplied by this, so often. The paper has no such guard.
 _RETRY_DAMPING, _RETRIES = 4.0, 5
-# Frames from a method that `take` calls to the caller of SHF.step: the method, `take`, `step`, and torch's two wrappers of it.
+# Frames from a method that `take` calls to the caller of SHF.step: the method, `take`, `step`, and torch's two wrappers
+# of it.
 _CALLER_OF_STEP = 6
 # Weight of the old in the averages that the rule of the next batch goes by.
 _RATIO_DECAY = 0.8
@@ -160,8 +161,8 @@ class OutputSteps:
             )
         if model.uncovered is not None and settings.single_samples:
             warnings.warn(
-                "SHF takes the variance from the gradients of single samples, which costs much more than from what each "
-                f"layer reads. That does not do here: {model.uncovered}.",
+                "SHF takes the variance from the gradients of single samples, which costs much more than from what "
+                f"each layer reads. That does not do here: {model.uncovered}.",
                 stacklevel=_CALLER_OF_STEP,
             )
         self._uncovered = self._uncovered or model.uncovered is not None
@@ -281,9 +282,9 @@ class OutputSteps:
             # The paper goes on with whatever direction it has; one that started from d0 != 0 need not be of descent.
             tried, damping, start = damping, self._raised(damping), None
         warnings.warn(
-            f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last one "
-            f"with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: use "
-            "float64 or stop",
+            f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last "
+            f"one with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: "
+            f"use float64 or stop",
             stacklevel=_CALLER_OF_STEP,
         )
         return Update(None, 0.0, model.value, 0.0, self._raised(now.damping), iterations, "line_search")

@@ -39,8 +39,8 @@ def check_per_sample(given: Any, module: nn.Module) -> None:
     layer = coupling_layer(module) if isinstance(given, str) and given != "kronecker" else None
     if layer is not None:
         raise ValueError(
-            f"preconditioner={given!r} is made of gradients per sample, and the layer {layer} normalises over the batch, "
-            "which leaves them undefined: use preconditioner=None or 'kronecker', or put the layer in eval mode"
+            f"preconditioner={given!r} is made of gradients per sample, and the layer {layer} normalises over the "
+            f"batch, which leaves them undefined: use preconditioner=None or 'kronecker', or put the layer in eval mode"
         )
 
 

@@ -30,8 +30,8 @@ class StepReport:
         block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, where the module returns residuals
             (``loss="least_squares"``).
         step_scale: σ, the share of the solver's direction that was tried (``damping_rule="next_batch"``; else 1).
-        next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until the
-            last; None where it is not measured yet.
+        next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
+            the last; None where it is not measured yet.
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit
             evaluated in it; ``"line_search"``; ``"merit"``, after the step).
 

@@ -1,4 +1,5 @@
-"""The least-squares problem of one batch of a module that returns residuals, over all processes that hold a share of it."""
+"""The least-squares problem of one batch of a module that returns residuals, over all processes that hold a share of
+it."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class ResidualModel:
 
     Raises:
         TypeError: the module did not return residuals.
-        ValueError: on any process NaN or infinity in the inputs or in a block, an empty block, blocks of other names than
-            before or than those that have weights. The message names the block; all processes raise alike.
+        ValueError: on any process NaN or infinity in the inputs or in a block, an empty block, blocks of other names
+            than before or than those that have weights. The message names the block; all processes raise alike.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class ResidualModel:
         not_finite, matrices = all_reduce(torch.stack([~finite, is_matrix]).int()).tolist()
         if not_finite:
             raise ValueError(
-                "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for a root "
-                "or a norm at zero. The weights are unchanged"
+                "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for "
+                "a root or a norm at zero. The weights are unchanged"
             )
         return DenseJacobian(jacobian.dense()) if matrices else jacobian
 
@@ -156,8 +157,8 @@ class ResidualModel:
     def variance_from_rows(self, jacobian: Jacobian) -> float | None:
         """‖Var‖₁ of the gradients of single samples, from the rows of J.
 
-        A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times the
-        variance of ∇f, so that N can stand for the size of the batch in the norm test. None for a batch of one.
+        A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times
+        the variance of ∇f, so that N can stand for the size of the batch in the norm test. None for a batch of one.
         """
         if self.samples == 1:
             return None
@@ -242,8 +243,8 @@ def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
 def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, device: torch.device) -> None:
     if names is not None and list(blocks) != list(names):
         raise ValueError(
-            f"the module returned the blocks {_listed(blocks)}, in the step before {_listed(names)}: the blocks of residuals "
-            "and their order stay the same. The weights are unchanged"
+            f"the module returned the blocks {_listed(blocks)}, in the step before {_listed(names)}: the blocks of "
+            f"residuals and their order stay the same. The weights are unchanged"
         )
     digest = torch.tensor([zlib.crc32("\n".join(blocks).encode())], device=device)
     if len(set(all_gather_rows(digest)[:, 0].tolist())) > 1:
@@ -258,13 +259,13 @@ def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[
         for name, (count, bad) in zip(blocks, share, strict=True):
             if count == 0:
                 raise ValueError(
-                    f"block {name!r} of the residuals is empty{_on_rank(r)}: a mean over no rows is not defined. Leave the "
-                    "block out, or give it points"
+                    f"block {name!r} of the residuals is empty{_on_rank(r)}: a mean over no rows is not defined. Leave "
+                    f"the block out, or give it points"
                 )
             if bad:
                 raise ValueError(
-                    f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they are "
-                    "unchanged. Look at its equation and its points, or lower the scale of the initialisation"
+                    f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they "
+                    f"are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
                 )
     return dict(zip(blocks, shares[..., 0].sum(0).tolist(), strict=True))
 

@@ -16,9 +16,9 @@ from lightning_struct.functional.projected_least_squares import ProjectedLeastSq
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residual_model import Products, ResidualModel, RowProducts
 
-# Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and each
-# parameter, as it is done by many small operations; and of the factorisations of JᵀJ or J Jᵀ, for each of its numbers and
-# rows: half a dozen by Cholesky, which is what most steps take.
+# Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and
+# each parameter, as it is done by many small operations; and of the factorisations of JᵀJ or J Jᵀ, for each of its
+# numbers and rows: half a dozen by Cholesky, which is what most steps take.
 _PRODUCTS, _FACTORISATIONS = 30.0, 2.0
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
@@ -122,7 +122,8 @@ class ExactSolver(ResidualSolver):
 
     @property
     def _is_only_by_gram(self) -> bool:
-        """No matrix is made of outer products, unless a fixed λ calls for it: J is wide, and QR takes many times the time."""
+        """No matrix is made of outer products, unless a fixed λ calls for it: J is wide, and QR takes many times the
+        time."""
         return bool(self._model.form_for_gram.kept)
 
     def _smallest_for_gram(self) -> float:

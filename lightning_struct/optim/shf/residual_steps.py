@@ -28,7 +28,8 @@ from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
 
 _log = logging.getLogger(__name__)
-# Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update`, `take`, `step`, torch's two wrappers.
+# Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update`, `take`, `step`, torch's two
+# wrappers.
 _CALLER_OF_STEP = 8
 _OF_PAPER = ("drop", "min_damping", "max_damping", "warm_start_growth", "maxiter")
 _FILLED = {name: PAPER[name] for name in _OF_PAPER} | {"warm_start": 0.0, "geodesic_acceleration": True}
@@ -52,7 +53,8 @@ class ResidualUpdate:
         reduction_ratio: ρ; 0 where the weights stay.
         damping: λ that d was computed with; where the weights stay, λ from which the next step goes on.
         iterations: iterations of the solver; 0 for the exact one.
-        stop_reason: why the solver stopped (``"exact"``, ``"normal_residual"``, ``"maxiter"``), or ``"line_search"`` or ``"zero_gradient"`` where the weights stay.
+        stop_reason: why the solver stopped (``"exact"``, ``"normal_residual"``, ``"maxiter"``), or ``"line_search"`` or
+            ``"zero_gradient"`` where the weights stay.
         gradient_squared: ‖∇f‖² at the old weights.
         variance: ‖Var‖₁ of the gradients of single samples.
     """
@@ -174,8 +176,8 @@ class ResidualSteps:
             ValueError: always.
         """
         raise ValueError(
-            "with loss='least_squares' there are no factors to summarise: its solvers work on the Jacobian of the residuals "
-            "and have no preconditioner. summary() is for other losses with preconditioner='kronecker'"
+            "with loss='least_squares' there are no factors to summarise: its solvers work on the Jacobian of the "
+            "residuals and have no preconditioner. summary() is for other losses with preconditioner='kronecker'"
         )
 
     def set_validation(self, batches: Batches | None, device: torch.device) -> None:
@@ -251,8 +253,8 @@ class ResidualSteps:
         for name, reason in self._records.refused.items():
             self._warn(
                 f"rows of {name}",
-                f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, since "
-                f"{reason}. Where each row of a block depends on one row of the inputs they are far cheaper",
+                f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, "
+                f"since {reason}. Where each row of a block depends on one row of the inputs they are far cheaper",
             )
 
     def _warn_of_precision(self, model: ResidualModel) -> None:
@@ -274,8 +276,8 @@ def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> fl
     """γ for the steps to come, by how much of the loss of a batch the one before did not show.
 
     Where the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
-    drawn anew have a larger loss, as far as the steps fitted the noise of the last ones; γ then moves half of the way to
-    the share 1 - left/loss, .7 at most, and averages over the batches (see SPRING, Goldshlager et al. 2024).
+    drawn anew have a larger loss, as far as the steps fitted the noise of the last ones; γ then moves half of the way
+    to the share 1 - left/loss, .7 at most, and averages over the batches (see SPRING, Goldshlager et al. 2024).
 
     Args:
         warm_start: γ.

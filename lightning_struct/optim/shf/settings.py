@@ -18,7 +18,8 @@ PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")
 DAMPING_RULES = ("levenberg_marquardt", "next_batch")
 # What says that a setting is left to be chosen where None has a meaning of its own; elsewhere None says so.
 AUTO: Final = "auto"
-# The paper's settings, with which all goes on as it is described there; what is not given is taken from here once λ₁ is.
+# The paper's settings, with which all goes on as it is described there; what is not given is taken from here once λ₁
+# is.
 PAPER: dict[str, Any] = {
     "drop": 0.99,
     "min_damping": 0.0,
@@ -42,8 +43,9 @@ PAPER: dict[str, Any] = {
 class Settings:
     """What :class:`~lightning_struct.optim.SHF` is given: its keyword arguments, which are described there.
 
-    Those that are None or ``"auto"`` by default are left to be chosen. With values for them, and without those that have no
-    meaning with its loss, they are an optimizer's ``settings``: :class:`OutputSettings` or :class:`ResidualSettings`.
+    Those that are None or ``"auto"`` by default are left to be chosen. With values for them, and without those that
+    have no meaning with its loss, they are an optimizer's ``settings``: :class:`OutputSettings` or
+    :class:`ResidualSettings`.
 
     Raises:
         ValueError: a setting out of range, or two that exclude each other. The message names them.
@@ -169,8 +171,8 @@ class Settings:
     def _check_combinations(self) -> None:
         if self.curvature_share < 1 and self.solver not in (None, "cg"):
             raise ValueError(
-                f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares problem, "
-                "in which gradient and curvature come from the same samples"
+                f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares "
+                f"problem, in which gradient and curvature come from the same samples"
             )
         warm_start = 0.0 if self.warm_start is None else self.warm_start
         growth = 1.0 if self.warm_start_growth is None else self.warm_start_growth
@@ -181,8 +183,8 @@ class Settings:
             )
         if self.damping_space == "y" and self._damps_x_only:
             raise ValueError(
-                "damping_space='y' is possible with LSMR and LSQR only, without l2, not with Kronecker factors, and with a "
-                "preconditioner object only around the start; leave it out"
+                "damping_space='y' is possible with LSMR and LSQR only, without l2, not with Kronecker factors, and "
+                "with a preconditioner object only around the start; leave it out"
             )
 
 

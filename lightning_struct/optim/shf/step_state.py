@@ -41,8 +41,8 @@ class StepState:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """State that a resumed run needs beside the values of the group. It is replaced, not changed: a ``state_dict()`` taken
-        before, and an optimizer loaded from one, hold the old one."""
+        """State that a resumed run needs beside the values of the group. It is replaced, not changed: a
+        ``state_dict()`` taken before, and an optimizer loaded from one, hold the old one."""
         return self._state.setdefault(_KEY, {"steps": 0, "largest_batch": 0, "direction": None})
 
     @memory.setter

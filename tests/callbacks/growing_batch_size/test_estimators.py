@@ -62,7 +62,8 @@ def flat(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-# --- what pairs and parts estimate -------------------------------------------------------------------------------------
+# --- what pairs and parts estimate
+# -------------------------------------------------------------------------------------
 
 
 def test_the_mean_over_all_pairs_of_batches_is_that_of_the_samples():
@@ -170,7 +171,8 @@ def test_steps_of_several_optimizers_are_compared_each_with_its_own(tmp_path):
     assert len(growing.records) == 9 and all(0 < ratio < 2 for ratio in ratios(growing))
 
 
-# --- which one, and how often ------------------------------------------------------------------------------------------
+# --- which one, and how often
+# ------------------------------------------------------------------------------------------
 
 
 def said(caplog):
@@ -253,7 +255,8 @@ def test_the_size_is_logged_where_nothing_is_measured(tmp_path):
     assert trainers[0]["batch_size"] == 4
 
 
-# --- what cannot be measured by layers ---------------------------------------------------------------------------------
+# --- what cannot be measured by layers
+# ---------------------------------------------------------------------------------
 
 
 class Windows(Regressor):
@@ -288,7 +291,8 @@ def test_key_biases_are_not_warned_about(tmp_path, recwarn):
     assert not [w for w in recwarn if "leaves" in str(w.message)]
 
 
-# --- resuming ----------------------------------------------------------------------------------------------------------
+# --- resuming
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [5, 6])  # within a pair, and after it

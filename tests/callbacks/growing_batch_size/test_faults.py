@@ -97,7 +97,8 @@ def growing(**options):
     return GrowingBatchSize(**(MEASURING | {"max_batch_size": 12, "probes": 8} | options))
 
 
-# --- gradients that are not numbers ------------------------------------------------------------------------------------
+# --- gradients that are not numbers
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", [Regressor, Manual])
@@ -144,7 +145,8 @@ def test_an_optimizer_that_keeps_its_gradients_leaves_the_size_and_is_named(tmp_
     assert module.sizes == EPOCHS * 10 * [4]
 
 
-# --- little data -------------------------------------------------------------------------------------------------------
+# --- little data
+# -------------------------------------------------------------------------------------------------------
 
 
 def fitted_sizes(tmp_path, loader, **options):
@@ -175,7 +177,8 @@ def test_nothing_is_trained_on_where_no_batch_is_filled(tmp_path, samples):
     assert fitted_sizes(tmp_path, loader) == []
 
 
-# --- workers that fail -------------------------------------------------------------------------------------------------
+# --- workers that fail
+# -------------------------------------------------------------------------------------------------
 
 
 class Broken(TensorDataset):
@@ -225,7 +228,8 @@ def test_after_a_worker_failed_another_fit_works(tmp_path, kind, error, message)
     assert sorted(module.seen) == sorted(regression().tensors[0][:, 0].tolist())
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused
+# ---------------------------------------------------------------------------------------------------
 
 
 class Batches:
@@ -338,13 +342,15 @@ def test_gradients_clipped_after_a_plain_backward_are_named(tmp_path):
             loss.backward()
             nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
-    message = r"none, or a small part, of the gradient of Adam; network.0.weight, .*network.2.bias: .* self.manual_backward\(loss\)"
+    message = r"none, or a small part, of the gradient of Adam; network.0.weight, .*network.2.bias: .*"
+    message += r" self.manual_backward\(loss\)"
     with pytest.warns(UserWarning, match=message) as told:
         trainer_for(tmp_path, growing()).fit(Clipping(), DataLoader(regression(), batch_size=4))
     assert not any("goes by the others" in str(warning.message) for warning in told)
 
 
-# --- interrupted and resumed -------------------------------------------------------------------------------------------
+# --- interrupted and resumed
+# -------------------------------------------------------------------------------------------
 
 
 def generator():
@@ -484,7 +490,8 @@ def test_a_run_stopped_in_a_validation_within_the_epoch_can_be_resumed(tmp_path,
     assert callbacks[2].records == callbacks[0].records
 
 
-# --- resumed with something else ---------------------------------------------------------------------------------------
+# --- resumed with something else
+# ---------------------------------------------------------------------------------------
 
 
 def test_other_workers_of_a_stream_are_refused_within_an_epoch(tmp_path, whole):

@@ -112,7 +112,8 @@ def test_variance_is_that_of_the_gradients_of_single_samples(runs, name):
     assert measured == pytest.approx(run.reference.ratios, rel=1e-9)
 
 
-# --- several optimizers ------------------------------------------------------------------------------------------------
+# --- several optimizers
+# ------------------------------------------------------------------------------------------------
 
 
 class GANReference(L.Callback):
@@ -194,7 +195,8 @@ def test_a_penalty_on_the_gradients_of_all_leaves_the_decision_to_steps(tmp_path
     assert len(run.growing.records) == len(run.watch.sizes) - 2  # the first is lost, and a pair ends with the third
 
 
-# --- what cannot be measured -------------------------------------------------------------------------------------------
+# --- what cannot be measured
+# -------------------------------------------------------------------------------------------
 
 
 class EmbeddingAsDecoder(LanguageModel):
@@ -264,7 +266,8 @@ def test_a_module_with_statistics_of_its_own_is_asked_for_them(tmp_path):
     assert {record["variance_ratio"] for record in run.growing.records} == {9.0 / 4}
 
 
-# --- batches of another form -------------------------------------------------------------------------------------------
+# --- batches of another form
+# -------------------------------------------------------------------------------------------
 
 
 class Samples:
@@ -322,7 +325,8 @@ def test_samples_are_counted_in_batches_of_any_form(tmp_path, form, mode):
     assert (sizes[0], sum(sizes), growing.records[-1]["samples"]) == (FIRST, 42, 42)
 
 
-# --- steps -------------------------------------------------------------------------------------------------------------
+# --- steps
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Gradients(L.Callback):

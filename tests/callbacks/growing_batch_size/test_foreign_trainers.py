@@ -44,7 +44,8 @@ def seeded():
     seed()
 
 
-# --- several loaders ---------------------------------------------------------------------------------------------------
+# --- several loaders
+# ---------------------------------------------------------------------------------------------------
 
 
 class TwoTasks(Regressor):
@@ -133,7 +134,8 @@ def test_a_network_may_see_batches_of_different_sizes(tmp_path):
     assert measured == pytest.approx(run.reference.ratios, rel=1e-9)
 
 
-# --- limits ------------------------------------------------------------------------------------------------------------
+# --- limits
+# ------------------------------------------------------------------------------------------------------------
 
 
 def sizes_of(run):
@@ -177,7 +179,8 @@ def test_fast_dev_run_takes_its_batches(tmp_path, batches):
     assert len(run.watch.sizes) == batches
 
 
-# --- the rest of a project ---------------------------------------------------------------------------------------------
+# --- the rest of a project
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

@@ -282,7 +282,8 @@ def weight_normed() -> nn.Module:
         (weight_normed, (gaussian(5, 3),)),
         (lambda: prune.l1_unstructured(nn.Linear(3, 4), "weight", 0.5), (gaussian(5, 3),)),
     ],
-    ids=["two inputs", "common input", "scalar", "subclass", "bilinear", "weight_norm", "spectral_norm", "old weight_norm", "pruned"],
+    ids=["two inputs", "common input", "scalar", "subclass", "bilinear", "weight_norm", "spectral_norm",
+         "old weight_norm", "pruned"],
 )  # fmt: skip
 def test_the_shares_of_a_layer_without_a_rule(make: Callable[[], nn.Module], inputs: tuple[Tensor, ...]) -> None:
     layer = made(make)

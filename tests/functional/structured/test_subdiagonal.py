@@ -1,4 +1,5 @@
-"""Products with LDR-SD matrices: all methods against the definition, over the families of operators that they must bear."""
+"""Products with LDR-SD matrices: all methods against the definition, over the families of operators that they must
+bear."""
 
 import itertools
 import math

@@ -118,7 +118,8 @@ def test_every_layer_takes_the_step_that_it_takes_without_factors(case: Case) ->
     torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-8)
 
 
-# --- the factors are what they are said to be --------------------------------------------------------------------------
+# --- the factors are what they are said to be
+# --------------------------------------------------------------------------
 
 
 def explicit_factors(
@@ -405,7 +406,8 @@ def test_a_regression_is_solved_in_float32(solver: str) -> None:
 def test_a_small_convolutional_classifier_is_trained() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
-        nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6, 2)
+        nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6, 2),
     )  # fmt: skip
     images = torch.randn(60, 1, 7, 7)
     labels = (images[:, 0, :, 3].mean(1) > images[:, 0, 3].mean(1)).long()

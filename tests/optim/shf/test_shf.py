@@ -626,7 +626,8 @@ def test_an_empty_batch_among_the_validation_data_does_not_count() -> None:
     assert take(optimizer, batch()).merit == pytest.approx(validation_loss(module, [data]), rel=1e-12)
 
 
-# --- samples held out --------------------------------------------------------------------------------------------------
+# --- samples held out
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_reduction_ratio_is_measured_on_the_samples_held_out() -> None:

@@ -1,7 +1,7 @@
 """Estimators of the gradient's noise in the optimizer steps of any LightningModule.
 
-``layers`` measures by hooks on the layers, ``ranks`` by the gradients of the backward passes of a step, ``steps`` by those of
-consecutive steps; ``choice`` chooses one of them, and ``cadence`` how often it measures.
+``layers`` measures by hooks on the layers, ``ranks`` by the gradients of the backward passes of a step, ``steps`` by
+those of consecutive steps; ``choice`` chooses one of them, and ``cadence`` how often it measures.
 """
 
 from lightning_struct.callbacks.growing_batch_size.estimators.choice import choose_estimator

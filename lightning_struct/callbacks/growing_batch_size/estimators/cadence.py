@@ -22,8 +22,8 @@ VIEWS = {
 # Time of the calls from Python, where tensors are so small that nothing else counts: it was at most .25 of a step.
 CALLS = 0.25
 
-# Measuring by hooks on the layers takes up to so many times a step: by rules alone, with convolutions among the layers, and
-# where layers are run again.
+# Measuring by hooks on the layers takes up to so many times a step: by rules alone, with convolutions among the layers,
+# and where layers are run again.
 LAYERS_BY_RULES, LAYERS_CONVOLVE, LAYERS_RUN_AGAIN = 1.0, 1.6, 3.4
 
 
@@ -48,10 +48,10 @@ class Cadence:
     """Optimizer steps from one measurement to the next.
 
     Work is counted in passes over the memory of the parameters: a pass reads or writes as many numbers as there are
-    parameters. A step writes the gradients; the optimizer reads them, reads and writes the parameters, and reads and writes
-    what it keeps of each. Each intermediate result is written and read, and so is its gradient. That is the least: products
-    of matrices take longer, how much depends on the machine. Counted is the first step; what depends on the samples grows
-    with their number.
+    parameters. A step writes the gradients; the optimizer reads them, reads and writes the parameters, and reads and
+    writes what it keeps of each. Each intermediate result is written and read, and so is its gradient. That is the
+    least: products of matrices take longer, how much depends on the machine. Counted is the first step; what depends on
+    the samples grows with their number.
 
     Args:
         every_n_steps: if it is not to be chosen.

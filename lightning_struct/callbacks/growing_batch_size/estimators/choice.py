@@ -22,10 +22,10 @@ def choose_estimator(
 ) -> GradientEstimator:
     """The estimator of that name.
 
-    ``"auto"`` compares the backward passes of each step where there are several, from processes or accumulated batches. Else
-    it measures the gradients of single samples, by layers; and where weights are sharded or layers compiled, it compares
-    consecutive steps. These come last: what the gradient of the loss itself changes from one step to the next looks like
-    noise to them, and under momentum that is often more than the noise.
+    ``"auto"`` compares the backward passes of each step where there are several, from processes or accumulated batches.
+    Else it measures the gradients of single samples, by layers; and where weights are sharded or layers compiled, it
+    compares consecutive steps. These come last: what the gradient of the loss itself changes from one step to the next
+    looks like noise to them, and under momentum that is often more than the noise.
 
     Raises:
         MisconfigurationException: the one that was asked for cannot measure this run.

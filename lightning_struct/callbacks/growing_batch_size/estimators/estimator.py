@@ -16,8 +16,8 @@ class GradientEstimator(Protocol):
     """A way to measure, while a Trainer runs, the noise of the gradients by which each optimizer steps.
 
     The methods are called in the order of a training batch: :meth:`begin_batch`, :meth:`before_backward` and
-    :meth:`after_backward` for each backward pass that Lightning makes, :meth:`before_step` for each optimizer that steps,
-    and :meth:`statistics` at the end of a batch in which one did.
+    :meth:`after_backward` for each backward pass that Lightning makes, :meth:`before_step` for each optimizer that
+    steps, and :meth:`statistics` at the end of a batch in which one did.
     """
 
     name: str

@@ -20,7 +20,8 @@ def is_finite(value: float, trainer: L.Trainer, optimizer: Optimizer) -> bool:
         return True
     if loss_scale(trainer) is None:
         raise ValueError(
-            f"The gradient of batch {trainer.fit_loop.batch_idx} in epoch {trainer.current_epoch} is NaN or infinite, and "
-            f"{type(optimizer).__name__} is about to step by it. Trainer(detect_anomaly=True) shows where it comes from"
+            f"The gradient of batch {trainer.fit_loop.batch_idx} in epoch {trainer.current_epoch} is NaN or infinite, "
+            f"and {type(optimizer).__name__} is about to step by it. Trainer(detect_anomaly=True) shows where it comes "
+            f"from"
         )
     return False

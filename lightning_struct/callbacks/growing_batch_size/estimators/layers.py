@@ -31,9 +31,9 @@ from lightning_struct.utilities.lightning_internals import accumulates, loss_sca
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 CHANGED = (
-    "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, penalised "
-    "in the loss or differentiated twice, or the gradient was changed after the backward pass, as by clipping after "
-    "loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
+    "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, "
+    "penalised in the loss or differentiated twice, or the gradient was changed after the backward pass, as by "
+    "clipping after loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
 )
 
 # Batches whose gradients are compared with what was measured, from the start of each fit.
@@ -51,19 +51,19 @@ NEGLIGIBLE = 0.01
 class SampleGradients:
     """Measures the gradients of single samples in the batches of a step, by hooks on the layers.
 
-    The shares cᵢ that the samples have in the gradient G are measured in the units of G, whatever the loss averages over
-    and whatever it was multiplied by: Σᵢ‖cᵢ‖² and ‖G‖² alone tell the relative variance of G. Reported is what it is for
-    gᵢ = n cᵢ, whose mean is G.
+    The shares cᵢ that the samples have in the gradient G are measured in the units of G, whatever the loss averages
+    over and whatever it was multiplied by: Σᵢ‖cᵢ‖² and ‖G‖² alone tell the relative variance of G. Reported is what it
+    is for gᵢ = n cᵢ, whose mean is G.
 
-    A step of an optimizer is on all samples of all backward passes since the gradients were last zeroed. Parameters that
-    cannot be measured are left out, each with one warning.
+    A step of an optimizer is on all samples of all backward passes since the gradients were last zeroed. Parameters
+    that cannot be measured are left out, each with one warning.
 
     Args:
         trainer: in fit.
         module: the one that is trained, without a wrapper around it.
-        every_n_steps: steps from one measurement to the next; None: as many as ``max_overhead`` allows where a measured step
-            takes twice as long as another, 2.6 times as long with convolutions, or 4.4 times as long where layers have to be
-            run again: the most that was seen.
+        every_n_steps: steps from one measurement to the next; None: as many as ``max_overhead`` allows where a measured
+            step takes twice as long as another, 2.6 times as long with convolutions, or 4.4 times as long where layers
+            have to be run again: the most that was seen.
         max_overhead: share of the time of the steps that measuring may take.
         probes: see :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`.
 
@@ -167,8 +167,8 @@ class SampleGradients:
             self._of_batch[number] = max(self._of_batch.get(number, measured), measured, key=relative_variance)
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
-        # The layers may have seen more than the samples read (a discriminator sees the data, and as many fakes) or fewer
-        # (pairs): the relative variance stays as it was measured.
+        # The layers may have seen more than the samples read (a discriminator sees the data, and as many fakes) or
+        # fewer (pairs): the relative variance stays as it was measured.
         return {
             number: measured
             if measured.variance is None
@@ -229,8 +229,8 @@ class SampleGradients:
     def _verify(self, parameters: list[nn.Parameter]) -> None:
         """Leave out parameters whose gradients are not the sum of the measured shares, over all processes.
 
-        Only the parameters of the optimizer that steps are compared: others may have gradients that are never used, as a
-        discriminator has from the loss of its generator.
+        Only the parameters of the optimizer that steps are compared: others may have gradients that are never used, as
+        a discriminator has from the loss of its generator.
         """
         nothing = torch.zeros(6, dtype=torch.float64, device=self._module.device)
         names, rows = [self._names[parameter] for parameter in parameters], []
@@ -255,7 +255,8 @@ class SampleGradients:
         self._told.update(new)
         for names, reason in _by_reason(new):
             rank_zero_warn(
-                f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: {reason}"
+                f"GrowingBatchSize leaves {names} out of the variance of the gradients, and goes by the others: "
+                f"{reason}"
             )
 
 

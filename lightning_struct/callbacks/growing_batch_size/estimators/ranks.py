@@ -50,7 +50,8 @@ class BackwardPasses:
     ) -> None:
         if (problem := why_not(trainer)) is not None:
             raise MisconfigurationException(
-                f"GrowingBatchSize(estimator='ranks') compares the gradients of several backward passes of a step, but {problem}"
+                f"GrowingBatchSize(estimator='ranks') compares the gradients of several backward passes of a step, but "
+                f"{problem}"
             )
         self._trainer, self._module = trainer, module
         self._cadence = Cadence(every_n_steps, max_overhead)
@@ -141,8 +142,8 @@ def why_not(trainer: L.Trainer) -> str | None:
     """The reason for which the backward passes of a step cannot be compared, and the remedy; None if they can."""
     if not trainer.lightning_module.automatic_optimization:
         return (
-            "under manual optimization it is not known which of them make a step: use estimator='steps', which compares "
-            "consecutive steps"
+            "under manual optimization it is not known which of them make a step: use estimator='steps', which "
+            "compares consecutive steps"
         )
     if shards_weights(trainer):
         return f"{type(trainer.strategy).__name__} shards the weights: use estimator='steps'"

@@ -34,7 +34,8 @@ LIKE_SIZES = 1.25
 
 @dataclass
 class _Gradients:
-    """The gradients of a step, by the places of the parameters in the optimizer, and their weights in sums over processes."""
+    """The gradients of a step, by the places of the parameters in the optimizer, and their weights in sums over
+    processes."""
 
     tensors: dict[int, Tensor]
     shares: dict[int, float]
@@ -42,7 +43,8 @@ class _Gradients:
 
 @dataclass
 class _Kept:
-    """The gradient of a step, by the places of the parameters in the optimizer, and ‖G‖²; of a batch that may not be over."""
+    """The gradient of a step, by the places of the parameters in the optimizer, and ‖G‖²; of a batch that may not be
+    over."""
 
     gradients: dict[int, Tensor]
     squared_norm: float
@@ -63,13 +65,13 @@ class _Pair:
 class StepPairs:
     """Compares the gradients of two consecutive steps of an optimizer.
 
-    Both estimate the gradient G of the loss, and their errors are independent: E g·g' = ‖G‖² and E‖g‖² = ‖G‖² + tr Σ/n on a
-    batch of n. That takes no rule for any layer, nor the samples' own gradients; it works for compiled and for sharded
-    networks. What G changes from one step to the next counts as noise.
+    Both estimate the gradient G of the loss, and their errors are independent: E g·g' = ‖G‖² and E‖g‖² = ‖G‖² + tr Σ/n
+    on a batch of n. That takes no rule for any layer, nor the samples' own gradients; it works for compiled and for
+    sharded networks. What G changes from one step to the next counts as noise.
 
     Of parameters that get a gradient in one of the steps alone nothing is measured. Where batches differ much in their
-    sizes, there is no pair. The gradients of the first step of a pair are kept, in memory of its own, and in checkpoints
-    that are written before the second; of sharded gradients there a pair is given up.
+    sizes, there is no pair. The gradients of the first step of a pair are kept, in memory of its own, and in
+    checkpoints that are written before the second; of sharded gradients there a pair is given up.
 
     Args:
         trainer: in fit.
@@ -239,7 +241,8 @@ class StepPairs:
         if number not in self._without:
             self._without.add(number)
             rank_zero_warn(
-                f"GrowingBatchSize finds no gradients in the parameters of {type(self._trainer.optimizers[number]).__name__} "
-                f"before it steps, and cannot measure them. Give {type(self._module).__name__} a method "
-                "gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
+                f"GrowingBatchSize finds no gradients in the parameters of "
+                f"{type(self._trainer.optimizers[number]).__name__} before it steps, and cannot measure them. Give "
+                f"{type(self._module).__name__} a method gradient_statistics() that returns GradientStatistics, or set "
+                "the sizes by schedule=..."
             )

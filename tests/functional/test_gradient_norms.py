@@ -21,6 +21,7 @@ from lightning_struct.functional import (
     gradient_variance,
     norm_test_batch_size,
     per_sample_gradient_norms,
+    register_layer,
     required_batch_size,
 )
 from tests.cases import gaussian
@@ -386,6 +387,25 @@ def test_the_check_takes_rounding_for_what_it_is_where_a_gradient_vanishes() -> 
         loss_of(module(torch.randn(8, 2, 5, 5))).backward()
     recorder.verify()
     assert not recorder.uncovered
+
+
+class Unforeseen(nn.Linear):
+    """Its rule fails."""
+
+
+register_layer(Unforeseen, rule=lambda call: {"weight": 1 / 0})
+
+
+def test_an_error_within_a_hook_is_raised_or_makes_its_layer_uncovered() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), Unforeseen(4, 2)).double()
+    with GradientNormRecorder(module), pytest.raises(ZeroDivisionError):
+        loss_of(module(gaussian(5, 3, seed=1))).backward()
+    module.zero_grad()
+    with GradientNormRecorder(module, uncovered="skip") as recorder:
+        loss_of(module(gaussian(5, 3, seed=1))).backward()
+    assert [norms.name for norms in recorder.results()] == ["0.weight", "0.bias"]
+    assert "fails (ZeroDivisionError" in recorder.uncovered["1.weight"]
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_a_parameter_that_is_differentiated_twice_is_named() -> None:

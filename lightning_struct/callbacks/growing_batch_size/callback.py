@@ -53,9 +53,10 @@ class GrowingBatchSize(Callback):
     An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the
     backward passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there,
     never from a clock, and is said once, after the first step. Where layers can measure less than half of the gradient,
-    consecutive steps go on with it. Where nothing asks for gradients (``theta=inf``, or a ``schedule``) nothing is
-    measured. A module with a method ``gradient_statistics()`` is asked instead. Of several optimizers, the one with the
-    largest prediction counts.
+    or an estimator fails, consecutive steps go on with it, and one warning says why. A gradient that is NaN or infinite
+    is not measured; one warning names the first, and what becomes of it is left to the project. Where nothing asks for
+    gradients (``theta=inf``, or a ``schedule``) nothing is measured. A module with a method ``gradient_statistics()``
+    is asked instead. Of several optimizers, the one with the largest prediction counts.
 
     The test keeps a copy of the trainable weights, and the estimator by consecutive steps one of the gradients, in
     memory and in checkpoints.
@@ -131,7 +132,6 @@ class GrowingBatchSize(Callback):
             of a step), or batches that are larger than ``max_batch_size`` already; with ``scale_lr`` an optimizer
             without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor
             that is not logged, or not finite.
-        ValueError: in a step that is checked, an optimizer is about to step by a gradient that is NaN or infinite.
 
     Example:
         >>> from lightning import Trainer

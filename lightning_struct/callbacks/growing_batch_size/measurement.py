@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators import (
     GradientEstimator,
+    NotFinite,
     Unmeasurable,
     choose_estimator,
     samples_in,
@@ -22,6 +24,9 @@ from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
+from lightning_struct.utilities.lightning_internals import loss_scale
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class StepStatistics:
 
 class Measurement:
     """Statistics of the gradients, and their averages.
+
+    A fault of measuring ends no training: gradients that are NaN or infinite are not measured, and where an estimator
+    fails another one goes on, each with one warning.
 
     Args:
         trainer: in fit.
@@ -77,6 +85,7 @@ class Measurement:
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
         self.noise: dict[int, NoiseScale] = {}
         self._samples = self._batches = 0
+        self._told_of_nan = self._gave_up = False
         self._estimator: GradientEstimator | None = None
         self._stationarity: list[StationarityTest] | None = None
         if needed and not self.is_reported:
@@ -112,31 +121,19 @@ class Measurement:
         return f"measures by estimator={self._estimator.name!r} {steps}{bound}"
 
     def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
-        if self._estimator is not None:
-            self._estimator.begin_batch(batch, expected_sizes, step)
+        self._ask(lambda estimator: estimator.begin_batch(batch, expected_sizes, step))
 
     def before_backward(self, loss: Tensor) -> None:
-        if self._estimator is not None:
-            self._estimator.before_backward(loss)
+        self._ask(lambda estimator: estimator.before_backward(loss))
 
     def after_backward(self) -> None:
-        if self._estimator is not None:
-            self._estimator.after_backward()
+        self._ask(lambda estimator: estimator.after_backward())
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._estimator is None:
+        if optimizer not in self._trainer.optimizers:
             return
-        try:
-            self._estimator.before_step(optimizer)
-        except Unmeasurable as problem:
-            tell = rank_zero_info if self._asked == "auto" else rank_zero_warn
-            tell(
-                f"GrowingBatchSize(estimator={self._estimator.name!r}) {problem}. It goes on with estimator='steps', "
-                f"which compares the gradients of consecutive steps"
-            )
-            self._estimator.pause()
-            self._estimator = self._named("steps")
-        if self._stationarity is not None and optimizer in self._trainer.optimizers:
+        self._ask(lambda estimator: estimator.before_step(optimizer))
+        if self._stationarity is not None and not self._gave_up:
             self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
 
     def end_batch(self, batch: Any, expected_sizes: list[int]) -> int:
@@ -154,13 +151,17 @@ class Measurement:
         batches = 1 if self._module.automatic_optimization else max(self._batches, 1)
         samples, self._samples, self._batches = self._samples // batches, 0, 0
         due = step % (self._every_n_steps or 1) == 0
-        if self._estimator is not None:
-            return StepStatistics(samples, self._largest(self._estimator.statistics(samples)))
+        if self._estimator is not None or self._gave_up:
+            measured = self._ask(lambda estimator: estimator.statistics(samples))
+            return StepStatistics(samples, self._largest(measured or {}))
         if self._reported is None:
             return StepStatistics(samples, GradientStatistics(samples, None, 0.0, None) if due else None)
         reported = self._reported()
         if reported is None:
             return None
+        if due and not math.isfinite((reported.variance or 0.0) + reported.gradient_squared_norm):
+            self._tell_of_nan()
+            due = False
         return StepStatistics(reported.batch_size, self._largest({0: reported}) if due else None)
 
     def pause(self) -> None:
@@ -196,6 +197,50 @@ class Measurement:
         for number, of_optimizer in state["noise"].items():
             self.noise[number] = NoiseScale()
             self.noise[number].load_state_dict(of_optimizer)
+
+    def _ask(self, ask: Callable[[GradientEstimator], _T]) -> _T | None:
+        """Call the estimator, if there is one. Where it cannot measure, another one goes on."""
+        if self._estimator is None:
+            return None
+        try:
+            return ask(self._estimator)
+        except NotFinite:
+            if loss_scale(self._trainer) is None:  # a GradScaler skips such steps
+                self._tell_of_nan()
+        except Unmeasurable as problem:
+            self._go_on(str(problem))
+        except Exception as error:  # noqa: BLE001 - measuring must not end a training
+            self._go_on(f"fails ({type(error).__name__}: {error})")
+        return None
+
+    def _tell_of_nan(self) -> None:
+        if not self._told_of_nan:
+            self._told_of_nan = True
+            rank_zero_warn(
+                f"The gradient of batch {self._trainer.fit_loop.batch_idx} in epoch {self._trainer.current_epoch} is "
+                f"NaN or infinite. GrowingBatchSize does not measure it, nor others like it, and the training goes on. "
+                f"Trainer(detect_anomaly=True) shows where it comes from"
+            )
+
+    def _go_on(self, problem: str) -> None:
+        """Go on with pairs of steps, for which no layer is needed, or without measuring where they fail too."""
+        assert self._estimator is not None
+        failed, self._estimator = self._estimator, None
+        if failed.name == "steps":
+            self._gave_up = True
+            goes_on = (
+                f"Nothing is measured any more. Give {type(self._module).__name__} a method gradient_statistics() that "
+                f"returns GradientStatistics, or set the sizes by schedule=..."
+            )
+        else:
+            self._estimator = self._named("steps")
+            declare = "declare layers by register_layer to measure them, or " if failed.name == "layers" else ""
+            goes_on = (
+                "It goes on with estimator='steps', which compares the gradients of consecutive steps: "
+                f"{declare}give estimator='steps' to say that this is meant"
+            )
+        rank_zero_warn(f"GrowingBatchSize(estimator={failed.name!r}) {problem}. {goes_on}")
+        failed.pause()
 
     def _largest(self, measured: dict[int, GradientStatistics]) -> GradientStatistics | None:
         for number, statistics in measured.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,7 +76,8 @@ class GradientNormRecorder:
             be set before each forward pass. See :func:`~lightning_struct.functional.per_sample.rules.contributions`.
         probes: if not None, norms that are expensive are estimated by so many random projections, without bias; see
             :func:`~lightning_struct.functional.per_sample.contributions.squared_norms`.
-        uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out.
+        uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out. Then
+            an error within a hook does not end the pass either: it makes the parameters of its layer uncovered.
         check: keep what :meth:`verify` needs. May be set before each backward pass.
         seed: of the random projections.
         part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the
@@ -130,6 +131,7 @@ class GradientNormRecorder:
         self._warned: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
         self._failed: dict[nn.Module, str] = {}
+        self._faults: dict[nn.Parameter, str] = {}
         self._arrived: dict[nn.Parameter, _Arrived] = {}
         self._measured: dict[nn.Parameter, _Measured] = {}
         self._uncovered: dict[nn.Parameter, str] = {}
@@ -162,23 +164,26 @@ class GradientNormRecorder:
             self._layers[layer] = parameters
             if not has_rule(layer):
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
-            elif is_recorded(layer):
-                self._handles += [
-                    layer.register_forward_pre_hook(self._before_projections()),
-                    layer.register_forward_hook(self._after_projections(), with_kwargs=True, always_call=True),
-                ]
-                continue
-            elif has_inner_calls(layer):
-                self._handles += [
-                    layer.register_forward_pre_hook(self._before_inner_calls()),
-                    layer.register_forward_hook(self._after_inner_calls(), with_kwargs=True, always_call=True),
-                ]
-                continue
-            elif runs_again(layer):
-                self._handles.append(layer.register_forward_pre_hook(self._before_forward(), with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._after_forward(), with_kwargs=True))
+            with self._excused(parameters.values()):  # a ScriptModule takes no hooks
+                self._hook(layer)
         for parameter in self._names:
             self._watch(parameter)
+
+    def _hook(self, layer: nn.Module) -> None:
+        if has_rule(layer) and is_recorded(layer):
+            before, after = self._before_projections(), self._after_projections()
+        elif has_rule(layer) and has_inner_calls(layer):
+            before, after = self._before_inner_calls(), self._after_inner_calls()
+        else:
+            if has_rule(layer) and runs_again(layer):
+                before = self._guarded(self._before_forward())
+                self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            after = self._guarded(self._after_forward())
+            self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
+            return
+        self._handles.append(layer.register_forward_pre_hook(self._guarded(before)))
+        after = self._guarded(after)
+        self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks away. What was measured stays."""
@@ -187,6 +192,7 @@ class GradientNormRecorder:
         self._handles.clear()
         self._watched.clear()
         self._layers.clear()
+        self._faults.clear()
         self._arrived.clear()
         self._random_states.clear()
         for recording in self._recording.values():
@@ -258,6 +264,24 @@ class GradientNormRecorder:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     # Hooks are functions, not methods: a copy of the module, as an average of its weights, must not copy the recorder.
+
+    def _guarded(self, hook: Any) -> Any:
+        def guarded(layer: nn.Module, *args: Any) -> None:
+            with self._excused(self._layers.get(layer, {}).values()):
+                hook(layer, *args)
+
+        return guarded
+
+    @contextmanager
+    def _excused(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """After an error the parameters are uncovered until :meth:`remove`; it is raised where that is asked for."""
+        try:
+            yield
+        except Exception as error:
+            if self._raises:
+                raise
+            for parameter in parameters:
+                self._faults.setdefault(parameter, f"to measure it fails ({type(error).__name__}: {error})")
 
     def _before_forward(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -373,10 +397,13 @@ class GradientNormRecorder:
         backward = current_backward()
         shares: dict[str, Contribution] = {}
         reason: str | None = None
-        try:
-            shares = self._contributions(call, cotangents)
-        except Uncovered as problem:
-            reason = str(problem)
+        with self._excused(call.parameters.values()):
+            try:
+                shares = self._contributions(call, cotangents)
+            except Uncovered as problem:
+                reason = str(problem)
+        if not self._faults.keys().isdisjoint(call.parameters.values()):
+            return
         for name, parameter in call.parameters.items():
             arrived = self._arrived.get(parameter)
             if arrived is None or arrived.backward != backward:
@@ -424,8 +451,13 @@ class GradientNormRecorder:
     def _after_accumulation(self) -> Any:
         def hook(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
-            if not self._rerunning:
-                self._accumulate(parameter)
+            if self._rerunning:
+                return
+            if parameter not in self._faults:
+                with self._excused([parameter]):
+                    self._accumulate(parameter)
+            if parameter in self._faults:
+                self.mark_uncovered(parameter, self._faults[parameter])
 
         return hook
 

@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GradientStatistics, GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.estimators.layers import SampleGradients
+from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
 from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, regression
 from tests.strategies.helpers import make_trainer, weights
 
@@ -101,20 +103,132 @@ def growing(**options):
 # ------------------------------------------------------------------------------------
 
 
+def nan_at(*steps):
+    return lambda step: float("nan") if step in steps else None
+
+
 @pytest.mark.parametrize("module", [Regressor, Manual])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_named_with_its_batch(tmp_path, module, value):
-    poisoned = module(lambda step: value if step == 5 else None)
+def test_a_gradient_that_is_no_number_is_named_with_its_batch_and_the_training_goes_on(tmp_path, module, value):
+    poisoned, callback = module(lambda step: value if step >= 5 else None), growing()
     message = r"The gradient of batch 5 in epoch 0 is NaN or infinite.* Trainer\(detect_anomaly=True\)"
-    with pytest.raises(ValueError, match=message):
-        trainer_for(tmp_path, growing()).fit(poisoned, DataLoader(regression(), batch_size=4))
+    with pytest.warns(UserWarning, match=message) as told:
+        trainer_for(tmp_path, callback, max_epochs=1).fit(poisoned, DataLoader(regression(), batch_size=4))
+    assert sum(poisoned.sizes) == 40 and len(callback.records) == 5
+    assert sum("NaN or infinite" in str(warning.message) for warning in told) == 1
 
 
-def test_a_loss_that_is_no_number_leaves_the_weights_finite(tmp_path):
-    poisoned = Regressor(lambda step: float("nan") if step == 5 else None)
-    with pytest.raises(ValueError):
-        trainer_for(tmp_path, growing()).fit(poisoned, DataLoader(regression(), batch_size=4))
-    assert weights(poisoned).isfinite().all()
+class DropsBefore(Regressor):
+    """Drops a step whose gradients are NaN, by a hook that comes after those of callbacks."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad.nan_to_num_(0.0)
+
+
+class DropsInClipping(Regressor):
+    def configure_gradient_clipping(self, optimizer, *arguments, **options):
+        DropsBefore.on_before_optimizer_step(self, optimizer)
+
+
+class DropsInItsStep(Regressor):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        def closure():
+            loss = optimizer_closure()
+            DropsBefore.on_before_optimizer_step(self, optimizer)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class DropsInHooks(Regressor):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        for parameter in self.parameters():
+            parameter.register_hook(torch.nan_to_num)
+
+
+@pytest.mark.parametrize("estimator", ["layers", "steps", "ranks"])
+@pytest.mark.parametrize("module", [DropsBefore, DropsInClipping, DropsInItsStep, DropsInHooks])
+@pytest.mark.filterwarnings("ignore:The gradient of batch .* is NaN or infinite")
+@pytest.mark.filterwarnings("ignore:GrowingBatchSize leaves")
+def test_a_project_that_mends_such_gradients_trains_and_grows(tmp_path, module, estimator):
+    mending, callback = module(nan_at(5)), growing(estimator=estimator)
+    accumulated = 2 if estimator == "ranks" else 1
+    trainer = trainer_for(tmp_path, callback, accumulate_grad_batches=accumulated)
+    trainer.fit(mending, DataLoader(regression(), batch_size=4))
+    assert weights(mending).isfinite().all() and callback._batch_size == 12
+
+
+def test_statistics_of_a_module_that_are_no_numbers_are_left_out(tmp_path):
+    class Own(Regressor):
+        def gradient_statistics(self):
+            variance = float("nan") if self.trainer.global_step == 3 else 1.0
+            return GradientStatistics(4, variance, 1.0, None)
+
+    callback = growing()
+    with pytest.warns(UserWarning, match="The gradient of batch 2 in epoch 0 is NaN or infinite"):
+        trainer_for(tmp_path, callback, max_epochs=1).fit(Own(), DataLoader(regression(), batch_size=4))
+    assert callback.records and all(record["variance_ratio"] == 0.25 for record in callback.records)
+
+
+# --- layers that cannot be measured
+# ------------------------------------------------------------------------------------
+
+
+class Jagged(Regressor):
+    """Its samples are sequences, in one nested tensor."""
+
+    def loss(self, batch):
+        sequences = [row.expand(1 + i % 3, -1) for i, row in enumerate(batch[0])]
+        outputs = self.network(torch.nested.nested_tensor(sequences, layout=torch.jagged))
+        return F.mse_loss(torch.stack([rows.mean(0) for rows in outputs.unbind()]), batch[1])
+
+
+class Scripted(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.network = torch.jit.script(self.network)
+
+
+def went_on(tmp_path, module, **options):
+    callback = growing(**options)
+    with pytest.warns(UserWarning, match="goes on with estimator='steps'") as told:
+        trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
+    told = [str(warning.message) for warning in told if "GrowingBatchSize" in str(warning.message)]
+    assert sum("GrowingBatchSize" in message for message in told) == 1
+    assert callback.records and max(module.sizes) == 12
+    return told[0]
+
+
+@pytest.mark.parametrize("estimator", ["auto", "layers"])
+@pytest.mark.parametrize("module, reason", [(Jagged, "ValueError"), (Scripted, "ScriptModules")])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_layers_that_cannot_be_measured_leave_it_to_pairs_of_steps(tmp_path, module, reason, estimator):
+    told = went_on(tmp_path, module(), estimator=estimator)
+    assert reason in told and "network.0.weight" in told and "register_layer" in told
+
+
+@pytest.mark.parametrize("method", ["begin_batch", "after_backward", "before_step", "statistics"])
+def test_an_estimator_that_fails_leaves_it_to_pairs_of_steps(tmp_path, monkeypatch, method):
+    def fail(*arguments):
+        raise OSError("unforeseen")
+
+    monkeypatch.setattr(SampleGradients, method, fail)
+    assert "fails (OSError: unforeseen)" in went_on(tmp_path, Regressor())
+
+
+@pytest.mark.parametrize("method", ["begin_batch", "before_step"])
+def test_where_nothing_can_be_measured_the_size_stays(tmp_path, monkeypatch, method):
+    def fail(*arguments):
+        raise OSError("unforeseen")
+
+    monkeypatch.setattr(StepPairs, method, fail)
+    module, callback = Regressor(), growing(estimator="steps")
+    with pytest.warns(UserWarning, match=r"estimator='steps'\) fails .OSError: unforeseen.*schedule="):
+        trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
+    assert set(module.sizes) == {4} and callback.records == []
 
 
 class Partitioned(torch.optim.SGD):

@@ -8,10 +8,6 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 
 
-class Unmeasurable(Exception):
-    """An estimator cannot measure the gradients of this run. It is raised in all processes alike."""
-
-
 class GradientEstimator(Protocol):
     """A way to measure, while a Trainer runs, the noise of the gradients by which each optimizer steps.
 
@@ -43,7 +39,7 @@ class GradientEstimator(Protocol):
         """Take what is needed of the gradients by which ``optimizer`` is about to step, before they are clipped.
 
         Raises:
-            ValueError: a gradient is NaN or infinite, where no GradScaler skips such steps.
+            NotFinite: a gradient is NaN or infinite; the next step that is checked may be measured again.
             Unmeasurable: neither these gradients nor those of any other optimizer can be measured.
         """
 

@@ -17,8 +17,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.cadence import (
     LAYERS_CONVOLVE,
     LAYERS_RUN_AGAIN,
 )
-from lightning_struct.callbacks.growing_batch_size.estimators.estimator import Unmeasurable
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import Unmeasurable, check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
@@ -160,11 +159,11 @@ class SampleGradients:
         self._tell_left_out()
         if n == 0:
             return
-        if is_finite(variance + gradient, self._trainer, optimizer):
-            unscaled = (loss_scale(self._trainer) or 1.0) ** 2
-            measured = GradientStatistics(n, variance / unscaled if n > 1 else None, gradient / unscaled, None)
-            number = self._trainer.optimizers.index(optimizer)
-            self._of_batch[number] = max(self._of_batch.get(number, measured), measured, key=relative_variance)
+        check_finite(variance + gradient)
+        unscaled = (loss_scale(self._trainer) or 1.0) ** 2
+        measured = GradientStatistics(n, variance / unscaled if n > 1 else None, gradient / unscaled, None)
+        number = self._trainer.optimizers.index(optimizer)
+        self._of_batch[number] = max(self._of_batch.get(number, measured), measured, key=relative_variance)
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
         # The layers may have seen more than the samples read (a discriminator sees the data, and as many fakes) or

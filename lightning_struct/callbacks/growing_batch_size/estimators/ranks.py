@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     local_gradient,
     squared_norm,
@@ -94,8 +94,8 @@ class BackwardPasses:
         # the gradient of the step is the mean over processes of the sums over their passes
         of_pass *= self._passes / world_size()
         of_mean = of_step.item() / gradient_scale(self._trainer, optimizer) ** 2
-        if is_finite(of_pass + of_mean, self._trainer, optimizer):
-            self._measured = of_pass, of_mean, self._passes * world_size()
+        check_finite(of_pass + of_mean)
+        self._measured = of_pass, of_mean, self._passes * world_size()
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
         passes = self._passes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import is_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     copy_,
     local_gradient,
@@ -190,8 +190,7 @@ class StepPairs:
     def _open(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
         """Keep the gradients of the first step of a pair."""
         (norm,) = summed([self._squared_norm(gradients.tensors, gradients)])
-        if not is_finite(norm, self._trainer, optimizer):
-            return
+        check_finite(norm)
         number = self._trainer.optimizers.index(optimizer)
         if norm == 0 and not gradients.tensors:
             self._warn_of_nothing(number)
@@ -229,7 +228,8 @@ class StepPairs:
         differences = {i: first[i] if i in dense else (first[i] - second[i]).coalesce() for i in both}
         norms.append(self._squared_norm(differences, gradients))
         sums = [value / scale**2 for value in summed(norms)]
-        if is_finite(sums[0], self._trainer, optimizer) and both:
+        check_finite(sums[0])
+        if both:
             before = sums[1] if len(sums) == 3 else kept.squared_norm
             self._pairs[number] = _Pair(before, sums[0], sums[-1], kept.samples)
 

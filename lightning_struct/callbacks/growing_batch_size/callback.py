@@ -260,7 +260,7 @@ class GrowingBatchSize(Callback):
             load(self._measurement_state)
         self._resumes = False
         if self._rate is not None:
-            self._rate.attach(trainer.optimizers, trainer.strategy.broadcast)
+            self._rate.attach(lambda: trainer.optimizers, trainer.strategy.broadcast)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         growth = self._active_growth

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, no_grad
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.callbacks.growing_batch_size.growth import State
@@ -71,6 +72,7 @@ class LearningRateScale:
         self._batch_size = 0.0
         self._noise_scale: float | None = None
         self._broadcast: Callable[[Any], Any] = _unchanged
+        self._optimizers: Callable[[], Sequence[Any]] = list
         self._handles: list[RemovableHandle] = []
         self._rates: dict[Optimizer, list[tuple[dict[str, Any], float | Tensor]]] = {}
         self._depth: dict[Optimizer, int] = {}
@@ -84,24 +86,24 @@ class LearningRateScale:
         noise = None if self._noise_scale is None else self._noise_scale / first
         return learning_rate_factor(self._rule, self._batch_size / first, noise)
 
-    def attach(self, optimizers: Sequence[Any], broadcast: Callable[[Any], Any] = _unchanged) -> None:
-        """Begin to multiply the rates of these optimizers.
+    def attach(self, optimizers: Callable[[], Sequence[Any]], broadcast: Callable[[Any], Any] = _unchanged) -> None:
+        """Begin to multiply the rates of optimizers.
 
         Args:
-            optimizers: those that step.
+            optimizers: returns those that there are, when one steps: a project may replace them.
             broadcast: collective call that returns the first process's argument in all of them.
 
         Raises:
             MisconfigurationException: one of them has no learning rate, or is not one of torch's.
         """
-        for optimizer in optimizers:
+        for optimizer in optimizers():
             self._check(optimizer)
-        self._broadcast = broadcast
-        for optimizer in optimizers:
-            self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+        self.detach()
+        self._optimizers, self._broadcast = optimizers, broadcast
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
 
     def begin_batch(self, batch_size: float, samples: int | None = None) -> None:
         """Take note of the size of the step under way.
@@ -138,7 +140,7 @@ class LearningRateScale:
         """Leave the optimizers as they were."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._broadcast = [], _unchanged
+        self._handles, self._broadcast, self._optimizers = [], _unchanged, list
         self._put_all_back()
 
     def state_dict(self) -> State:
@@ -168,6 +170,8 @@ class LearningRateScale:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer not in self._optimizers():
+            return None
         # The step of a subclass may call that of its base, which has hooks, too.
         self._depth[optimizer] = self._depth.get(optimizer, 0) + 1
         self._multiply(optimizer)
@@ -178,8 +182,11 @@ class LearningRateScale:
         return None
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer not in self._depth:
+            return
         self._depth[optimizer] -= 1
         if not self._depth[optimizer]:
+            del self._depth[optimizer]
             self._put_back(optimizer)
 
     def _at_the_configured_rate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -87,11 +87,10 @@ class Measurement:
         self._samples = self._batches = 0
         self._told_of_nan = self._gave_up = False
         self._estimator: GradientEstimator | None = None
-        self._stationarity: list[StationarityTest] | None = None
+        self._tests_stationarity = needed and tests_stationarity and not self.is_reported
+        self._tests: dict[Optimizer, StationarityTest] = {}
         if needed and not self.is_reported:
             self._estimator = self._named(estimator)
-            if tests_stationarity:
-                self._stationarity = [StationarityTest(trainer, optimizer) for optimizer in trainer.optimizers]
 
     @property
     def is_reported(self) -> bool:
@@ -99,14 +98,24 @@ class Measurement:
         return self._reported is not None
 
     @property
+    def _stationarity(self) -> list[StationarityTest]:
+        """The tests of the optimizers that there are, which a project may replace; none where that is not tested."""
+        if not self._tests_stationarity:
+            return []
+        optimizers = self._trainer.optimizers
+        if list(self._tests) != optimizers:
+            self._tests = {of: self._tests.get(of) or StationarityTest(self._trainer, of) for of in optimizers}
+        return list(self._tests.values())
+
+    @property
     def noise_limits(self) -> bool:
         """Whether the noise of the steps undoes what they descend, for every optimizer; true where that is not
         tested."""
-        return all(test.holds for test in self._stationarity or ())
+        return all(test.holds for test in self._stationarity)
 
     def restart(self) -> None:
         """Forget what was tested with batches of another size."""
-        for test in self._stationarity or ():
+        for test in self._stationarity:
             test.restart()
 
     def description(self) -> str:
@@ -133,8 +142,13 @@ class Measurement:
         if optimizer not in self._trainer.optimizers:
             return
         self._ask(lambda estimator: estimator.before_step(optimizer))
-        if self._stationarity is not None and not self._gave_up:
-            self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
+        if self._tests_stationarity and not self._gave_up:
+            try:
+                self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
+            except Exception as error:  # noqa: BLE001 - measuring must not end a training
+                self._give_up(
+                    f"GrowingBatchSize cannot test whether noise undoes the descent ({type(error).__name__}: {error})"
+                )
 
     def end_batch(self, batch: Any, expected_sizes: list[int]) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
@@ -176,14 +190,13 @@ class Measurement:
             "asked": self._asked,
             "state": None if estimator is None else estimator.state_dict(),
             "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
-            "stationarity": None if self._stationarity is None else [test.state_dict() for test in self._stationarity],
+            "stationarity": [test.state_dict() for test in self._stationarity] if self._tests_stationarity else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_averages(state)
-        if self._stationarity is not None and state["stationarity"] is not None:
-            for test, of_test in zip(self._stationarity, state["stationarity"], strict=True):
-                test.load_state_dict(of_test)
+        for test, of_test in zip(self._stationarity, state["stationarity"] or (), strict=False):
+            test.load_state_dict(of_test)
         if self._estimator is None or state["estimator"] is None:
             return
         if self._estimator.name != "steps" == state["estimator"] and self._asked == state["asked"]:
@@ -225,25 +238,30 @@ class Measurement:
     def _go_on(self, problem: str) -> None:
         """Go on with pairs of steps, for which no layer is needed, or without measuring where they fail too."""
         assert self._estimator is not None
-        failed, self._estimator = self._estimator, None
-        if failed.name == "steps":
-            self._gave_up = True
-            goes_on = (
-                f"Nothing is measured any more. Give {type(self._module).__name__} a method gradient_statistics() that "
-                f"returns GradientStatistics, or set the sizes by schedule=..."
-            )
-        else:
-            self._estimator = self._named("steps")
-            declare = "declare layers by register_layer to measure them, or " if failed.name == "layers" else ""
-            goes_on = (
-                "It goes on with estimator='steps', which compares the gradients of consecutive steps: "
-                f"{declare}give estimator='steps' to say that this is meant"
-            )
-        rank_zero_warn(f"GrowingBatchSize(estimator={failed.name!r}) {problem}. {goes_on}")
-        failed.pause()
+        problem = f"GrowingBatchSize(estimator={self._estimator.name!r}) {problem}"
+        if self._estimator.name == "steps":
+            self._give_up(problem)
+            return
+        declare = "declare layers by register_layer to measure them, or " if self._estimator.name == "layers" else ""
+        rank_zero_warn(
+            f"{problem}. It goes on with estimator='steps', which compares the gradients of consecutive steps: "
+            f"{declare}give estimator='steps' to say that this is meant"
+        )
+        self._estimator.pause()
+        self._estimator = self._named("steps")
+
+    def _give_up(self, problem: str) -> None:
+        rank_zero_warn(
+            f"{problem}. Nothing is measured any more. Give {type(self._module).__name__} a method "
+            f"gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
+        )
+        self.pause()
+        self._estimator, self._gave_up, self._tests = None, True, {}
 
     def _largest(self, measured: dict[int, GradientStatistics]) -> GradientStatistics | None:
         for number, statistics in measured.items():
             if statistics.variance is not None:
                 self.noise.setdefault(number, NoiseScale()).update(statistics)
+        for gone in [number for number in self.noise if number >= max(len(self._trainer.optimizers), 1)]:
+            del self.noise[gone]
         return max(measured.values(), key=relative_variance, default=None)

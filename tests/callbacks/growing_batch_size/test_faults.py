@@ -259,6 +259,42 @@ def test_an_optimizer_that_keeps_its_gradients_leaves_the_size_and_is_named(tmp_
     assert module.sizes == EPOCHS * 10 * [4]
 
 
+# --- optimizers that come and go
+# ---------------------------------------------------------------------------------------
+
+
+class Changing(Manual):
+    """Has as many optimizers as ``numbers`` says, epoch after epoch, each time new ones."""
+
+    def __init__(self, *numbers):
+        super().__init__()
+        self.other, self.numbers = nn.Linear(3, 2), numbers
+
+    def on_train_epoch_start(self):
+        networks = (self.network, self.other)[: self.numbers[self.current_epoch]]
+        if self.current_epoch:
+            self.trainer.optimizers = [torch.optim.SGD(network.parameters(), lr=0.02) for network in networks]
+
+    def training_step(self, batch, batch_idx):
+        self.note(batch[0])
+        self.manual_backward(sum(F.mse_loss(network(batch[0]), batch[1]) for network in (self.network, self.other)))
+        optimizers = self.optimizers()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("estimator", ["layers", "steps"])
+@pytest.mark.parametrize("numbers", [(1, 2, 2), (1, 2, 1)])
+@pytest.mark.parametrize("theta", [None, 0.02])
+def test_optimizers_may_come_and_go(tmp_path, numbers, estimator, theta):
+    module, callback = Changing(*numbers), growing(theta=theta, estimator=estimator)
+    trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
+    state = callback.state_dict()["measurement"]
+    assert sum(module.sizes) == EPOCHS * 40 and len(state["noise"]) == numbers[-1]
+    assert len(state["stationarity"] or []) == (numbers[-1] if theta is None else 0)
+
+
 # --- little data
 # -------------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ def test_after_training_the_optimizer_is_as_it_was(tmp_path):
 def doubled(*optimizers):
     """A scale by which the rates of these are doubled."""
     scale = LearningRateScale("linear")
-    scale.attach(optimizers)
+    scale.attach(lambda: optimizers)
     scale.end_step(4)
     scale.begin_batch(8)
     return scale
@@ -219,6 +219,23 @@ def test_groups_keep_their_own_rates():
     optimizer.step()
     assert [weight.item() for weight in weights] == [2 * RATE, 2 * 0.3]
     assert [group["lr"] for group in optimizer.param_groups] == [RATE, 0.3]
+
+
+def test_an_optimizer_that_takes_the_place_of_another_is_scaled_too(tmp_path):
+    class Replacing(Slope):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 3:
+                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=RATE)]
+
+    module = fit(tmp_path, [16], Replacing(), growing={"scale_lr": "sqrt"})
+    assert module.rates == pytest.approx([RATE] + [2 * RATE] * (len(module.rates) - 1)) and len(module.rates) == 4
+
+
+def test_an_optimizer_of_something_else_keeps_its_rate():
+    weight = parameter()
+    doubled()
+    torch.optim.SGD([weight], lr=RATE).step()
+    assert weight.item() == RATE
 
 
 def test_a_rate_that_is_a_tensor_shared_by_groups_is_changed_once_in_place_and_put_back():
@@ -311,7 +328,7 @@ def test_an_optimizer_without_a_rate_is_refused(tmp_path):
 
 def test_an_optimizer_without_hooks_is_refused():
     with pytest.raises(MisconfigurationException, match="hooks of a torch.optim.Optimizer, which object is not"):
-        LearningRateScale("sqrt").attach([object()])
+        LearningRateScale("sqrt").attach(lambda: [object()])
 
 
 # Schedules

@@ -95,6 +95,7 @@ class StepPairs:
         self.every_n_steps = every_n_steps or 1
         self._due = 0  # number of the step by which the next pair ends; 0 before the first step
         self._step = 0
+        self._optimizers: dict[int, Optimizer] = {}
         self._kept: dict[int, _Kept] = {}
         self._memory: dict[int, dict[int, Tensor]] = {}
         self._pairs: dict[int, _Pair] = {}
@@ -118,6 +119,9 @@ class StepPairs:
         if number in self._stepped:  # as one that evaluates the loss several times
             return
         self._stepped.add(number)
+        if self._optimizers.setdefault(number, optimizer) is not optimizer:  # it has been replaced
+            self._optimizers[number] = optimizer
+            self._kept.pop(number, None)
         if self._cadence.counts:
             self._cadence.count_step(optimizer)
         closes = number in self._kept

@@ -59,11 +59,14 @@ class AccumulationGrowth:
         return 1.0
 
     def expected_sizes(self) -> list[int]:
-        sizes = []
-        for loader in self._loaders():
+        sizes: list[int] = []
+        loaders = self._loaders()
+        for loader in loaders:
             size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "sampler", None))
             if samples is None and getattr(loader, "num_workers", 0) < 2:  # of several, each ends with a smaller batch
                 samples = known_length(getattr(loader, "dataset", None))  # a stream's
+            if samples is None and len(loaders) == 1 and self._trainer.is_last_batch:
+                return []  # the last batch of a stream may be smaller
             if isinstance(size, int):
                 left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
                 sizes.append(left if 0 < left < size else size)

@@ -18,6 +18,7 @@ from lightning_struct.callbacks.growing_batch_size.learning_rate import Learning
 from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
+from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
 from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
@@ -202,6 +203,7 @@ class GrowingBatchSize(Callback):
         self._validation = DueValidation()
         self._rate = None if scale_lr is None else LearningRateScale(scale_lr)
         self._clock: SchedulerClock | None = None
+        self._raw_steps: RawSteps | None = None
 
     def decide(self, batch_size: float) -> float:
         """Size of the next batch, from the predictions and validation values so far, or by the schedule.
@@ -259,6 +261,7 @@ class GrowingBatchSize(Callback):
             load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
             load(self._measurement_state)
         self._resumes = False
+        self._raw_steps = RawSteps(trainer)
         if self._rate is not None:
             self._rate.attach(lambda: trainer.optimizers, trainer.strategy.broadcast)
 
@@ -310,7 +313,8 @@ class GrowingBatchSize(Callback):
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
         self._samples += self._active_measurement.end_batch(batch, self._active_growth.expected_sizes())
-        stepped = trainer.global_step != self._last_step
+        assert self._raw_steps is not None
+        stepped = self._raw_steps.end_batch() or trainer.global_step != self._last_step
         self._active_clock.end_batch(batch_idx, self._active_growth, stepped)
         if stepped:
             self._last_step = trainer.global_step
@@ -551,6 +555,8 @@ class GrowingBatchSize(Callback):
         if self._measurement is not None:
             self._measurement_state = self._measurement.state_dict()
             self._measurement.pause()
+        if self._raw_steps is not None:
+            self._raw_steps.detach()
         if self._rate is not None:
             self._rate.detach()
         if self._clock is not None:

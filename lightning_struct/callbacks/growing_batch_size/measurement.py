@@ -84,8 +84,8 @@ class Measurement:
         reported = getattr(module, "gradient_statistics", None)
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
         self.noise: dict[int, NoiseScale] = {}
-        self._samples = self._batches = 0
-        self._told_of_nan = self._gave_up = False
+        self._samples = self._batches = self._expected = 0
+        self._told_of_nan = self._gave_up = self._sees_steps = False
         self._estimator: GradientEstimator | None = None
         self._tests_stationarity = needed and tests_stationarity and not self.is_reported
         self._tests: dict[Optimizer, StationarityTest] = {}
@@ -139,6 +139,7 @@ class Measurement:
         self._ask(lambda estimator: estimator.after_backward())
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self._sees_steps = True
         if optimizer not in self._trainer.optimizers:
             return
         self._ask(lambda estimator: estimator.before_step(optimizer))
@@ -154,7 +155,12 @@ class Measurement:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
         if self.is_reported:
             return 0
-        read = samples_in(batch, expected_sizes) * data_parallel_size(self._trainer)
+        read = samples_in(batch, expected_sizes)
+        if not expected_sizes:  # the batch shows it, or may: it is none larger than those before
+            read = min(read, self._expected or read)
+        elif len(expected_sizes) == 1:
+            self._expected = read
+        read *= data_parallel_size(self._trainer)
         self._samples += read
         self._batches += 1
         return read
@@ -166,6 +172,12 @@ class Measurement:
         samples, self._samples, self._batches = self._samples // batches, 0, 0
         due = step % (self._every_n_steps or 1) == 0
         if self._estimator is not None or self._gave_up:
+            if not (self._sees_steps or self._gave_up):
+                self._give_up(
+                    f"GrowingBatchSize cannot measure the steps of {type(self._module).__name__}, of which callbacks "
+                    f"are not told: step what self.optimizers() returns, without use_pl_optimizer=False, or in "
+                    f"optimizer_step the optimizer that it gets"
+                )
             measured = self._ask(lambda estimator: estimator.statistics(samples))
             return StepStatistics(samples, self._largest(measured or {}))
         if self._reported is None:

@@ -1,5 +1,7 @@
 """Optimizer steps of several batches: where the loaders stay as they are, and where they would outgrow the device."""
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -43,6 +45,30 @@ def test_accumulation_takes_any_loader(tmp_path):
     module = Windows()
     fit(tmp_path, Batches(), module=module, growing=Growing(8 * [8], mode="accumulate"))
     assert [len(window) for window in module.windows] == [1, 1, 2, 2, 2]
+
+
+class Plain(Windows):
+    """Has no statistics of its own."""
+
+    gradient_statistics = None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size, limit", [(10, None), (10, 3), (8, None), (50, None)])
+def test_the_last_batch_of_a_stream_that_accumulates_counts_as_it_is(tmp_path, batch_size, limit, workers):
+    module, growing = Plain(), GrowingBatchSize(mode="accumulate", theta=math.inf)
+    stream = DataLoader(Stream(range(45)), batch_size, num_workers=workers)
+    fit(tmp_path, stream, module=module, growing=growing, max_epochs=2, limit_train_batches=limit)
+    assert growing._samples == sum(module.sizes) and [r["batch_size"] for r in growing.records] == module.sizes
+
+
+def test_the_last_batch_of_a_stream_that_does_not_show_its_size_counts_as_those_before(tmp_path):
+    def collate(samples):  # three rows for each sample
+        return torch.tensor(samples).repeat(3)
+
+    growing = GrowingBatchSize(mode="accumulate", theta=math.inf)
+    fit(tmp_path, DataLoader(Stream(range(40)), 10, collate_fn=collate), module=Plain(), growing=growing)
+    assert [record["batch_size"] for record in growing.records] == 4 * [10]
 
 
 def test_accumulation_resumes(tmp_path):

@@ -295,6 +295,36 @@ def test_optimizers_may_come_and_go(tmp_path, numbers, estimator, theta):
     assert len(state["stationarity"] or []) == (numbers[-1] if theta is None else 0)
 
 
+class Raw(Manual):
+    """Steps an optimizer of which Lightning does not know."""
+
+    def optimizers(self):
+        return super().optimizers(use_pl_optimizer=False)
+
+
+class Unwrapping(Regressor):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.optimizer.step(optimizer_closure)
+
+
+def test_sizes_set_by_hand_do_not_need_to_know_of_steps(tmp_path):
+    modules = [Manual(), Raw()]
+    for module in modules:
+        callback = GrowingBatchSize(schedule="0:4 12:8 100:12", scale_lr="sqrt")
+        trainer_for(tmp_path, callback).fit(module, DataLoader(regression(), batch_size=4))
+    assert modules[0].sizes == modules[1].sizes and max(modules[1].sizes) == 12
+    assert torch.equal(weights(modules[0]), weights(modules[1]))
+
+
+@pytest.mark.parametrize("module", [Raw, Unwrapping])
+@pytest.mark.parametrize("estimator", ["layers", "steps"])
+def test_steps_that_cannot_be_measured_are_told_of_with_the_remedy(tmp_path, module, estimator):
+    raw, callback = module(), growing(estimator=estimator)
+    with pytest.warns(UserWarning, match=rf"steps of {module.__name__}.*step what self.optimizers\(\) returns") as told:
+        trainer_for(tmp_path, callback).fit(raw, DataLoader(regression(), batch_size=4))
+    assert set(raw.sizes) == {4} and sum("GrowingBatchSize" in str(warning.message) for warning in told) == 1
+
+
 # --- little data
 # -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -19,9 +20,10 @@ from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGr
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
-from lightning_struct.callbacks.growing_batch_size.rules import check_settings, next_batch_size, predicted_batch_size
+from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
+from lightning_struct.callbacks.growing_batch_size.settings import check_settings
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
@@ -159,23 +161,8 @@ class GrowingBatchSize(Callback):
         allow_shrinking: bool = False,
         probes: int | None = 8,
     ) -> None:
-        check_settings(
-            max_batch_size=max_batch_size,
-            theta=theta,
-            schedule=schedule,
-            scale_lr=scale_lr,
-            estimator=estimator,
-            max_overhead=max_overhead,
-            max_device_batch_size=max_device_batch_size,
-            growth=growth,
-            window=window,
-            every_n_steps=every_n_steps,
-            mode=mode,
-            probes=probes,
-            validation_monitor=validation_monitor,
-            validation_threshold=validation_threshold,
-            allow_shrinking=allow_shrinking,
-        )
+        given, defaults = locals(), {name: of.default for name, of in signature(GrowingBatchSize).parameters.items()}
+        check_settings({name: given[name] for name in defaults}, defaults)
         self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
         self.max_batch_size, self.theta, self.schedule, self.scale_lr = max_batch_size, theta, schedule, scale_lr
         self.estimator, self.max_overhead, self.every_n_steps = estimator, max_overhead, every_n_steps
@@ -502,6 +489,13 @@ class GrowingBatchSize(Callback):
                 raise MisconfigurationException(problem)
             rank_zero_warn(f"{problem}. The size is decided by the steps before")
             return
+        without_value = self.validation_monitor is None and statistics.validation_value is None
+        if not self.records and self.growth != 1.005 and self.validation_threshold < math.inf and without_value:
+            rank_zero_warn(
+                f"GrowingBatchSize(growth={self.growth:g}) is the factor by which the batch grows where a validation "
+                f"value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
+                f"validation_threshold=math.inf to grow in each check"
+            )
         averages = [noise.statistics(size) for noise in measurement.noise.values()]
         predicted = max(
             predicted_batch_size(of, self._active_growth.dataset_size, theta, self.max_batch_size)
@@ -533,11 +527,20 @@ class GrowingBatchSize(Callback):
         if self._told:
             return
         self._told = True
+        measures = self._active_measurement.description()
+        if self.schedule is not None:
+            also = f", and {measures}, for scale_lr='adascale'" if self.scale_lr == "adascale" else ""
+            rank_zero_info(f"GrowingBatchSize goes by schedule={self.schedule!r}{also}")
+            return
         rule = f", theta={self._theta:g}" if self._tests_norm else ""
         if rule and self._waits_for_noise and not self._active_measurement.is_reported:
             rule += ", and grows where the noise of the steps undoes their descent"
-        chosen = f"{self._active_measurement.description()}{rule}"
-        rank_zero_info(f"GrowingBatchSize {chosen if self.schedule is None else f'goes by schedule={self.schedule!r}'}")
+        if self.validation_threshold == math.inf:
+            often = "step" if self.every_n_steps is None and not self._tests_norm else "check"
+            rule += f"; it grows by growth={self.growth:g} in each {often}"
+        elif self.validation_monitor is not None:
+            rule += f"; it grows by growth={self.growth:g} where {self.validation_monitor!r} stalls"
+        rank_zero_info(f"GrowingBatchSize {measures}{rule}")
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what is new: in the first step, and when loggers write, since logging takes longer than checking."""

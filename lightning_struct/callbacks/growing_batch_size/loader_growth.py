@@ -41,8 +41,8 @@ class LoaderGrowth:
 
     Raises:
         MisconfigurationException: the accumulation cannot be changed; or, when Lightning prepares the loaders: one of
-            them cannot be resized, or is larger than ``max_device_batch_size``; or the run was stopped in the middle of
-            an epoch with another number of processes or loaders.
+            them cannot be resized, or is larger than ``max_device_batch_size`` where no size is decided; or the run was
+            stopped in the middle of an epoch with another number of processes or loaders.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class LoaderGrowth:
         for loader in self._loaders:
             loader.end_preparation()
         first = sum(loader.first_batch_size for loader in self._loaders) // data_parallel_size(self._trainer)
-        if self._device_limit is not None and first > self._device_limit:
+        if self._device_limit is not None and first > self._device_limit and self._decided is None:
             raise MisconfigurationException(
                 f"Batches of {first} on one device are larger than GrowingBatchSize(max_device_batch_size="
                 f"{self._device_limit}): give the DataLoader a smaller batch_size, or raise the limit"

@@ -123,7 +123,7 @@ class Measurement:
         if self.is_reported:
             return f"goes by {type(self._module).__name__}.gradient_statistics()"
         if self._estimator is None:
-            return "measures nothing, as nothing asks for it"
+            return "measures nothing, as " + ("it cannot" if self._gave_up else "nothing asks for it")
         every = self._estimator.every_n_steps
         steps = "in each step" if every == 1 else f"every {every} steps"
         bound = f", within max_overhead={self._max_overhead:g} of the time" if self._every_n_steps is None else ""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.functional.gradient_norms import required_batch_size
-from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 def next_batch_size(
@@ -92,78 +91,3 @@ def predicted_batch_size(
     if statistics.gradient_squared_norm > 0 or dataset_size is not None:
         return required_batch_size(statistics.variance, statistics.gradient_squared_norm, dataset_size, theta)
     return max_batch_size or statistics.batch_size
-
-
-ESTIMATORS = ("auto", "layers", "ranks", "steps")
-LEARNING_RATE_RULES = (None, "sqrt", "linear", "adascale")
-MODES = ("auto", "batch", "accumulate")
-
-
-def check_settings(
-    *,
-    max_batch_size: int | None,
-    theta: float | None,
-    schedule: str | None,
-    scale_lr: str | None,
-    estimator: str,
-    max_overhead: float,
-    max_device_batch_size: int | None,
-    growth: float,
-    window: int,
-    every_n_steps: int | None,
-    mode: str,
-    probes: int | None,
-    validation_monitor: str | None,
-    validation_threshold: float,
-    allow_shrinking: bool,
-) -> None:
-    """Raise for an argument of GrowingBatchSize that is out of range, or that contradicts another.
-
-    Raises:
-        MisconfigurationException: names the argument and its value.
-    """
-    if not ((theta is None or theta > 0) and growth >= 1 and window >= 1):
-        raise MisconfigurationException(
-            f"GrowingBatchSize needs theta > 0, growth >= 1 and window >= 1, but got {theta}, {growth} and {window}"
-        )
-    counts = {
-        "max_batch_size": max_batch_size,
-        "max_device_batch_size": max_device_batch_size,
-        "every_n_steps": every_n_steps,
-        "probes": probes,
-    }
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise MisconfigurationException(f"{name} must be at least 1, or None, but is {count}")
-    choices = {
-        "estimator": (estimator, ESTIMATORS),
-        "scale_lr": (scale_lr, LEARNING_RATE_RULES),
-        "mode": (mode, MODES),
-    }
-    for name, (value, values) in choices.items():
-        if value not in values:
-            raise MisconfigurationException(f"{name} must be one of {', '.join(map(repr, values))}, but is {value!r}")
-    if not 0 < max_overhead <= 1:
-        raise MisconfigurationException(
-            f"max_overhead must be in (0, 1], a share of the training, but is {max_overhead}"
-        )
-    if mode == "accumulate" and max_device_batch_size is not None:
-        raise MisconfigurationException(
-            f"mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
-            f"{max_device_batch_size} lets them grow so far: leave one of them out"
-        )
-    if schedule is not None:
-        of_rules: dict[str, tuple[object, tuple[object, ...]]] = {
-            "theta": (theta, (None, math.inf)),
-            "estimator": (estimator, ESTIMATORS if scale_lr == "adascale" else ("auto",)),
-            "validation_monitor": (validation_monitor, (None,)),
-            "validation_threshold": (validation_threshold, (0.005,)),
-            "growth": (growth, (1.005,)),
-            "allow_shrinking": (allow_shrinking, (False,)),
-        }
-        for name, (given, neutral) in of_rules.items():
-            if given not in neutral:
-                raise MisconfigurationException(
-                    f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={given!r} is of a rule "
-                    f"that goes by measurements: leave one of them out"
-                )

@@ -60,18 +60,17 @@ class SchedulerClock:
         trainer, module = self._trainer, self._trainer.lightning_module
         if self._steps_end_training(growth.first_length):
             return
-        for config in trainer.lr_scheduler_configs:
-            if config.interval != "step" or config.reduce_on_plateau:
-                continue
-            if not module.automatic_optimization:
-                rank_zero_warn(
-                    f"{type(module).__name__} optimizes by hand and steps {type(config.scheduler).__name__} itself, "
-                    f"with interval='step': as GrowingBatchSize makes batches larger there are fewer optimizer steps, "
-                    "and a length taken from trainer.estimated_stepping_batches, which is that of the first batch "
-                    "size, may not be reached. Step it once an epoch, or set its length together with "
-                    "Trainer(max_steps=...)"
-                )
-                continue
+        configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
+        if configs and not module.automatic_optimization:
+            names = " and ".join(dict.fromkeys(type(config.scheduler).__name__ for config in configs))
+            rank_zero_warn(
+                f"{type(module).__name__} optimizes by hand and steps {names} itself, with interval='step': as "
+                f"GrowingBatchSize makes batches larger there are fewer optimizer steps, and a length taken from "
+                "trainer.estimated_stepping_batches, which is that of the first batch size, may not be reached. Step "
+                "it once an epoch, or set its length together with Trainer(max_steps=...)"
+            )
+            return
+        for config in configs:
             self._configs.append(config)
             self._frequencies[id(config)] = config.frequency
             config.frequency = sys.maxsize  # batches between the steps that Lightning makes

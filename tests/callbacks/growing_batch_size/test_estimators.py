@@ -187,6 +187,25 @@ def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
     assert f"estimator='{name}' every" in line and "max_overhead=0.03" in line and "theta=1" in line
 
 
+@pytest.mark.parametrize(
+    "growing, words",
+    [
+        (
+            {"schedule": "0:4", "scale_lr": "adascale"},
+            ["schedule='0:4', and measures by estimator='layers'", "adascale"],
+        ),
+        ({"schedule": "0:4"}, ["goes by schedule='0:4'"]),
+        ({"theta": math.inf, "validation_threshold": math.inf}, ["measures nothing", "growth=1.005 in each step"]),
+        ({"validation_monitor": "val_loss"}, ["theta=1", "growth=1.005 where 'val_loss' stalls"]),
+    ],
+)
+def test_the_line_says_what_else_decides(tmp_path, caplog, growing, words):
+    with caplog.at_level("INFO"):
+        fit(tmp_path, Regressor(), growing={"window": 5} | growing)
+    (line,) = said(caplog)
+    assert all(word in line for word in words)
+
+
 @pytest.mark.parametrize("module", [Regressor, GAN])
 def test_ranks_are_refused_where_a_step_has_no_parts(tmp_path, module):
     with pytest.raises(MisconfigurationException, match="estimator='ranks'.*estimator='steps'"):

@@ -1,4 +1,6 @@
 import math
+import re
+import warnings
 
 import lightning as L
 import pytest
@@ -335,11 +337,58 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path):
         {"theta": math.nan},
         {"mode": "both"},
         {"probes": 0},
+        {"theta": "1"},
+        {"growth": math.inf},
+        {"window": 2.5},
+        {"window": "5"},
+        {"max_batch_size": "64"},
+        {"max_batch_size": 64.5},
+        {"max_batch_size": True},
+        {"max_device_batch_size": 1.5},
+        {"every_n_steps": "5"},
+        {"max_overhead": "3%"},
+        {"max_overhead": 0},
+        {"probes": 2.5},
+        {"validation_threshold": "x"},
+        {"validation_threshold": math.nan},
+        {"validation_monitor": 1},
+        {"estimator": ["layers"]},
     ],
 )
-def test_wrong_arguments_are_named(arguments):
-    with pytest.raises(MisconfigurationException, match=next(iter(arguments))):
+def test_wrong_arguments_are_named_with_their_values(arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(MisconfigurationException, match=rf"^{name} must be .*, but is {re.escape(repr(value))}$"):
         GrowingBatchSize(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"theta": math.inf, "estimator": "layers"},
+        {"max_device_batch_size": 8, "max_batch_size": 4},
+        {"every_n_steps": 5, "max_overhead": 0.5},
+        {"mode": "accumulate", "max_device_batch_size": 4},
+    ],
+)
+def test_arguments_that_contradict_each_other_are_both_named(arguments):
+    with pytest.raises(MisconfigurationException, match="leave one of them out") as error:
+        GrowingBatchSize(**arguments)
+    assert all(f"{name}={value!r}" in str(error.value) for name, value in arguments.items())
+
+
+def test_measuring_for_the_rate_goes_with_no_norm_test():
+    GrowingBatchSize(theta=math.inf, scale_lr="adascale", estimator="layers")
+
+
+@pytest.mark.parametrize(
+    "options, warned", [({"growth": 1.1}, True), ({"growth": 1.1, "theta": 0.5}, True), ({}, False)]
+)
+def test_a_factor_without_a_value_that_could_stall_is_warned_of_once(tmp_path, options, warned):
+    module, growing = ScriptedNetwork(), GrowingBatchSize(max_batch_size=40, **options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(tmp_path, module, growing)
+    assert sum("there is none: name a logged metric by validation_monitor" in str(w.message) for w in told) == warned
 
 
 def test_samples_that_cannot_be_drawn_twice_limit_the_first_batch(tmp_path):

@@ -179,7 +179,8 @@ def test_the_factor_is_logged(tmp_path):
 
 @pytest.mark.parametrize("rule", ["linear", "adascale"])
 def test_adascale_alone_measures_what_a_schedule_does_not_ask_for(tmp_path, rule):
-    growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule, every_n_steps=1)
+    often = {"every_n_steps": 1} if rule == "adascale" else {}
+    growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule, **often)
     trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=2, log_every_n_steps=1)
     trainer.fit(Regressor(), DataLoader(regression(), batch_size=4))
     scale = trainer.logged_metrics["learning_rate_scale"]
@@ -431,6 +432,19 @@ def test_a_module_that_steps_a_scheduler_by_hand_is_warned(tmp_path):
     with pytest.warns(UserWarning, match="steps LambdaLR itself, with interval='step': .* fewer optimizer steps"):
         module = fit(tmp_path, [20, 16], scheduled(constant, ByHand))
     assert module.scheduler.last_epoch == len(module.sizes) == 3
+
+
+def test_a_module_that_steps_several_schedulers_by_hand_is_warned_once(tmp_path):
+    class ByHand(ManualSlope):
+        gradient_statistics = None
+
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()
+            return optimizers, [{"scheduler": constant(optimizer), "interval": "step"} for optimizer in optimizers]
+
+    with pytest.warns(UserWarning, match="steps LambdaLR itself") as told:
+        fit(tmp_path, [8], ByHand(), growing={"theta": math.inf})
+    assert sum("steps LambdaLR itself" in str(warning.message) for warning in told) == 1
 
 
 def test_lightning_steps_the_scheduler_again_after_training(tmp_path):

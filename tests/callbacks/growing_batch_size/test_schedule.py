@@ -77,6 +77,13 @@ def test_sizes_beyond_the_batches_are_accumulated(tmp_path, options):
     assert [sum(size for size, _ in window) for window in module.windows][-2:] == [16, 16] and set(module.sizes) == {4}
 
 
+def test_a_first_size_that_fits_the_device_takes_the_place_of_that_of_the_loader(tmp_path):
+    growing = GrowingBatchSize(schedule="0:2 20:6", max_device_batch_size=2)
+    module = scheduled(tmp_path, None, loader(48), growing)
+    assert module.sizes[:10] == 10 * [2] and max(module.sizes) == 2
+    assert {sum(size for size, _ in window) for window in module.windows} >= {2, 6}
+
+
 def test_nothing_is_measured(tmp_path):
     growing = GrowingBatchSize(schedule="0:8")
     scheduled(tmp_path, None, growing=growing)
@@ -100,6 +107,10 @@ def test_a_resumed_run_goes_on_at_its_place(tmp_path):
         {"validation_threshold": math.inf},
         {"growth": 1.01},
         {"allow_shrinking": True},
+        {"every_n_steps": 2},
+        {"window": 3},
+        {"max_overhead": 0.1},
+        {"probes": None},
     ],
 )
 def test_another_rule_is_contradictory(other):

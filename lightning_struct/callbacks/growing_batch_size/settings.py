@@ -32,14 +32,12 @@ def check_settings(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
         value, optional = settings[name], defaults[name] is None or name == "probes"
         is_count = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
         _check(name, value, is_count or (optional and value is None), "a whole number >= 1" + ", or None" * optional)
-    theta, overhead = settings["theta"], settings["max_overhead"]
+    theta, overhead, growth = settings["theta"], settings["max_overhead"], settings["growth"]
+    threshold, monitor = settings["validation_threshold"], settings["validation_monitor"]
     _check("theta", theta, theta is None or (_is_number(theta) and theta > 0), "a number > 0, or None")
-    _check("growth", settings["growth"], _is_number(settings["growth"]) and 1 <= settings["growth"] < math.inf,
-           "a finite number >= 1")  # fmt: skip
     _check("max_overhead", overhead, _is_number(overhead) and 0 < overhead <= 1, "a share of the time, in (0, 1]")
-    _check("validation_threshold", settings["validation_threshold"], _is_number(settings["validation_threshold"]),
-           "a number")  # fmt: skip
-    monitor = settings["validation_monitor"]
+    _check("growth", growth, _is_number(growth) and 1 <= growth < math.inf, "a finite number >= 1")
+    _check("validation_threshold", threshold, _is_number(threshold), "a number")
     _check("validation_monitor", monitor, monitor is None or isinstance(monitor, str), "the name of a metric, or None")
     _check_contradictions(settings, defaults)
 
@@ -68,18 +66,18 @@ def _check_contradictions(settings: dict[str, Any], defaults: dict[str, Any]) ->
         of_rules = {"validation_monitor", "validation_threshold", "growth", "allow_shrinking", "window"}
         theta = set() if settings["theta"] == math.inf else {"theta"}
         _refuse(
-            f"schedule={schedule!r} sets the sizes, and nothing is measured",
+            f"schedule={schedule!r} sets the sizes, and nothing is measured, but ",
             settings,
             given & (of_rules | theta | (set() if measures else of_measuring)),
         )
     elif settings["theta"] == math.inf and not measures:
-        _refuse("theta=inf asks for no norm test, and nothing is measured", settings, given & {"estimator"})
+        _refuse("theta=inf asks for no norm test, and nothing is measured, but ", settings, given & {"estimator"})
 
 
 def _refuse(why: str, settings: dict[str, Any], names: Collection[str]) -> None:
     for name in sorted(names):
         raise MisconfigurationException(
-            f"{why}, but {name}={settings[name]!r} is of a rule that goes by measurements: leave one of them out"
+            f"{why}{name}={settings[name]!r} is of a rule that goes by measurements: leave one of them out"
         )
 
 

@@ -17,6 +17,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators import (
     NotFinite,
     Unmeasurable,
     choose_estimator,
+    first_line,
     samples_in,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
@@ -147,9 +148,7 @@ class Measurement:
             try:
                 self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
             except Exception as error:  # noqa: BLE001 - measuring must not end a training
-                self._give_up(
-                    f"GrowingBatchSize cannot test whether noise undoes the descent ({type(error).__name__}: {error})"
-                )
+                self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent ({first_line(error)})")
 
     def end_batch(self, batch: Any, expected_sizes: list[int]) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
@@ -235,7 +234,7 @@ class Measurement:
         except Unmeasurable as problem:
             self._go_on(str(problem))
         except Exception as error:  # noqa: BLE001 - measuring must not end a training
-            self._go_on(f"fails ({type(error).__name__}: {error})")
+            self._go_on(f"fails ({first_line(error)})")
         return None
 
     def _tell_of_nan(self) -> None:

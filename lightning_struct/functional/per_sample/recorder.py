@@ -280,8 +280,9 @@ class GradientNormRecorder:
         except Exception as error:
             if self._raises:
                 raise
+            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             for parameter in parameters:
-                self._faults.setdefault(parameter, f"to measure it fails ({type(error).__name__}: {error})")
+                self._faults.setdefault(parameter, f"to measure it fails ({first_line})")
 
     def _before_forward(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

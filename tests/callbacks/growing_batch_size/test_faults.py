@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_struct import GradientStatistics, GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.estimators import samples_in
 from lightning_struct.callbacks.growing_batch_size.estimators.layers import SampleGradients
 from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
 from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, regression
@@ -210,10 +211,17 @@ def test_layers_that_cannot_be_measured_leave_it_to_pairs_of_steps(tmp_path, mod
     assert reason in told and "network.0.weight" in told and "register_layer" in told
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_samples_of_nested_tensors_are_counted(layout):
+    batch = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 1, 4)], layout=layout)
+    assert samples_in([batch, torch.ones(3, 5)], [3, 5]) == 3 and samples_in(batch, []) == 3
+
+
 @pytest.mark.parametrize("method", ["begin_batch", "after_backward", "before_step", "statistics"])
 def test_an_estimator_that_fails_leaves_it_to_pairs_of_steps(tmp_path, monkeypatch, method):
     def fail(*arguments):
-        raise OSError("unforeseen")
+        raise OSError("unforeseen\nin detail")
 
     monkeypatch.setattr(SampleGradients, method, fail)
     assert "fails (OSError: unforeseen)" in went_on(tmp_path, Regressor())

@@ -24,4 +24,5 @@ def samples_in(batch: Any, expected_sizes: list[int]) -> int:
 def leading_sizes(batch: Any) -> tuple[set[int], set[int]]:
     """Sizes of the first and of the second dimensions of the tensors in a batch."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return {t.shape[0] for t in tensors if t.ndim}, {t.shape[1] for t in tensors if t.ndim > 1}
+    # the second of a nested tensor is ragged
+    return {t.size(0) for t in tensors if t.ndim}, {t.size(1) for t in tensors if t.ndim > 1 and not t.is_nested}

@@ -1,7 +1,6 @@
 """The arguments of GrowingBatchSize: what each takes, and which contradict each other."""
 
 import math
-from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
 
@@ -43,42 +42,22 @@ def check_settings(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def _check_contradictions(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
-    device, most, schedule = settings["max_device_batch_size"], settings["max_batch_size"], settings["schedule"]
-    given = {name for name, value in settings.items() if value != defaults[name]}
+    device, schedule = settings["max_device_batch_size"], settings["schedule"]
     if settings["mode"] == "accumulate" and device is not None:
         raise MisconfigurationException(
             f"mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size={device} lets "
             f"them grow so far: leave one of them out"
         )
-    if device is not None and most is not None and device > most:
-        raise MisconfigurationException(
-            f"max_device_batch_size={device} lets the batches of one device grow beyond max_batch_size={most}, which "
-            f"is of all together: leave one of them out, or raise max_batch_size"
-        )
-    if {"every_n_steps", "max_overhead"} <= given:
-        raise MisconfigurationException(
-            f"every_n_steps={settings['every_n_steps']} says how often is measured, which max_overhead="
-            f"{settings['max_overhead']} would choose: leave one of them out"
-        )
-    of_measuring = {"estimator", "every_n_steps", "max_overhead", "probes"}
-    measures = settings["scale_lr"] == "adascale"
-    if schedule is not None:
-        of_rules = {"validation_monitor", "validation_threshold", "growth", "allow_shrinking", "window"}
-        theta = set() if settings["theta"] == math.inf else {"theta"}
-        _refuse(
-            f"schedule={schedule!r} sets the sizes, and nothing is measured, but ",
-            settings,
-            given & (of_rules | theta | (set() if measures else of_measuring)),
-        )
-    elif settings["theta"] == math.inf and not measures:
-        _refuse("theta=inf asks for no norm test, and nothing is measured, but ", settings, given & {"estimator"})
-
-
-def _refuse(why: str, settings: dict[str, Any], names: Collection[str]) -> None:
-    for name in sorted(names):
-        raise MisconfigurationException(
-            f"{why}{name}={settings[name]!r} is of a rule that goes by measurements: leave one of them out"
-        )
+    if schedule is None:
+        return
+    of_rules = ["theta", "validation_monitor", "validation_threshold", "growth", "allow_shrinking"]
+    for name in of_rules if settings["scale_lr"] == "adascale" else [*of_rules, "estimator"]:
+        value = settings[name]
+        if value != defaults[name] and not (name == "theta" and value == math.inf):
+            raise MisconfigurationException(
+                f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a rule "
+                f"that goes by measurements: leave one of them out"
+            )
 
 
 def _is_number(value: object) -> bool:

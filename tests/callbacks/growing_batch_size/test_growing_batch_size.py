@@ -362,25 +362,6 @@ def test_wrong_arguments_are_named_with_their_values(arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"theta": math.inf, "estimator": "layers"},
-        {"max_device_batch_size": 8, "max_batch_size": 4},
-        {"every_n_steps": 5, "max_overhead": 0.5},
-        {"mode": "accumulate", "max_device_batch_size": 4},
-    ],
-)
-def test_arguments_that_contradict_each_other_are_both_named(arguments):
-    with pytest.raises(MisconfigurationException, match="leave one of them out") as error:
-        GrowingBatchSize(**arguments)
-    assert all(f"{name}={value!r}" in str(error.value) for name, value in arguments.items())
-
-
-def test_measuring_for_the_rate_goes_with_no_norm_test():
-    GrowingBatchSize(theta=math.inf, scale_lr="adascale", estimator="layers")
-
-
-@pytest.mark.parametrize(
     "options, warned", [({"growth": 1.1}, True), ({"growth": 1.1, "theta": 0.5}, True), ({}, False)]
 )
 def test_a_factor_without_a_value_that_could_stall_is_warned_of_once(tmp_path, options, warned):

@@ -107,10 +107,6 @@ def test_a_resumed_run_goes_on_at_its_place(tmp_path):
         {"validation_threshold": math.inf},
         {"growth": 1.01},
         {"allow_shrinking": True},
-        {"every_n_steps": 2},
-        {"window": 3},
-        {"max_overhead": 0.1},
-        {"probes": None},
     ],
 )
 def test_another_rule_is_contradictory(other):

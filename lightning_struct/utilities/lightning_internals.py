@@ -173,9 +173,17 @@ class TrainingLoaders:
             bar.progress.update(bar.train_progress_bar_id, total=total)
 
     def iterate_anew(self) -> None:
-        """Start iterating again, as ``setup_data`` did."""
+        """Start iterating again, as ``setup_data`` did, in the order of the epoch that is to come.
+
+        Lightning tells samplers the epoch (``set_epoch``) after that; but workers are asked for batches at once.
+        """
         fetcher = self._loop._data_fetcher
         assert fetcher is not None
+        epoch = self._loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        for loader in fetcher.combined_loader.flattened:
+            for holder in (loader, getattr(loader, "batch_sampler", None)):
+                if callable(set_epoch := getattr(getattr(holder, "sampler", None), "set_epoch", None)):
+                    set_epoch(epoch)
         iter(fetcher)
 
 

@@ -233,15 +233,15 @@ class LoaderGrowth:
         state, self._state = self._state, None
         if state is not None:
             self._resume(state)
-            if any(isinstance(loader, GrowingLoader) for loader in self._loaders):
-                self._trainer_loaders.iterate_anew()  # workers may have been asked for batches already
         if self._begun:
             self._begin(state)
         else:  # Trainer.estimated_stepping_batches may be asked for: it counts with the first size
             self._resumed = state
 
     def _begin(self, state: State | None) -> None:
-        """Set the accumulation of a resumed run, and what Lightning derives from the lengths of the loaders."""
+        """Begin the epoch of a resumed run anew, set its accumulation and what Lightning derives from the lengths."""
+        if state is not None and any(isinstance(loader, GrowingLoader) for loader in self._loaders):
+            self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         if state is not None and self._device_limit is not None:
             self._trainer.accumulate_grad_batches = state["accumulated"][0]
         self._set_limits()

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
@@ -271,10 +271,19 @@ def test_accumulated_batches_count_as_one(tmp_path):
 # Resuming
 
 
+class EpochSampler(DistributedSampler):
+    """Shuffles by the epoch that Lightning tells it, as Lightning's own sampler does with several processes."""
+
+    def __init__(self, data):
+        super().__init__(data, num_replicas=1, rank=0)
+
+
 MAKERS = {
     "in order": lambda: loader(),
     "seeded": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0)),
     "workers": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=2),
+    "shuffled by epoch": lambda: loader(sampler=EpochSampler(range(40))),
+    "shuffled by epoch, with workers": lambda: loader(sampler=EpochSampler(range(40)), num_workers=2),
     "stream": lambda: DataLoader(Stream(range(40)), 4),
     "sized stream": lambda: DataLoader(SizedStream(range(40)), 4),
     "stream of workers": lambda: DataLoader(SizedStream(range(40)), 4, num_workers=2),
@@ -288,7 +297,8 @@ SCRIPT = [4, 6, 6, 8, 10, 12, 12, 14, 20]
 def test_a_resumed_run_reads_the_very_next_sample(tmp_path, maker):
     options = {"max_epochs": 3, "enable_checkpointing": True}
     whole = fit(tmp_path, MAKERS[maker](), SCRIPT, callbacks=[checkpoints(tmp_path)], **options)
-    for step in (2, len(whole.epochs[0])) if "workers" in maker else range(1, len(whole.read)):
+    first = len(whole.epochs[0])
+    for step in (2, first, first + 1) if "workers" in maker else range(1, len(whole.read)):
         path = tmp_path / f"step={step}.ckpt"
         resumed = fit(tmp_path, MAKERS[maker](), SCRIPT, ckpt_path=path, **options)
         assert resumed.read == whole.read[step:] and resumed.lengths == whole.lengths[step:], step

@@ -73,8 +73,8 @@ class GrowingBatchSize(Callback):
 
     Schedulers with ``interval="step"`` keep their place: where epochs or time end the training, they are stepped as
     often as they would be after the same samples in batches of the first size, so that a length from
-    ``estimated_stepping_batches`` ends with the training (automatic optimization only). Where ``max_steps`` ends it,
-    they are left alone.
+    ``estimated_stepping_batches`` ends with the training (automatic optimization only). Where ``max_steps`` may end it
+    too, they go by what is nearer to its end; where ``max_steps`` alone can, they are left alone.
 
     What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches. With other
     loaders it accumulates gradients over batches, and refuses them by name where that cannot be done either. With

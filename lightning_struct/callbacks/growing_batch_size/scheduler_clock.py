@@ -15,21 +15,25 @@ TOLERANCE = 1e-9  # of sums of fractions of a batch
 
 
 def scheduler_steps(batches: float, of: float, accumulated: int, frequency: int) -> int:
-    """Steps that Lightning makes of a scheduler with ``interval="step"`` in the first batches of an epoch.
+    """Steps that Lightning makes of a scheduler with ``interval="step"`` in the first batches of a training.
 
     Args:
         batches: how many are done; of a fraction the whole ones count.
-        of: batches of the epoch.
+        of: batches of each epoch.
         accumulated: batches of an optimizer step.
-        frequency: of the scheduler, in batches.
+        frequency: of the scheduler, in batches of an epoch.
 
     Example:
-        >>> [scheduler_steps(batches, of=5, accumulated=2, frequency=1) for batches in range(6)]
-        [0, 0, 1, 1, 2, 3]
+        >>> [scheduler_steps(batches, of=5, accumulated=2, frequency=1) for batches in range(8)]
+        [0, 0, 1, 1, 2, 3, 3, 4]
     """
-    whole = math.floor(batches + TOLERANCE)
-    remainder_is_stepped = whole == of and whole % accumulated and whole % frequency == 0
-    return whole // math.lcm(accumulated, frequency) + bool(remainder_is_stepped)
+    epochs, rest = divmod(batches + TOLERANCE, of)
+    together = math.lcm(accumulated, frequency)
+    steps = math.floor(rest) // together
+    if epochs:
+        remainder_is_stepped = of % accumulated and of % frequency == 0
+        steps += int(epochs) * (int(of) // together + bool(remainder_is_stepped))
+    return steps
 
 
 class SchedulerClock:
@@ -41,9 +45,10 @@ class SchedulerClock:
     size. Where an epoch is a number of batches, by ``limit_train_batches``, those that are left share what is left of
     the steps.
 
-    Where ``max_steps`` ends the training (before ``max_epochs`` would, with batches of the first size) the number of
-    steps is what the user wrote: then Lightning steps the schedulers as ever. So it does those that are reduced on a
-    plateau, and a module its own in manual optimization.
+    Where ``max_steps`` alone can end the training, the number of steps is what the user wrote: then Lightning steps the
+    schedulers as ever. So it does those that are reduced on a plateau, and a module its own in manual optimization.
+    Where ``max_epochs`` and ``max_steps`` are both given, nobody can tell beforehand which of them ends the training:
+    the schedulers go by the one that is nearer to its end.
 
     Args:
         trainer: in ``Callback.setup``.
@@ -58,7 +63,7 @@ class SchedulerClock:
     def attach(self, growth: BatchGrowth) -> None:
         """Take over the stepping from Lightning, at the start of training."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        if self._steps_end_training(growth.first_length):
+        if self._trainer.max_steps != -1 and not self._has_both_limits(growth.first_length):
             return
         configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         if configs and not module.automatic_optimization:
@@ -105,12 +110,16 @@ class SchedulerClock:
         if length == math.inf:  # a stream may give the processes batches of different sizes
             self._batches = self._trainer.strategy.broadcast(self._batches)
             length = self._batches if self._trainer.is_last_batch else length
+        places = self._batches_stepped, self._batches
+        if self._has_both_limits(length):
+            steps = self._trainer.global_step
+            places = self._place(places[0], steps - 1, length), self._place(places[1], steps, length)
         for config in self._trainer.lr_scheduler_configs:  # callbacks may have put others there
             if id(config) not in self._frequencies:
                 continue
             before, now = (
                 scheduler_steps(batches, length, self._accumulated, self._frequencies[id(config)])
-                for batches in (self._batches_stepped, self._batches)
+                for batches in places
             )
             for _ in range(now - before):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
@@ -122,10 +131,26 @@ class SchedulerClock:
     def load_state_dict(self, state: State) -> None:
         self._batches, self._batches_stepped = state["batches"], state["batches_stepped"]
 
-    def _steps_end_training(self, length: float) -> bool:
-        steps, epochs = self._trainer.max_steps, self._trainer.max_epochs
-        if steps == -1:
-            return False
-        if epochs is None or epochs == -1 or length == math.inf:
-            return True
-        return steps <= math.ceil(length / self._accumulated) * epochs
+    def _has_both_limits(self, length: float) -> bool:
+        trainer = self._trainer
+        return trainer.max_steps != -1 and trainer.max_epochs not in (None, -1) and length < math.inf
+
+    def _place(self, batches: float, steps: int, length: float) -> float:
+        """Place of the schedulers between both limits, in batches of the first size since the start of training.
+
+        Args:
+            batches: of this epoch that are done, in batches of the first size.
+            steps: of the optimizer that are done.
+            length: of an epoch.
+        """
+        trainer = self._trainer
+        assert trainer.max_epochs is not None
+        planned = math.ceil(length / self._accumulated) * trainer.max_epochs
+        end = min(self._batches_of(trainer.max_steps, length), length * trainer.max_epochs)
+        by_epochs = (trainer.current_epoch * length + batches) / (length * trainer.max_epochs) * end
+        return max(by_epochs, self._batches_of(steps * min(1.0, planned / trainer.max_steps), length))
+
+    def _batches_of(self, steps: float, length: float) -> float:
+        """Batches of the first size that make so many optimizer steps."""
+        epochs, rest = divmod(steps, math.ceil(length / self._accumulated))
+        return epochs * length + min(rest * self._accumulated, length)

@@ -382,6 +382,9 @@ CASES = {
     "growth by both": {"growing": {"max_device_batch_size": 8}},
     "stream": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4)},
     "steps to spare": {"max_steps": 1000},
+    "steps and epochs": {"max_steps": 15},
+    "as many steps as epochs make": {"max_steps": 20},
+    "steps and epochs, accumulated": {"max_steps": 6, "accumulate_grad_batches": 3, "frequency": 2},
     "own batches": {"data": lambda: DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)])},
     "reloaded": {"reload_dataloaders_every_n_epochs": 1},
 }
@@ -404,6 +407,14 @@ def test_a_schedule_ends_where_it_does_with_batches_of_the_first_size(tmp_path, 
 def test_a_number_of_steps_is_left_alone(tmp_path, epochs):
     module = fit(tmp_path, [8, 16], scheduled(constant), max_steps=6, max_epochs=epochs)
     assert module.places == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("max_steps", "end"), [(15, 15), (20, 20), (25, 20)])
+def test_of_steps_and_epochs_a_schedule_goes_by_what_is_nearer_to_its_end(tmp_path, max_steps, end):
+    module = fit(tmp_path, [4, 1], scheduled(constant), max_steps=max_steps, max_epochs=2)
+    assert len(module.places) == max_steps and module.places[-1] == end == module.planned
+    module = fit(tmp_path, [4, 8, 16], scheduled(constant), max_steps=max_steps, max_epochs=2)
+    assert len(module.places) < end and module.places[-1] == end
 
 
 def test_a_reduction_on_a_plateau_is_left_alone(tmp_path):
@@ -457,7 +468,7 @@ def test_lightning_steps_the_scheduler_again_after_training(tmp_path):
 WAYS = {"batch": {}, "manual": {}, "accumulate": {"mode": "accumulate"}, "both": {"max_device_batch_size": 5}}
 
 
-def run(directory, way, ckpt_path=None):
+def run(directory, way, ckpt_path=None, **options):
     def cosine(optimizer):
         return LambdaLR(optimizer, lambda step: math.cos(step / module.planned))
 
@@ -473,6 +484,7 @@ def run(directory, way, ckpt_path=None):
         growing={"scale_lr": "adascale", **WAYS[way]},
         max_epochs=2,
         enable_checkpointing=True,
+        **options,
     )
 
 
@@ -490,3 +502,9 @@ def test_a_resumed_run_goes_on_at_the_same_rate(tmp_path, whole, step):
     if way != "manual":
         assert resumed.places == through.places[-len(resumed.places) :]
         assert resumed.planned == through.planned == 22  # with batches of the first size
+
+
+def test_a_resumed_run_with_both_limits_goes_on_at_the_same_place(tmp_path):
+    through = run(tmp_path, "batch", max_steps=18)
+    resumed = run(tmp_path, "batch", tmp_path / "step=6.ckpt", max_steps=18)
+    assert resumed.places == through.places[6:] and resumed.places[-1] == 18

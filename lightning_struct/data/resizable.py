@@ -318,6 +318,18 @@ class ResizableLoader:
             "generators": [generator.get_state() for generator in self._all_generators()],
         }
 
+    def pass_over(self, batches: int) -> None:
+        """Make the next pass begin after so many batches of the first size, of which a run kept no position.
+
+        Its order is that of the interrupted pass where the present state of the random generators does not matter.
+        """
+        position = self.position()
+        states = position["random_states"]
+        if states is None:
+            states = random_states(self._generators() if self._replays_workers else self.sampler.generators())
+        sizes = [[self.sampler.first_size, batches]]
+        self.resume(position | {"sizes": sizes, "delivered": batches, "random_states": states})
+
     def resume(self, position: Position) -> None:
         """Make the next pass continue from ``position``.
 

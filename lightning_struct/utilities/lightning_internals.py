@@ -132,6 +132,18 @@ class TrainingLoaders:
         return progress.is_last_batch and progress.current.ready == self.batches_done
 
     @property
+    def resumes_within_epoch(self) -> bool:
+        """Whether Lightning goes on, from a checkpoint, with batches of the epoch still to come."""
+        return self._loop.restarting and self.batches_done > 0 and not self.epoch_done
+
+    @property
+    def cycles(self) -> bool:
+        """Whether a loader that is at its end begins again, until the longest is at its end."""
+        combined = self._loop._combined_loader
+        assert combined is not None
+        return combined._mode == "max_size_cycle"
+
+    @property
     def overfits(self) -> bool:
         """Whether ``Trainer(overfit_batches=...)`` takes the same few samples in each epoch."""
         return self._trainer.overfit_batches > 0  # type: ignore[attr-defined]

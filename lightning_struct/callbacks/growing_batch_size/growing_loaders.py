@@ -89,6 +89,9 @@ class GrowingLoader:
     def position(self, unread: int, over: bool) -> Position | None:
         return self._loader.position(unread, over)
 
+    def pass_over(self, batches: int) -> None:
+        self._loader.pass_over(batches)
+
     def resume(self, position: Position | None) -> None:
         if position is not None:
             self._loader.resume(position)
@@ -138,6 +141,8 @@ class GrowingDraws:
 
     def position(self, unread: int, over: bool) -> Position | None:
         return None
+
+    def pass_over(self, batches: int) -> None: ...
 
     def resume(self, position: Position | None) -> None: ...
 

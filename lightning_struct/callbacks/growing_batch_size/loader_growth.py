@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches, check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
@@ -109,6 +110,8 @@ class LoaderGrowth:
     def on_train_start(self) -> None:
         self._begun = True
         state, self._resumed = self._resumed, None
+        if state is None and self._trainer_loaders.resumes_within_epoch:
+            self._pass_over(self._trainer_loaders.batches_done)
         self._begin(state)
 
     def on_train_epoch_start(self) -> None:
@@ -132,8 +135,7 @@ class LoaderGrowth:
         if self._device_limit is not None:
             if self._resize():
                 self._set_limits()
-            while self._changes and self._changes[0][0] <= self._batches_done:
-                self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
+            self._change_accumulation()
         planned = self._trainer.val_check_batch
         if self._replans or (planned is not None and self._batches_done > planned):
             self._plan_validation()
@@ -275,6 +277,29 @@ class LoaderGrowth:
             self._accumulated, self._changes = state["accumulated"][1], [list(change) for change in state["changes"]]
         else:
             self._resize()
+
+    def _pass_over(self, batches: int) -> None:
+        """Begin after the batches of this epoch that were trained on by a run that kept no position."""
+        if not any(isinstance(loader, GrowingLoader) for loader in self._loaders):
+            return
+        for loader, length in zip(self._loaders, self._nominal_limits, strict=True):
+            loader.pass_over(int(batches % length if self._trainer_loaders.cycles else min(batches, length)))
+        self._batches_done, self._asked_for = batches, None
+        self._accumulated, self._changes = self._first_accumulated, []
+        self._resize()
+        self._change_accumulation()
+        self._trainer_loaders.iterate_anew()
+        rank_zero_warn(
+            f"The checkpoint was written after {batches} batches of an epoch by a run that kept no position in it: "
+            "without GrowingBatchSize, or with mode='accumulate'. GrowingBatchSize passes over as many batches of the "
+            "DataLoader's own size. Where their order follows from the epoch or is fixed, the samples trained on are "
+            "those that were left; where it is drawn from the global random state, they are others, but as many"
+        )
+
+    def _change_accumulation(self) -> None:
+        """Set the accumulation that is due after the batches that are done."""
+        while self._changes and self._changes[0][0] <= self._batches_done:
+            self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
 
     def _loader_that_ends_the_epoch(self) -> int:
         limits = self._nominal_limits

@@ -22,11 +22,13 @@ from tests.callbacks.growing_batch_size.readers import (
     Batches,
     Growing,
     Reader,
+    Windows,
     checkpoints,
     fit,
     loader,
     numbers,
 )
+from tests.strategies.helpers import make_trainer
 
 pytestmark = WARNINGS_OF_READERS
 
@@ -348,6 +350,52 @@ def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
     fit(tmp_path, loader(), SCRIPT, callbacks=[checkpoints(tmp_path)], enable_checkpointing=True)
     with pytest.raises(MisconfigurationException, match="with 1 training loaders, but now there are 2"):
         fit(tmp_path, {"a": loader(), "b": loader()}, SCRIPT, ckpt_path=tmp_path / "step=2.ckpt")
+
+
+def train_without(tmp_path, data, **options):
+    """Train with batches of one size, and keep a checkpoint of each step."""
+    module = Reader()
+    trainer = make_trainer(tmp_path, callbacks=[checkpoints(tmp_path)], enable_checkpointing=True, **options)
+    trainer.fit(module, data)
+    return module
+
+
+@pytest.mark.parametrize("maker", [maker for maker in MAKERS if maker != "merged"])
+@pytest.mark.parametrize("step", [4, 14])
+def test_added_in_mid_epoch_it_trains_on_the_samples_that_were_left(tmp_path, maker, step):
+    if "seeded" in maker or maker == "workers":  # whose order in later epochs depends on what was drawn before
+        step = 4
+    whole = train_without(tmp_path, MAKERS[maker](), max_epochs=2)
+    with pytest.warns(UserWarning, match=f"written after {step % len(whole.epochs[0])} batches of an epoch .*no pos"):
+        resumed = fit(tmp_path, MAKERS[maker](), [8], ckpt_path=tmp_path / f"step={step}.ckpt", max_epochs=2)
+    end = 10 if step < 10 else 20
+    of_whole, of_resumed = (
+        [batch[0] for batch in read] if maker == "dict" else read for read in (whole.read[step:end], resumed.read)
+    )
+    left = sorted(numbers(of_whole))
+    assert left and sorted(numbers(of_resumed)[: len(left)]) == left
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 0.5}, {"max_device_batch_size": 4}])
+def test_a_size_that_is_given_when_it_is_added_in_mid_epoch_holds_at_once(tmp_path, options):
+    limits = {"max_device_batch_size": options.pop("max_device_batch_size", None)}
+    train_without(tmp_path, loader(80), max_epochs=1, **options)
+    windows, growing = Windows(), GrowingBatchSize(schedule="0:8", **limits)
+    windows.gradient_statistics = None
+    with pytest.warns(UserWarning, match="after 4 batches of an epoch"):
+        fit(tmp_path, loader(80), module=windows, growing=growing, ckpt_path=tmp_path / "step=4.ckpt", **options)
+    expected = [[(4, 2), (4, 2)] if limits["max_device_batch_size"] else [(8, 1)]]
+    steps = 3 if options else 8
+    assert windows.windows == expected * steps and numbers(windows.read) == list(range(16, 16 + 8 * steps))
+
+
+def test_a_run_that_accumulated_goes_on_with_larger_batches(tmp_path):
+    options = {"max_epochs": 1, "enable_checkpointing": True}
+    growing = Growing([8, 8, 8], mode="accumulate")
+    fit(tmp_path, loader(), growing=growing, callbacks=[checkpoints(tmp_path)], **options)
+    with pytest.warns(UserWarning, match="after 4 batches of an epoch"):
+        resumed = fit(tmp_path, loader(), [8, 8, 8], ckpt_path=tmp_path / "step=3.ckpt", **options)
+    assert resumed.read == [list(range(start, start + 8)) for start in range(16, 40, 8)]
 
 
 # Refusals

@@ -504,6 +504,15 @@ def test_a_resumed_run_goes_on_at_the_same_rate(tmp_path, whole, step):
         assert resumed.planned == through.planned == 22  # with batches of the first size
 
 
+def test_added_in_mid_epoch_the_callback_takes_over_the_schedulers_where_they_are(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(tmp_path, callbacks=[checkpoint], max_epochs=1, enable_checkpointing=True)
+    trainer.fit(scheduled(constant), DataLoader(range(40), batch_size=4))
+    with pytest.warns(UserWarning, match="after 4 batches of an epoch"):
+        module = fit(tmp_path, [4, 8], scheduled(constant), ckpt_path=tmp_path / "step=4.ckpt")
+    assert module.places == [5, 6, 8, 10]
+
+
 def test_a_resumed_run_with_both_limits_goes_on_at_the_same_place(tmp_path):
     through = run(tmp_path, "batch", max_steps=18)
     resumed = run(tmp_path, "batch", tmp_path / "step=6.ckpt", max_steps=18)

@@ -330,8 +330,12 @@ class ResizableLoader:
         sizes = [[self.sampler.first_size, batches]]
         self.resume(position | {"sizes": sizes, "delivered": batches, "random_states": states})
 
-    def resume(self, position: Position) -> None:
+    def resume(self, position: Position, keeps_sizes: bool = True) -> None:
         """Make the next pass continue from ``position``.
+
+        Args:
+            position: of the interrupted pass.
+            keeps_sizes: whether batches that workers had been asked for, but that were not delivered, keep their size.
 
         Raises:
             MisconfigurationException: the data set is iterable and the number of workers another one, so that the
@@ -343,6 +347,8 @@ class ResizableLoader:
                 f"num_workers={position['workers']}, but the loader has {self.loader.num_workers}: the samples would "
                 "come in another order. Resume with as many workers, or from a checkpoint at the end of an epoch"
             )
+        if not keeps_sizes:
+            position = position | {"sizes": [[size, 1] for size in _sizes(position)[: position["delivered"]]]}
         self._resume = position
         self.sampler.size, self.sampler.accumulated = (
             position["size"],

@@ -81,6 +81,7 @@ class AccumulationGrowth:
 
     def on_train_start(self) -> None:
         self._trainer.accumulate_grad_batches = self._accumulated
+        self._change(self._trainer.fit_loop.batch_idx + 1)  # the size may have been replaced since
 
     def on_train_epoch_start(self) -> None: ...
 
@@ -91,9 +92,7 @@ class AccumulationGrowth:
             self._trainer.accumulate_grad_batches = self._wanted
 
     def on_train_batch_end(self) -> None:
-        done = self._trainer.fit_loop.batch_idx + 1
-        if done % self._trainer.accumulate_grad_batches == 0:
-            self._trainer.accumulate_grad_batches = next(k for k in range(self._wanted, 0, -1) if done % k == 0)
+        self._change(self._trainer.fit_loop.batch_idx + 1)
 
     def on_train_epoch_end(self) -> None: ...
 
@@ -108,6 +107,11 @@ class AccumulationGrowth:
 
     def restore(self) -> None:
         self._trainer.accumulate_grad_batches = self._first
+
+    def _change(self, done: int) -> None:
+        """Set the number of accumulated batches, where a step has been taken after so many batches of the epoch."""
+        if done % self._trainer.accumulate_grad_batches == 0:
+            self._trainer.accumulate_grad_batches = next(k for k in range(self._wanted, 0, -1) if done % k == 0)
 
     @property
     def _wanted(self) -> int:

@@ -86,7 +86,8 @@ class GrowingBatchSize(Callback):
     Override :meth:`decide` for another rule.
 
     Args:
-        max_batch_size: n_max: what memory allows; the size of the data set if None.
+        max_batch_size: n_max: what memory allows; the size of the data set if None. A larger batch of a checkpoint
+            becomes as large as that.
         theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 stands for the gradient
             noise scale. None: 0.5, the paper's value, where the module has its own statistics; else 1, and the batch
             grows only where noise undoes the descent, or with ``scale_lr``. Infinite: no norm test.
@@ -247,6 +248,8 @@ class GrowingBatchSize(Callback):
         if self._measurement_state is not None:
             load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
             load(self._measurement_state)
+            if self._resized_at == self._steps:
+                self._measurement.restart()  # the limit may have bounded the size
         self._resumes = False
         self._raw_steps = RawSteps(trainer)
         if self._rate is not None:
@@ -379,6 +382,7 @@ class GrowingBatchSize(Callback):
             self._growth_state = state_dict["growth"]
         elif self._growth is not None and self._batch_size is not None:
             self._growth.set_batch_size(self._batch_size)
+        self._keep_to_limit()
 
     @property
     def _active_growth(self) -> BatchGrowth:
@@ -448,6 +452,8 @@ class GrowingBatchSize(Callback):
         self._growth = AccumulationGrowth(trainer, self._batch_size)
         if self._growth_state is not None:
             self._growth.load_state_dict(self._growth_state)
+            if self._batch_size is not None:
+                self._growth.set_batch_size(self._batch_size)  # the limit may have bounded it
         rank_zero_warn(
             f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
             f"this is meant. For larger batches, {remedy}"
@@ -464,6 +470,18 @@ class GrowingBatchSize(Callback):
             self._resized_at = self._steps
             self._active_growth.set_batch_size(self._batch_size)
             self._active_measurement.restart()
+
+    def _keep_to_limit(self) -> None:
+        """Bound a size that was loaded by ``max_batch_size``, which may be a lower one now."""
+        if self.max_batch_size is None or self._batch_size is None or self._batch_size <= self.max_batch_size:
+            return
+        rank_zero_info(
+            f"The checkpoint's batch of {self._batch_size:g} is larger than GrowingBatchSize(max_batch_size="
+            f"{self.max_batch_size}): it goes on with a batch of {self.max_batch_size}"
+        )
+        self._batch_size, self._resized_at = float(self.max_batch_size), self._steps
+        if self._growth is not None:
+            self._growth.set_batch_size(self._batch_size)
 
     def _grow_from_one(self) -> None:
         if self._active_growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch

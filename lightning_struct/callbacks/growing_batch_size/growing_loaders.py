@@ -92,9 +92,9 @@ class GrowingLoader:
     def pass_over(self, batches: int) -> None:
         self._loader.pass_over(batches)
 
-    def resume(self, position: Position | None) -> None:
+    def resume(self, position: Position | None, keeps_sizes: bool = True) -> None:
         if position is not None:
-            self._loader.resume(position)
+            self._loader.resume(position, keeps_sizes)
 
     def restore(self) -> None:
         self._loader.restore()
@@ -144,6 +144,6 @@ class GrowingDraws:
 
     def pass_over(self, batches: int) -> None: ...
 
-    def resume(self, position: Position | None) -> None: ...
+    def resume(self, position: Position | None, keeps_sizes: bool = True) -> None: ...
 
     def restore(self) -> None: ...

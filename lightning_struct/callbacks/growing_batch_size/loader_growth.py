@@ -242,10 +242,14 @@ class LoaderGrowth:
 
     def _begin(self, state: State | None) -> None:
         """Begin the epoch of a resumed run anew, set its accumulation and what Lightning derives from the lengths."""
-        if state is not None and any(isinstance(loader, GrowingLoader) for loader in self._loaders):
-            self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         if state is not None and self._device_limit is not None:
             self._trainer.accumulate_grad_batches = state["accumulated"][0]
+        if state is not None and self._decided_anew(state):
+            self._batches_done = self._trainer_loaders.batches_done
+            self._resize()
+            self._change_accumulation()
+        if state is not None and any(isinstance(loader, GrowingLoader) for loader in self._loaders):
+            self._trainer_loaders.iterate_anew()  # workers may have been asked for batches, of another epoch's order
         self._set_limits()
         if state is not None and (state["epoch_done"] or any(loader.resumes for loader in self._loaders)):
             self._trainer.val_check_batch = state["val_check_batch"]
@@ -270,13 +274,18 @@ class LoaderGrowth:
                 f"there are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an "
                 f"epoch"
             )
+        keeps_sizes = self._device_limit is not None or not self._decided_anew(state)
         for loader, position in zip(self._loaders, mine, strict=True):
-            loader.resume(position)
+            loader.resume(position, keeps_sizes)
         self._asked_for = None
         if begun:
             self._accumulated, self._changes = state["accumulated"][1], [list(change) for change in state["changes"]]
         else:
             self._resize()
+
+    def _decided_anew(self, state: State) -> bool:
+        """Whether the size that the state was saved with has been replaced."""
+        return self._decided != state["decided"]
 
     def _pass_over(self, batches: int) -> None:
         """Begin after the batches of this epoch that were trained on by a run that kept no position."""

@@ -398,6 +398,36 @@ def test_a_run_that_accumulated_goes_on_with_larger_batches(tmp_path):
     assert resumed.read == [list(range(start, start + 8)) for start in range(16, 40, 8)]
 
 
+LIMITED = {
+    "batch": ({}, {}),
+    "workers": ({"num_workers": 2}, {}),
+    "accumulate": ({}, {"mode": "accumulate"}),
+    "both": ({}, {"max_device_batch_size": 5}),
+}
+
+
+@pytest.mark.parametrize("way", LIMITED)
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_grown_batch_goes_on_at_a_lower_limit(tmp_path, caplog, way, ended):
+    def run(growing, module=None, ckpt_path=None, max_epochs=1):
+        callbacks, options = [checkpoints(tmp_path)], {"enable_checkpointing": True, "max_epochs": max_epochs}
+        growing = Growing(growing, scale_lr="sqrt", max_batch_size=8 if ckpt_path else 16, **of_growing)
+        fit(tmp_path, loader(100, **of_loader), (), module, callbacks, None, ckpt_path, growing, **options)
+        return growing
+
+    of_loader, of_growing = LIMITED[way]
+    whole, windows = Reader(), Windows()
+    run([4, 4, 16], whole)
+    step = whole.trainer.global_step if ended else 8 if way == "workers" else 4
+    with caplog.at_level("INFO"):
+        growing = run([], windows, tmp_path / f"step={step}.ckpt", max_epochs=1 + ended)
+    told = [message for message in caplog.messages if message.startswith("The checkpoint's batch of 16 is larger than")]
+    assert len(told) == 1 and "max_batch_size=8): it goes on with a batch of 8" in told[0]
+    assert {sum(size for size, _ in window) for window in windows.windows[:-1]} == {8}
+    assert all(len(window) == scale for window in windows.windows[:-1] for _, scale in window)
+    assert growing.state_dict()["learning_rate"]["batch_size"] == 8
+
+
 # Refusals
 
 

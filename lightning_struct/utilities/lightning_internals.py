@@ -199,6 +199,12 @@ class TrainingLoaders:
         iter(fetcher)
 
 
+def trained_on(trainer: L.Trainer) -> bool:
+    """Whether the training batch under way has been trained on, so that a checkpoint counts it."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return progress.processed == progress.started == progress.ready  # type: ignore[attr-defined]
+
+
 def logs_now(trainer: L.Trainer) -> bool:
     """Whether the loggers get what is logged in this step."""
     return trainer._logger_connector.should_update_logs

@@ -28,7 +28,7 @@ from lightning_struct.callbacks.growing_batch_size.stationarity import window_le
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
-from lightning_struct.utilities.lightning_internals import logs_now
+from lightning_struct.utilities.lightning_internals import logs_now, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ class GrowingBatchSize(Callback):
         self._growth_state: dict[str, Any] | None = None  # that was loaded for this fit
         self._measurement: Measurement | None = None
         self._measurement_state: dict[str, Any] | None = None
+        self._batch: tuple[L.Trainer, L.LightningModule, Any, int] | None = None  # under way, with its number
+        self._batch_ended = self._stepped = False
         self._resumes = False
         self._to_log: dict[str, float] = {}
         self._logged_here: tuple[str, ...] | None = None
@@ -281,7 +283,7 @@ class GrowingBatchSize(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        growth = self._active_growth
+        growth, self._batch = self._active_growth, (trainer, pl_module, batch, batch_idx)
         growth.on_train_batch_start()
         if self._rate is not None:
             read = sum(growth.expected_sizes()) * data_parallel_size(trainer) * trainer.accumulate_grad_batches
@@ -300,18 +302,12 @@ class GrowingBatchSize(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.validation_monitor is not None:
-            self._validation.on_train_batch_end(trainer)
-        self._samples += self._active_measurement.end_batch(batch, self._active_growth.expected_sizes())
-        assert self._raw_steps is not None
-        stepped = self._raw_steps.end_batch() or trainer.global_step != self._last_step
-        self._active_clock.end_batch(batch_idx, self._active_growth, stepped)
-        if stepped:
-            self._last_step = trainer.global_step
-            self._after_step(trainer, pl_module)
+        ended, self._batch, self._batch_ended = self._batch_ended, None, False
+        if not ended:
+            self._end_batch(trainer, pl_module, batch, batch_idx)
+        if self._stepped:
             self._tell()
             self._log(trainer, pl_module)
-        self._active_growth.on_train_batch_end()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
@@ -343,6 +339,9 @@ class GrowingBatchSize(Callback):
         return plot_growth(self.records, self._ratio_bound)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._batch is not None and not self._batch_ended and trained_on(self._batch[0]):
+            self._batch_ended = True  # a callback before this one saves a checkpoint at the end of the batch
+            self._end_batch(*self._batch)
         return {
             "batch_size": self._batch_size,
             "growth": self._last_state if self._growth is None else self._growth.state_dict(),
@@ -413,6 +412,19 @@ class GrowingBatchSize(Callback):
     def _tests_norm(self) -> bool:
         assert self._theta is not None
         return self._theta < math.inf and self.schedule is None
+
+    def _end_batch(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Take note of a batch that was trained on, and decide on the size of the next ones."""
+        if self.validation_monitor is not None:
+            self._validation.on_train_batch_end(trainer)
+        self._samples += self._active_measurement.end_batch(batch, self._active_growth.expected_sizes())
+        assert self._raw_steps is not None
+        self._stepped = self._raw_steps.end_batch() or trainer.global_step != self._last_step
+        self._active_clock.end_batch(batch_idx, self._active_growth, self._stepped)
+        if self._stepped:
+            self._last_step = trainer.global_step
+            self._after_step(trainer, pl_module)
+        self._active_growth.on_train_batch_end()
 
     def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps += 1
@@ -573,6 +585,7 @@ class GrowingBatchSize(Callback):
 
     def _give_back(self, keep_state: bool) -> None:
         """Give Trainer and loaders back as they were; a checkpoint may still be written."""
+        self._batch, self._batch_ended = None, False
         if self._measurement is not None:
             self._measurement_state = self._measurement.state_dict()
             self._measurement.pause()

@@ -352,6 +352,54 @@ def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
         fit(tmp_path, {"a": loader(), "b": loader()}, SCRIPT, ckpt_path=tmp_path / "step=2.ckpt")
 
 
+class Saving(L.Callback):
+    """Saves a checkpoint after each batch; unlike ModelCheckpoint it stays where it is in the list of callbacks."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.directory / f"{len(pl_module.read)}.ckpt")
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "accumulate"}, {"max_device_batch_size": 5}])
+def test_a_callback_listed_before_saves_the_same_checkpoint(tmp_path, options):
+    def run(before=(), after=(), ckpt_path=None, **settings):
+        module, growing = Reader(), Growing(SCRIPT, scale_lr="sqrt", **options)
+        module.epochs.append([])
+        trainer = make_trainer(tmp_path, callbacks=[*before, growing, *after], max_epochs=2, **settings)
+        trainer.fit(module, loader(), loader(4), ckpt_path=ckpt_path)
+        return module, growing
+
+    def state(directory, batches):
+        checkpoint = torch.load(directory / f"{batches}.ckpt", weights_only=True)
+        return checkpoint["callbacks"]["Growing"], checkpoint["lr_schedulers"]
+
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    saving = {"val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    whole, growing = run([Saving(tmp_path / "before")], **saving)
+    other, _ = run([], [Saving(tmp_path / "after")], **saving)
+    assert whole.read == other.read and growing.records
+    for batches in range(1, len(whole.read)):
+        assert repr(state(tmp_path / "before", batches)) == repr(state(tmp_path / "after", batches)), batches
+    resumed, _ = run(ckpt_path=tmp_path / "before" / "2.ckpt", **saving)
+    if "mode" not in options:  # which reads the epoch from its beginning
+        assert resumed.read == whole.read[2:] and torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+def test_a_batch_that_is_passed_over_is_not_counted_in_a_checkpoint(tmp_path):
+    class Stopping(Reader):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+        def on_train_epoch_end(self):
+            self.trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    fit(tmp_path, loader(), module=Stopping(), growing=GrowingBatchSize(schedule="0:4"))
+    assert torch.load(tmp_path / "stopped.ckpt", weights_only=True)["callbacks"]["GrowingBatchSize"]["samples"] == 8
+
+
 def train_without(tmp_path, data, **options):
     """Train with batches of one size, and keep a checkpoint of each step."""
     module = Reader()

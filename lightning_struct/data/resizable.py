@@ -311,6 +311,7 @@ class ResizableLoader:
             "sizes": [[size, len(list(run))] for size, run in groupby(sizes)],
             "delivered": 0 if over else self.delivered - unread,
             "size": self.sampler.size,
+            "first_size": self.sampler.first_size,
             "accumulated": self.sampler.accumulated,
             "samples_of_unit": self.sampler.samples_of_unit,
             "workers": self.loader.num_workers,

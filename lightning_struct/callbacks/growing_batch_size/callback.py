@@ -464,8 +464,6 @@ class GrowingBatchSize(Callback):
         self._growth = AccumulationGrowth(trainer, self._batch_size)
         if self._growth_state is not None:
             self._growth.load_state_dict(self._growth_state)
-            if self._batch_size is not None:
-                self._growth.set_batch_size(self._batch_size)  # the limit may have bounded it
         rank_zero_warn(
             f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
             f"this is meant. For larger batches, {remedy}"
@@ -494,6 +492,8 @@ class GrowingBatchSize(Callback):
         self._batch_size, self._resized_at = float(self.max_batch_size), self._steps
         if self._growth is not None:
             self._growth.set_batch_size(self._batch_size)
+        if self._growth_state is not None:
+            self._growth_state = self._growth_state | {"decided": self._batch_size}
 
     def _grow_from_one(self) -> None:
         if self._active_growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch

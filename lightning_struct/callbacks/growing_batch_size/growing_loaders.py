@@ -89,6 +89,11 @@ class GrowingLoader:
     def position(self, unread: int, over: bool) -> Position | None:
         return self._loader.position(unread, over)
 
+    def first_sizes(self, position: Position | None) -> tuple[int, int]:
+        """``DataLoader(batch_size=...)`` in the run that saved the position, and now."""
+        size = self._loader.sampler.first_size
+        return (size if position is None else position.get("first_size", size)), size  # none in version 0.2
+
     def pass_over(self, batches: int) -> None:
         self._loader.pass_over(batches)
 
@@ -141,6 +146,9 @@ class GrowingDraws:
 
     def position(self, unread: int, over: bool) -> Position | None:
         return None
+
+    def first_sizes(self, position: Position | None) -> tuple[int, int]:
+        return self.first_batch_size, self.first_batch_size
 
     def pass_over(self, batches: int) -> None: ...
 

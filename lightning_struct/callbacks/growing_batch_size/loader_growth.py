@@ -275,8 +275,14 @@ class LoaderGrowth:
                 f"epoch"
             )
         keeps_sizes = self._device_limit is not None or not self._decided_anew(state)
+        sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]
+        of_loaders = any(before != now for before, now in sizes)
         for loader, position in zip(self._loaders, mine, strict=True):
-            loader.resume(position, keeps_sizes)
+            loader.resume(position, keeps_sizes and not of_loaders)
+            if of_loaders and self._decided is None:
+                loader.set_batch_size(loader.first_batch_size)
+        if of_loaders:
+            self._tell_sizes(*zip(*sizes, strict=True))
         self._asked_for = None
         if begun:
             self._accumulated, self._changes = state["accumulated"][1], [list(change) for change in state["changes"]]
@@ -309,6 +315,18 @@ class LoaderGrowth:
         """Set the accumulation that is due after the batches that are done."""
         while self._changes and self._changes[0][0] <= self._batches_done:
             self._trainer.accumulate_grad_batches = self._changes.pop(0)[1]
+
+    def _tell_sizes(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
+        """Warn that the sizes of the loaders are not those of the run that is resumed."""
+        rank_zero_warn(
+            f"The checkpoint was written with DataLoader(batch_size={_listed(before)}), and now it is {_listed(now)}: "
+            + (
+                f"GrowingBatchSize goes on with the {_listed(now)}, as it had not decided on a size yet"
+                if self._decided is None
+                else f"GrowingBatchSize goes on with the steps of {self._decided:g} samples that it had decided on. "
+                "For smaller ones, lower max_batch_size"
+            )
+        )
 
     def _loader_that_ends_the_epoch(self) -> int:
         limits = self._nominal_limits
@@ -377,3 +395,7 @@ class LoaderGrowth:
             if batch > done:
                 trainer.val_check_batch = batch
                 return
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return " and ".join(map(str, sizes))

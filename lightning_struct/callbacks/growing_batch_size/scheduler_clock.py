@@ -120,8 +120,7 @@ class SchedulerClock:
             if id(config) not in self._frequencies:
                 continue
             before, now = (
-                scheduler_steps(batches, length, self._accumulated, self._frequencies[id(config)])
-                for batches in places
+                scheduler_steps(batches, length, self._accumulated, self._frequencies[id(config)]) for batches in places
             )
             for _ in range(now - before):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)

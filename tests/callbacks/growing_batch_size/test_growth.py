@@ -352,6 +352,22 @@ def test_other_loaders_in_mid_epoch_are_refused(tmp_path):
         fit(tmp_path, {"a": loader(), "b": loader()}, SCRIPT, ckpt_path=tmp_path / "step=2.ckpt")
 
 
+@pytest.mark.parametrize(("sizes", "then"), [([4, 4, 16], 16), ([], 8)])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ended", [False, True])
+def test_another_batch_size_of_the_loader_is_told_once(tmp_path, sizes, then, workers, ended):
+    options = {"enable_checkpointing": True, "max_epochs": 2}
+    whole = fit(tmp_path, loader(96, num_workers=workers), sizes, callbacks=[checkpoints(tmp_path)], **options)
+    step = len(whole.epochs[0]) if ended else 9 if workers and sizes else 4
+    with pytest.warns(UserWarning, match="DataLoader") as warned:
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fit(tmp_path, loader(96, batch_size=8, num_workers=workers), ckpt_path=path, **options)
+    (told,) = [str(warning.message) for warning in warned if "The checkpoint was written" in str(warning.message)]
+    assert "DataLoader(batch_size=4), and now it is 8" in told
+    assert ("goes on with the steps of 16 samples" if sizes else "goes on with the 8,") in told
+    assert resumed.sizes[0] == then and sorted(numbers(resumed.read)) == sorted(numbers(whole.read[step:]))
+
+
 class Saving(L.Callback):
     """Saves a checkpoint after each batch; unlike ModelCheckpoint it stays where it is in the list of callbacks."""
 

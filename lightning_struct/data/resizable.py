@@ -78,7 +78,9 @@ class ResizableBatchSampler(Sampler[list[Any]]):
     @property
     def units(self) -> int | None:
         """Units of a pass, at most ``limit``; None if that is not known."""
-        return min((bound for bound in (self._units, self.limit) if bound is not None), default=None)
+        if self._units is None or self.limit is None:
+            return self.limit if self._units is None else self._units
+        return min(self._units, self.limit)
 
     @property
     def batch_size(self) -> int:
@@ -151,10 +153,10 @@ class ResizableBatchSampler(Sampler[list[Any]]):
 
     def _next_size(self) -> int:
         """Units of the next batch."""
-        begun = self._handed % self.accumulated
-        if self.units is None or not self.splits_rest:
+        begun, units = self._handed % self.accumulated, self.units
+        if units is None or not self.splits_rest:
             return self.size
-        left = self.units - self._end(self._handed - begun)
+        left = units - self._end(self._handed - begun)
         if left >= 2 * self.accumulated * self.size:
             return self.size
         full, rest = self._layout(left)

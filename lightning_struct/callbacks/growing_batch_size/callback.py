@@ -27,8 +27,7 @@ from lightning_struct.callbacks.growing_batch_size.settings import check_setting
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.data_parallel import data_parallel_size
-from lightning_struct.utilities.lightning_internals import logs_now, trained_on
+from lightning_struct.utilities.lightning_internals import logs_now, optimizer_steps, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 if TYPE_CHECKING:
@@ -100,7 +99,8 @@ class GrowingBatchSize(Callback):
             AdaScale's gain, for SGD, which is measured for, whatever ``theta`` and ``schedule`` are.
         estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
             accumulated batches, or between those of consecutive steps; ``"auto"`` chooses.
-        max_overhead: share of the training time that measuring may take, in (0, 1].
+        max_overhead: share of the training time that measuring may take, in (0, 1]. What is done in every step, some
+            tens of microseconds, comes on top.
         max_device_batch_size: samples of one forward pass on one device, at most. Batches grow up to that; for a larger
             step so many of them as are enough are accumulated, all of one size, which begins where Lightning can change
             their number: some steps later (automatic optimization only).
@@ -272,7 +272,7 @@ class GrowingBatchSize(Callback):
                 "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one "
                 "has no length: set max_batch_size to what memory allows"
             )
-        self._last_step = trainer.global_step
+        self._last_step = optimizer_steps(trainer, pl_module)
         self._logged_here, self._told = None, False
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
@@ -283,12 +283,14 @@ class GrowingBatchSize(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        growth, self._batch = self._active_growth, (trainer, pl_module, batch, batch_idx)
+        self._batch = (trainer, pl_module, batch, batch_idx)
+        growth, measurement = self._active_growth, self._active_measurement
         growth.on_train_batch_start()
+        expected_sizes = growth.expected_sizes()
         if self._rate is not None:
-            read = sum(growth.expected_sizes()) * data_parallel_size(trainer) * trainer.accumulate_grad_batches
+            read = sum(expected_sizes) * measurement.processes * trainer.accumulate_grad_batches
             self._rate.begin_batch(growth.batch_size, read or None)
-        self._active_measurement.begin_batch(batch, growth.expected_sizes(), self._steps + 1)
+        measurement.begin_batch(batch, expected_sizes, self._steps + 1)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._active_measurement.before_backward(loss)
@@ -306,8 +308,10 @@ class GrowingBatchSize(Callback):
         if not ended:
             self._end_batch(trainer, pl_module, batch, batch_idx)
         if self._stepped:
-            self._tell()
-            self._log(trainer, pl_module)
+            if not self._told:
+                self._tell()
+            if self._logged_here is None or logs_now(trainer):
+                self._log(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
@@ -400,8 +404,8 @@ class GrowingBatchSize(Callback):
 
     @property
     def _limit(self) -> float:
-        sizes = (self.max_batch_size, self._active_growth.dataset_size)
-        return min((size for size in sizes if size is not None), default=math.inf)
+        most, available = self.max_batch_size, self._active_growth.dataset_size
+        return min(math.inf if most is None else most, math.inf if available is None else available)
 
     @property
     def _waits_for_noise(self) -> bool:
@@ -417,28 +421,30 @@ class GrowingBatchSize(Callback):
         """Take note of a batch that was trained on, and decide on the size of the next ones."""
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
-        self._samples += self._active_measurement.end_batch(batch, self._active_growth.expected_sizes())
+        growth, steps = self._active_growth, optimizer_steps(trainer, pl_module)
+        self._samples += self._active_measurement.end_batch(batch)
         assert self._raw_steps is not None
-        self._stepped = self._raw_steps.end_batch() or trainer.global_step != self._last_step
-        self._active_clock.end_batch(batch_idx, self._active_growth, self._stepped)
+        self._stepped = self._raw_steps.end_batch() or steps != self._last_step
+        self._active_clock.end_batch(batch_idx, growth, self._stepped)
         if self._stepped:
-            self._last_step = trainer.global_step
+            self._last_step = steps
             self._after_step(trainer, pl_module)
-        self._active_growth.on_train_batch_end()
+        growth.on_train_batch_end()
 
     def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps += 1
-        step = self._active_measurement.end_step(self._steps)
+        growth, measurement = self._active_growth, self._active_measurement
+        step = measurement.end_step(self._steps)
         if step is None:
             return
-        if self._active_measurement.is_reported:
+        if measurement.is_reported:
             self._samples += step.samples
         self._to_log["batch_size"] = float(step.samples)
-        self._active_growth.on_step(step.samples)
+        growth.on_step(step.samples)
         if self._rate is not None:
             self._to_log["learning_rate_scale"] = self._rate.factor
-            noise = [noise.value for noise in self._active_measurement.noise.values()] if step.checked else []
-            self._rate.end_step(self._active_growth.batch_size, min(noise, default=None))
+            noise = [noise.value for noise in measurement.noise.values()] if step.checked else []
+            self._rate.end_step(growth.batch_size, min(noise, default=None))
         if self._schedule is not None:
             self._record({"samples": self._samples, "batch_size": step.samples})
             self._set_batch_size(trainer)
@@ -470,15 +476,17 @@ class GrowingBatchSize(Callback):
         )
 
     def _set_batch_size(self, trainer: L.Trainer) -> None:
-        decided = self.decide(self._active_growth.batch_size)
+        growth = self._active_growth
+        present = growth.batch_size
+        decided = self.decide(present)
         if not 1 <= decided < math.inf:
             raise MisconfigurationException(
                 f"{type(self).__name__}.decide() returned {decided} as the next batch size: it must be a number >= 1"
             )
         self._batch_size = trainer.strategy.broadcast(float(decided))
-        if self._batch_size != self._active_growth.batch_size:
+        if self._batch_size != present:
             self._resized_at = self._steps
-            self._active_growth.set_batch_size(self._batch_size)
+            growth.set_batch_size(self._batch_size)
             self._active_measurement.restart()
 
     def _keep_to_limit(self) -> None:
@@ -526,16 +534,14 @@ class GrowingBatchSize(Callback):
                 f"value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
                 f"validation_threshold=math.inf to grow in each check"
             )
-        averages = [noise.statistics(size) for noise in measurement.noise.values()]
-        predicted = max(
-            predicted_batch_size(of, self._active_growth.dataset_size, theta, self.max_batch_size)
-            for of in ([statistics] if measurement.is_reported or variance is None else averages)
-        )
-        self._to_log["batch_size_predicted"] = float(predicted)
+        predicted, noises = 1, measurement.noise.values()
         if variance is not None:
+            taken = [statistics] if measurement.is_reported else [noise.statistics(size) for noise in noises]
+            dataset_size = self._active_growth.dataset_size
+            predicted = max(predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
             self._to_log["gradient_variance"] = variance
-        noise_scale = max((noise.value for noise in measurement.noise.values()), default=math.inf)
-        if noise_scale < math.inf:
+        self._to_log["batch_size_predicted"] = float(predicted)
+        if noises and (noise_scale := max(noise.value for noise in noises)) < math.inf:
             self._to_log["gradient_noise_scale"] = noise_scale
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         record: dict[str, float] = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
@@ -554,8 +560,6 @@ class GrowingBatchSize(Callback):
 
     def _tell(self) -> None:
         """Say once in a fit what was chosen; after the first step, in which estimators count their work."""
-        if self._told:
-            return
         self._told = True
         measures = self._active_measurement.description()
         if self.schedule is not None:
@@ -574,7 +578,7 @@ class GrowingBatchSize(Callback):
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what is new: in the first step, and when loggers write, since logging takes longer than checking."""
-        if trainer.barebones or not (self._logged_here is None or logs_now(trainer)):
+        if trainer.barebones:
             return
         if self._logged_here is None:
             self._logged_here = tuple(name for name in LOGGED if name not in trainer.callback_metrics)

@@ -200,7 +200,6 @@ class LearningRateScale:
 
         return evaluate
 
-    @no_grad()
     def _multiply(self, optimizer: Optimizer) -> None:
         factor = self.factor
         if optimizer in self._rates or factor == 1.0:
@@ -213,17 +212,18 @@ class LearningRateScale:
                 continue
             if isinstance(rate, Tensor):
                 multiplied.add(id(rate))
-                rates.append((group, rate.clone()))
-                rate.mul_(factor)
+                with no_grad():
+                    rates.append((group, rate.clone()))
+                    rate.mul_(factor)
             else:
                 rates.append((group, rate))
                 group["lr"] = rate * factor
 
-    @no_grad()
     def _put_back(self, optimizer: Optimizer) -> None:
         for group, rate in self._rates.pop(optimizer, []):
             if isinstance(rate, Tensor):
-                group["lr"].copy_(rate)
+                with no_grad():
+                    group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
 

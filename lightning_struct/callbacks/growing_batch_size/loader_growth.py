@@ -79,8 +79,12 @@ class LoaderGrowth:
 
     @property
     def dataset_size(self) -> int | None:
-        sizes = [loader.dataset_size for loader in self._loaders]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
+        samples = 0
+        for loader in self._loaders:
+            if (size := loader.dataset_size) is None:
+                return None
+            samples += size
+        return samples
 
     @property
     def first_length(self) -> float:
@@ -97,7 +101,8 @@ class LoaderGrowth:
         )
 
     def expected_sizes(self) -> list[int]:
-        return [size for loader in self._loaders for size in loader.sizes_read(self._trainer_loaders.ahead)]
+        ahead = self._trainer_loaders.ahead
+        return [size for loader in self._loaders for size in loader.sizes_read(ahead)]
 
     def on_step(self, samples: int) -> None: ...
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -30,8 +29,7 @@ from lightning_struct.utilities.lightning_internals import loss_scale
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class StepStatistics:
+class StepStatistics(NamedTuple):
     """Statistics of the optimizer steps in a batch.
 
     Attributes:
@@ -58,6 +56,10 @@ class Measurement:
         estimator: name of the estimator.
         every_n_steps: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_overhead`` and ``probes``.
         tests_stationarity: whether to test if the noise of the steps undoes what they descend.
+
+    Attributes:
+        processes: number of those that read different batches.
+        noise: averages of the measurements, by the place of the optimizer.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class Measurement:
         )
         reported = getattr(module, "gradient_statistics", None)
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
+        self.processes = data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
         self._samples = self._batches = self._expected = 0
+        self._expected_sizes: list[int] = []
         self._told_of_nan = self._gave_up = self._sees_steps = False
         self._estimator: GradientEstimator | None = None
         self._tests_stationarity = needed and tests_stationarity and not self.is_reported
@@ -131,6 +135,7 @@ class Measurement:
         return f"measures by estimator={self._estimator.name!r} {steps}{bound}"
 
     def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
+        self._expected_sizes = expected_sizes
         self._ask(lambda estimator: estimator.begin_batch(batch, expected_sizes, step))
 
     def before_backward(self, loss: Tensor) -> None:
@@ -150,16 +155,16 @@ class Measurement:
             except Exception as error:  # noqa: BLE001 - measuring must not end a training
                 self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent ({first_line(error)})")
 
-    def end_batch(self, batch: Any, expected_sizes: list[int]) -> int:
+    def end_batch(self, batch: Any) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
-        if self.is_reported:
+        if self._reported is not None:
             return 0
-        read = samples_in(batch, expected_sizes)
-        if not expected_sizes:  # the batch shows it, or may: it is none larger than those before
+        read = samples_in(batch, self._expected_sizes)
+        if not self._expected_sizes:  # the batch shows it, or may: it is none larger than those before
             read = min(read, self._expected or read)
-        elif len(expected_sizes) == 1:
+        elif len(self._expected_sizes) == 1:
             self._expected = read
-        read *= data_parallel_size(self._trainer)
+        read *= self.processes
         self._samples += read
         self._batches += 1
         return read
@@ -167,9 +172,8 @@ class Measurement:
     def end_step(self, step: int) -> StepStatistics | None:
         """Statistics of a step, after its batch; None if its samples are not known."""
         # how many batches a module accumulates by hand is its own affair: decided is the size of one
-        batches = 1 if self._module.automatic_optimization else max(self._batches, 1)
+        batches = 1 if self._batches < 2 or self._module.automatic_optimization else self._batches
         samples, self._samples, self._batches = self._samples // batches, 0, 0
-        due = step % (self._every_n_steps or 1) == 0
         if self._estimator is not None or self._gave_up:
             if not (self._sees_steps or self._gave_up):
                 self._give_up(
@@ -178,9 +182,10 @@ class Measurement:
                     f"optimizer_step the optimizer that it gets"
                 )
             measured = self._ask(lambda estimator: estimator.statistics(samples))
-            return StepStatistics(samples, self._largest(measured or {}))
+            return StepStatistics(samples, self._largest(measured) if measured else None)
+        due = step % (self._every_n_steps or 1) == 0
         if self._reported is None:
-            return StepStatistics(samples, GradientStatistics(samples, None, 0.0, None) if due else None)
+            return StepStatistics(samples, _without_gradients(samples) if due else None)
         reported = self._reported()
         if reported is None:
             return None
@@ -276,3 +281,8 @@ class Measurement:
         for gone in [number for number in self.noise if number >= max(len(self._trainer.optimizers), 1)]:
             del self.noise[gone]
         return max(measured.values(), key=relative_variance, default=None)
+
+
+@lru_cache(maxsize=2)  # most steps have as many samples as the last one
+def _without_gradients(samples: int) -> GradientStatistics:
+    return GradientStatistics(samples, None, 0.0, None)

@@ -73,15 +73,20 @@ class StationarityTest:
         self._passed = False
         self._begin_window()
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Look at the weights, and at the gradients by which the optimizer is about to step, before they are
         clipped."""
+        if self._end == 0 or self._steps >= self._end:
+            self._look()
+        self._steps += 1
+
+    @torch.no_grad()
+    def _look(self) -> None:
         if self._end == 0:
             self._length = window_length(self._steps)
             self._end = self._steps + self._length
             self._weights = {i: local(parameter).clone() for i, parameter in self._parameters().items()}
-        elif self._steps >= self._end:
+        else:
             parameters = self._parameters()
             if self._steps == self._end:
                 self._weights = {
@@ -92,7 +97,6 @@ class StationarityTest:
             self._products.append(self._product(parameters) / gradient_scale(self._trainer, self._optimizer))
             if len(self._products) >= max(FEWEST, self._length // STEPS_PER_GRADIENT):
                 self._judge()
-        self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         if self._sharded:

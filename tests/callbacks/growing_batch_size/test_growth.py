@@ -359,8 +359,8 @@ def test_another_batch_size_of_the_loader_is_told_once(tmp_path, sizes, then, wo
     options = {"enable_checkpointing": True, "max_epochs": 2}
     whole = fit(tmp_path, loader(96, num_workers=workers), sizes, callbacks=[checkpoints(tmp_path)], **options)
     step = len(whole.epochs[0]) if ended else 9 if workers and sizes else 4
+    path = tmp_path / f"step={step}.ckpt"
     with pytest.warns(UserWarning, match="DataLoader") as warned:
-        path = tmp_path / f"step={step}.ckpt"
         resumed = fit(tmp_path, loader(96, batch_size=8, num_workers=workers), ckpt_path=path, **options)
     (told,) = [str(warning.message) for warning in warned if "The checkpoint was written" in str(warning.message)]
     assert "DataLoader(batch_size=4), and now it is 8" in told

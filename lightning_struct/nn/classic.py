@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,10 @@ from lightning_struct.functional.transforms import (
 )
 from lightning_struct.nn.approximation import stein_residual
 from lightning_struct.nn.generators import GeneratorLinear
+from lightning_struct.nn.precision import HALF_PRECISION, restore_precision
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -223,14 +227,33 @@ class CauchyFactors:
         return cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
 
 
-class VandermondeLike(GeneratorLinear):
+class _FixedNodesLinear(GeneratorLinear):
+    """A layer with diagonal operators, whose nodes are buffers in float32 at least: rounded to half precision they
+    coincide."""
+
+    node_names: ClassVar[tuple[str, ...]]
+    """The buffers: those of the rows, then those of the columns if these have any."""
+
+    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        at_least_single = torch.promote_types(self.G.dtype, torch.float32)
+        for name, size in zip(self.node_names, (self.rows, self.columns), strict=False):
+            self.register_buffer(name, torch.empty(size, device=device, dtype=at_least_single))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        nodes = {name: getattr(self, name) for name in self.node_names}
+        super()._apply(fn, recurse)
+        restore_precision(self, nodes)
+        return self
+
+
+class VandermondeLike(_FixedNodesLinear):
     """A layer with M = Σ_i K(diag(v), g_i) K(Z_0, h_i)ᵀ, Vandermonde-like: r (m + n) parameters.
 
     Thomas et al., Table 5, by equation (2). Vandermonde matrices V[a, b] = v_aᵇ are of rank 1.
 
-    The nodes v (m,) are fixed: the paper counts G and H alone. By default they are Chebyshev's, cos((2a + 1)π / 2m),
-    which cover (-1, 1) such that no power grows; ``init="reference"`` draws them from U(-0.7, 0.7), as the authors'
-    code does.
+    The nodes v (m,) are fixed, in float32 at least: the paper counts G and H alone. By default they are Chebyshev's,
+    cos((2a + 1)π / 2m), which cover (-1, 1) such that no power grows; ``init="reference"`` draws them from U(-0.7,
+    0.7), as the authors' code does.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -244,10 +267,9 @@ class VandermondeLike(GeneratorLinear):
         (torch.Size([8, 50]), torch.Size([50]))
     """
 
-    nodes: Tensor
+    node_names = ("nodes",)
 
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        self.register_buffer("nodes", torch.empty(self.rows, device=device, dtype=dtype))
+    nodes: Tensor
 
     def _draw_weights(self) -> None:
         if self.init == "reference":
@@ -267,7 +289,7 @@ class VandermondeLike(GeneratorLinear):
         return float(powers.cumsum(1).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return vandermonde_like_matmul(self.nodes, self.G, self.H, x)
+        return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(VandermondeFactors(self.nodes, self.G, self.H))
@@ -279,11 +301,12 @@ class VandermondeLike(GeneratorLinear):
         self._set_generators(displacement)
 
 
-class CauchyLike(GeneratorLinear):
+class CauchyLike(_FixedNodesLinear):
     """A layer with M[a, b] = (G Hᵀ)[a, b] / (s_a - t_b), Cauchy-like: r (m + n) parameters.
 
     Thomas et al., Table 5: equation (1) with diag(s) and diag(t), diag(s) M - M diag(t) = G Hᵀ. The nodes s (m,) and t
-    (n,) are fixed. They are the integers 0 to m + n - 1, dealt out in turn: for m = n the even and the odd ones.
+    (n,) are fixed, in float32 at least. They are the integers 0 to m + n - 1, dealt out in turn: for m = n the even and
+    the odd ones.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -297,12 +320,10 @@ class CauchyLike(GeneratorLinear):
         (tensor([0., 2., 4.]), tensor([1., 3., 5.]))
     """
 
+    node_names = ("row_nodes", "column_nodes")
+
     row_nodes: Tensor
     column_nodes: Tensor
-
-    def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        self.register_buffer("row_nodes", torch.empty(self.rows, device=device, dtype=dtype))
-        self.register_buffer("column_nodes", torch.empty(self.columns, device=device, dtype=dtype))
 
     def _draw_weights(self) -> None:
         row_nodes, column_nodes = self._dealt_nodes()
@@ -323,10 +344,19 @@ class CauchyLike(GeneratorLinear):
         return float((1 / differences.square()).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
+        y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
+        return y.to(x.dtype)
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(CauchyFactors(self.row_nodes, self.column_nodes, self.G, self.H))
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators((self.row_nodes[:, None] - self.column_nodes) * self._squared(weight))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        # Up to version 0.2 layers in half precision had rounded nodes.
+        for name, exact in zip(self.node_names, self._dealt_nodes(), strict=True):
+            nodes = state_dict.get(prefix + name)
+            if isinstance(nodes, Tensor) and nodes.dtype in HALF_PRECISION:
+                state_dict[prefix + name] = exact.to(nodes.device, torch.float32)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

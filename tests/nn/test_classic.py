@@ -201,6 +201,36 @@ def test_nodes_and_places_are_saved_and_not_trained():
         assert name in layer.state_dict() and name not in dict(layer.named_parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [VandermondeLike, CauchyLike])
+def test_nodes_stay_distinct_in_half_precision(cls, dtype):
+    # The integers up to 2,600 of a Cauchy-like matrix coincide in both dtypes.
+    torch.manual_seed(0)
+    layer = cls(1300, 1300)
+    with torch.no_grad():
+        for parameter in layer.parameters():  # numbers that are the same in half precision
+            parameter.copy_(parameter.to(dtype))
+    x = torch.randn(3, 1300).to(dtype)
+    expected = layer(x.float()).to(dtype)
+    for half in (layer.to(dtype), cls(1300, 1300, dtype=dtype)):
+        half.load_state_dict(layer.state_dict())
+        assert all(getattr(half, name).dtype == torch.float32 for name in cls.node_names)
+        for training in (True, False):
+            y = half.train(training)(x)
+            assert y.dtype == dtype
+            torch.testing.assert_close(y, expected)
+    assert all(getattr(layer.double(), name).dtype == torch.float64 for name in cls.node_names)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_rounded_nodes_of_older_checkpoints_are_dealt_anew(assign):
+    layer, x = CauchyLike(300, 200).bfloat16(), torch.randn(3, 300).bfloat16()
+    state = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
+    fresh = CauchyLike(300, 200).bfloat16()
+    fresh.load_state_dict(state, assign=assign)
+    assert torch.equal(fresh(x), layer(x)) and layer(x).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -62,7 +62,18 @@ class FrozenLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., out_features) for x (..., in_features)."""
+        """(..., out_features) for x (..., in_features), of any floating-point dtype.
+
+        Raises:
+            TypeError: x does not hold real floating-point numbers.
+            ValueError: the last dimension of x is not ``in_features``.
+        """
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"FrozenLinear takes inputs (..., {self.in_features}), but the input has shape {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"the input of FrozenLinear has dtype {x.dtype}: use real floating-point numbers")
         return affine(self._multiplying(x), x, self.bias)
 
     def to_dense(self) -> Tensor:

@@ -250,6 +250,22 @@ def test_wrong_inputs_are_named(name):
         layer(torch.ones(3, 12, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_inputs_of_frozen_layers_are_named(name, dense):
+    frozen = make(name).freeze(dense=dense)
+    for _ in range(2):
+        for columns in (7, 11, 13):
+            with pytest.raises(ValueError, match=rf"takes inputs \(\.\.\., 12\), but .* has shape \(3, {columns}\)"):
+                frozen(torch.randn(3, columns))
+        with pytest.raises(ValueError, match=r"has shape \(\)"):
+            frozen(torch.tensor(1.0))
+        for dtype in (torch.int64, torch.bool, torch.complex64):
+            with pytest.raises(TypeError, match=f"dtype {dtype}"):
+                frozen(torch.ones(3, 12, dtype=dtype))
+        frozen(torch.ones(3, 12))  # after which the fastest form is kept
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_sizes_are_named(name):
     for sizes, message in (

@@ -294,8 +294,11 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         if self.method != "auto" or torch.compiler.is_compiling():  # a compiled graph chooses whenever it runs
             return subdiagonal_matmul(*weights, x, self.method)
         if not _has_values(self.subdiagonal_a):
-            # No values can be read under torch.func: without an earlier choice one that is right for any.
-            latest = None if self._choices is None else self._choices.latest
+            # No values can be read under torch.func: without an earlier choice one that is right for any, and so it is
+            # for operators of several models, of which the choice may be that of another one.
+            latest = None
+            if self._choices is not None and not _is_mapped_over(self.subdiagonal_a):
+                latest = self._choices.latest
             any_method = method_for_any_operators(self.rows, self.columns)
             return subdiagonal_matmul(*weights, x, any_method if latest is None else latest)
         return subdiagonal_product(*weights, x, method=self._chosen(x.shape[:-1].numel()))
@@ -454,6 +457,15 @@ def _has_values(tensor: Tensor) -> bool:
     except RuntimeError:  # raised by the tensors that torch.func wraps
         return False
     return True
+
+
+def _is_mapped_over(tensor: Tensor) -> bool:
+    """Whether vmap maps over a dimension of the tensor, found without reading its values."""
+    try:
+        tensor.new_empty(0).tolist()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _method_of(matrix: PreparedMatrix, dtype: torch.dtype) -> str:

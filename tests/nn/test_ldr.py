@@ -201,6 +201,21 @@ def test_under_function_transforms_the_choice_stays():
         torch.testing.assert_close(gradient["G"], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_an_ensemble_of_trained_layers_is_mapped_over_by_a_method_for_any_operators(on_meta):
+    torch.manual_seed(0)
+    layers, x = [randomised(LDRSubdiagonal(64, 64)) for _ in range(3)], torch.randn(5, 64)
+    with torch.no_grad():
+        layers[1].subdiagonal_a[3] = 0.0
+        layers[2].subdiagonal_b[20:30] = 1e-6
+    expected = torch.stack([layer(x) for layer in layers])  # by which each makes its choice
+    assert layers[0].method_in_use == "scaled" != layers[1].method_in_use
+    parameters, buffers = torch.func.stack_module_state(layers)
+    base = copy.deepcopy(layers[0]).to("meta" if on_meta else "cpu")
+    outputs = torch.func.vmap(lambda p, b: torch.func.functional_call(base, (p, b), (x,)))(parameters, buffers)
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_choice_refuses_parameters_that_are_not_finite():
     layer = LDRSubdiagonal(64, 64)
     with torch.no_grad():

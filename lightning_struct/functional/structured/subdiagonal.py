@@ -403,13 +403,22 @@ def _inside(method: str, *tensors: Tensor) -> torch.dtype:
 
 
 def _refuse_zeros(a_subdiagonal: Tensor, b_subdiagonal: Tensor) -> None:
+    """Refuse zeros where they can be looked for without waiting."""
     for name, tensor in (("a_subdiagonal", a_subdiagonal), ("b_subdiagonal", b_subdiagonal)):
-        if tensor.device.type == "cpu" and not tensor.all():
+        if tensor.device.type == "cpu" and _has_zero(tensor):
             index = (tensor == 0).nonzero()[0].item()
             raise ValueError(
                 f'method="scaled" divides by the subdiagonals, and {name}[{index}] is 0: use method="tree" or '
                 f'method="dense".'
             )
+
+
+def _has_zero(tensor: Tensor) -> bool:
+    """Whether an entry is zero; False under vmap over the tensor, where no values can be read."""
+    try:
+        return not tensor.all()
+    except RuntimeError:
+        return False
 
 
 def _as_circles(

@@ -229,7 +229,7 @@ def test_derivatives_by_torch_func(method):
         torch.testing.assert_close(value, torch.stack(expected))
 
 
-@pytest.mark.parametrize("method", ["dense", "tree"])
+@pytest.mark.parametrize("method", SUBDIAGONAL_METHODS)
 def test_vmap_over_operators(method):
     inputs, _ = parameters("uniform", 4, 5, 0.7)
     stack = torch.stack([inputs[0], 2 * inputs[0]])
@@ -297,6 +297,9 @@ def test_the_scaled_method_refuses_a_zero():
     ):
         with pytest.raises(ValueError, match=r'b_subdiagonal\[3\] is 0: use method="tree" or method="dense"'):
             call()
+    stack = torch.stack([inputs[2], torch.ones_like(inputs[2])])  # in which zeros cannot be looked for
+    product = torch.func.vmap(lambda b: subdiagonal_matmul(*inputs[:2], b, *inputs[3:], method="scaled"))(stack)
+    assert product[0].isnan().all() and product[1].isfinite().all()
 
 
 def test_unknown_methods_are_refused():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
@@ -31,10 +32,15 @@ class CirculantSpectrum:
     spectrum: Tensor
     size: int
 
+    keeps_precision: ClassVar[bool] = True
+
     def matmul(self, x: Tensor) -> Tensor:
+        computed = x.to(computing_dtype(x))
         if torch.onnx.is_in_onnx_export():
-            return real_irfft(multiplied(real_rfft(x), as_pair(self.spectrum)), self.size)
-        return torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=self.size)
+            y = real_irfft(multiplied(real_rfft(computed), as_pair(self.spectrum)), self.size)
+        else:
+            y = torch.fft.irfft(torch.fft.rfft(computed) * self.spectrum, n=self.size)
+        return y.to(x.dtype)
 
 
 class Circulant(StructuredLinear):
@@ -87,7 +93,7 @@ class Circulant(StructuredLinear):
 
     def _compressed(self) -> PreparedMatrix:
         size = self.column.numel()
-        square = CirculantSpectrum(torch.fft.rfft(self.column), size)
+        square = CirculantSpectrum(torch.fft.rfft(self.column.to(computing_dtype(self.column))), size)
         return LeadingSubmatrix(square, size - self.in_features, self.out_features)
 
     def _start_near(self, weight: Tensor) -> None:

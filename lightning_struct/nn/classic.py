@@ -199,9 +199,10 @@ class VandermondeFactors:
     H: Tensor
 
     is_slow: ClassVar[bool] = True
+    keeps_precision: ClassVar[bool] = True
 
     def matmul(self, x: Tensor) -> Tensor:
-        return vandermonde_like_matmul(self.nodes, self.G, self.H, x)
+        return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,11 @@ class CauchyFactors:
     H: Tensor
 
     is_slow: ClassVar[bool] = True
+    keeps_precision: ClassVar[bool] = True
 
     def matmul(self, x: Tensor) -> Tensor:
-        return cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
+        y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
+        return y.to(x.dtype)
 
 
 class _FixedNodesLinear(GeneratorLinear):

@@ -18,6 +18,7 @@ from lightning_struct.functional.structured.prepared import (
     affine,
 )
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
+from lightning_struct.nn.precision import restore_precision
 
 
 class FrozenLinear(nn.Module):
@@ -26,6 +27,8 @@ class FrozenLinear(nn.Module):
     All its tensors are buffers, the complex ones as pairs of reals. ``torch.export.export`` takes it. For ONNX, Fourier
     transforms are products with small real matrices; LDR-TD and Vandermonde-like matrices must be dense there, and
     LDR-SD with operators for which spectra are not exact.
+
+    Converted to half precision, spectra and nodes stay float32: such products are computed in it.
 
     Between calls it keeps in memory what multiplies faster, also the matrix. That is no part of ``state_dict``, of
     copies or of what is exported.
@@ -110,7 +113,12 @@ class FrozenLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
         self._kept = None
-        return super()._apply(fn, recurse)
+        keeps_precision = getattr(_innermost(self._matrix), "keeps_precision", False)
+        names = [name for name, _ in _tensors_of(self._matrix)] if keeps_precision else []
+        before = {name: getattr(self, name) for name in names}
+        super()._apply(fn, recurse)
+        restore_precision(self, before)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}

@@ -202,6 +202,19 @@ def test_nodes_and_places_are_saved_and_not_trained():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cls", [ToeplitzLike, HankelLike, Circulant])
+def test_spectra_are_kept_in_float32_in_half_precision(cls, dtype):
+    torch.manual_seed(0)
+    layer, x = cls(1200, 1200).to(dtype), torch.randn(1, 1200, dtype=dtype)
+    expected = layer(x).detach()
+    with torch.no_grad():
+        outputs = layer.eval()(x)
+    assert outputs.dtype == dtype
+    tolerance = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cls", [VandermondeLike, CauchyLike])
 def test_nodes_stay_distinct_in_half_precision(cls, dtype):
     # The integers up to 2,600 of a Cauchy-like matrix coincide in both dtypes.

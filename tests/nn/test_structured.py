@@ -188,6 +188,26 @@ def test_frozen_layer_changes_its_dtype(name):
     torch.testing.assert_close(layer.freeze().double()(x), layer.double()(x).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_layer_in_half_precision(name, dtype):
+    layer = make(name).eval()
+    x = torch.randn(3, 12, dtype=dtype)
+    expected = reference(layer, x.float())
+    frozen = layer.freeze()
+    tolerance = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+    for module in (frozen.to(dtype), layer.to(dtype).freeze(), layer, nn.Sequential(layer)):
+        for rows in (x, x[:1]):
+            with torch.no_grad():
+                outputs = module(rows)
+            assert outputs.dtype == dtype
+            torch.testing.assert_close(outputs.float(), expected[: len(rows)], rtol=0, atol=tolerance)
+    exported = torch.export.export(frozen, (x,))
+    torch.testing.assert_close(exported.module()(x), frozen(x), rtol=0, atol=tolerance)
+    frozen.load_state_dict({key: tensor.to(dtype) for key, tensor in frozen.state_dict().items()})
+    torch.testing.assert_close(frozen(x).float(), expected, rtol=0, atol=4 * tolerance)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_frozen_layer_is_as_small_as_its_parameters_or_dense(name):
     torch.manual_seed(0)

@@ -14,7 +14,8 @@ class PreparedMatrix(Protocol):
 
     Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items
     of the tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them. A class may say
-    ``is_slow: ClassVar[bool] = True`` where its product takes longer than one with the dense matrix, and have a method
+    ``is_slow: ClassVar[bool] = True`` where its product takes longer than one with the dense matrix,
+    ``keeps_precision: ClassVar[bool] = True`` where its tensors must not be in half precision, and have a method
     ``completed()`` that makes what multiplies faster.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class ScaledToeplitzSpectra:
     in_scale: Tensor
     middle: Tensor
     few_rows: TwoStepProduct | None
+
+    keeps_precision: ClassVar[bool] = True
 
     @staticmethod
     def of(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class KrylovTrees:
 
     left: KrylovTree
     right: KrylovTree
+
+    keeps_precision: ClassVar[bool] = True
 
     @staticmethod
     def of(

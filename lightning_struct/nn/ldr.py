@@ -202,7 +202,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
     :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it
     is done when the parameters change after 100 products in training, once for each order of magnitude of the number of
     rows, and after a change between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes
-    the same one.
+    the same one. One that cannot be read, as of averaged or converted checkpoints, is made anew.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
@@ -345,6 +345,11 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         choices = self._choices if self.training and self._choices is not None else MethodChoices()
         return choices.to_tensor(self._operators_version)
 
+    @choice.setter
+    def choice(self, value: Tensor) -> None:
+        """Left aside: ``torch.func.functional_call`` sets it, for a call with the ``state_dict`` of a layer, and takes
+        it back."""
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.method == "auto":
@@ -357,7 +362,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
             if isinstance(corner, Tensor) and corner.ndim == 0:
                 state_dict[prefix + name] = corner.reshape(1)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._choices = None if choice is None else MethodChoices.from_tensor(choice)
+        self._choices = MethodChoices.from_tensor(choice) if isinstance(choice, Tensor) else None
 
 
 class LDRTridiagonal(LearnedOperatorLinear):

@@ -73,15 +73,23 @@ class MethodChoices:
         return torch.cat([torch.tensor([has_changed, self._products]), methods])
 
     @staticmethod
-    def from_tensor(tensor: Tensor) -> MethodChoices:
-        """The choices of :meth:`to_tensor`; also those of version 0.2: method, magnitude (-1: none), products."""
-        choices = MethodChoices()
-        if tensor.numel() == 3:
-            method, magnitude, choices._products = tensor.tolist()
+    def from_tensor(tensor: Tensor) -> MethodChoices | None:
+        """The choices of :meth:`to_tensor`; also those of version 0.2: method, magnitude (-1: none), products.
+
+        Returns:
+            None where there are none to be read, as of a checkpoint that was averaged or converted to another dtype.
+        """
+        if tensor.dtype != torch.int64 or tensor.is_meta or tensor.shape not in ((3,), (2 + _MAGNITUDES,)):
+            return None
+        choices, numbers = MethodChoices(), tensor.tolist()
+        if len(numbers) == 3:
+            method, magnitude, choices._products = numbers
             methods = {} if magnitude < 0 else {magnitude: method}
         else:
-            has_changed, choices._products, *of_magnitudes = tensor.tolist()
+            has_changed, choices._products, *of_magnitudes = numbers
             choices._is_loaded = not has_changed
             methods = {magnitude: method for magnitude, method in enumerate(of_magnitudes) if method != _NONE}
+        if choices._products < 0 or not set(methods.values()) <= set(range(len(SUBDIAGONAL_METHODS))):
+            return None
         choices._methods = {magnitude: SUBDIAGONAL_METHODS[method] for magnitude, method in methods.items()}
         return choices

@@ -189,6 +189,40 @@ def test_checkpoints_of_version_0_2_are_loaded():
     assert resumed.method_in_use == "tree"
 
 
+UNREADABLE_CHOICES = {
+    "averaged": lambda choice: (choice + choice) / 2,
+    "cast": lambda choice: choice.half(),
+    "another shape": lambda choice: choice[:7],
+    "no such method": lambda choice: torch.where(choice < 0, 9, choice),
+    "no such method below": lambda choice: torch.where(choice < 0, -2, choice),
+    "no number of products": lambda choice: choice - 200,
+    "of version 0.2, no such method": lambda choice: torch.tensor([4, 2, 7]),
+    "no tensor": lambda choice: choice.tolist(),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE_CHOICES)
+def test_a_choice_that_cannot_be_read_is_made_anew(kind):
+    torch.manual_seed(0)
+    layer, x = LDRSubdiagonal(12, 12), torch.randn(3, 12)
+    expected, state = layer(x), layer.state_dict()
+    state["choice"] = UNREADABLE_CHOICES[kind](state["choice"])
+    loaded = LDRSubdiagonal(12, 12)
+    loaded(x)
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.choice, LDRSubdiagonal(12, 12).choice)
+    assert torch.equal(loaded(x), expected)
+
+
+def test_functional_call_takes_a_whole_state_dict():
+    torch.manual_seed(0)
+    layer, other, x = LDRSubdiagonal(12, 12), LDRSubdiagonal(12, 12), torch.randn(3, 12)
+    expected = layer(x)
+    for called, state in ((other, layer.state_dict()), (nn.Sequential(other), nn.Sequential(layer).state_dict())):
+        for _ in range(2):
+            assert torch.equal(torch.func.functional_call(called, state, (x,)), expected)
+
+
 def test_under_function_transforms_the_choice_stays():
     layer = LDRSubdiagonal(64, 64)
     parameters = dict(layer.named_parameters())

@@ -324,8 +324,10 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return self._choices.method(batch, self._operators_version, lambda: self._choose(batch), self._divides_by_zero)
 
     @property
-    def _operators_version(self) -> int:
-        """A number that changes with the operators."""
+    def _operators_version(self) -> int | None:
+        """A number that changes with the operators; None if there is none, as of tensors made in inference mode."""
+        if self.subdiagonal_a.is_inference() or self.subdiagonal_b.is_inference():
+            return None
         return self.subdiagonal_a._version + self.subdiagonal_b._version
 
     def _divides_by_zero(self, method: str) -> bool:

@@ -37,18 +37,20 @@ class MethodChoices:
         """The method that was chosen last, if there is one."""
         return next(reversed(self._methods.values()), None)
 
-    def method(self, batch: int, version: int, choose: Callable[[], str], is_refused: Callable[[str], bool]) -> str:
+    def method(
+        self, batch: int, version: int | None, choose: Callable[[], str], is_refused: Callable[[str], bool]
+    ) -> str:
         """The method for a product.
 
         Args:
             batch: rows of the input.
-            version: a number that changes with the parameters.
+            version: a number that changes with the parameters; None: they may have changed.
             choose: makes the choice.
             is_refused: whether a method that was chosen earlier cannot be taken any more.
         """
         if self._is_loaded:
             self._version, self._is_loaded = version, False
-        has_changed = self._version != version
+        has_changed = version is None or self._version != version
         if self._products >= (_PRODUCTS if has_changed else _PRODUCTS_AT_ONE_VERSION):
             self._methods, self._products = {}, 0
         self._version = version
@@ -60,16 +62,16 @@ class MethodChoices:
         self._methods[magnitude] = method
         return method
 
-    def to_tensor(self, version: int) -> Tensor:
+    def to_tensor(self, version: int | None) -> Tensor:
         """(66,) int64: whether the parameters have changed since the last product, the products, and the methods.
 
         Args:
-            version: that of the parameters now.
+            version: that of the parameters now, or None.
         """
         methods = torch.full((_MAGNITUDES,), _NONE)
         for magnitude, method in self._methods.items():
             methods[magnitude] = SUBDIAGONAL_METHODS.index(method)
-        has_changed = not self._is_loaded and self._version != version
+        has_changed = not self._is_loaded and (version is None or self._version != version)
         return torch.cat([torch.tensor([has_changed, self._products]), methods])
 
     @staticmethod

@@ -79,8 +79,9 @@ class StructuredLinear(nn.Module, ABC):
     In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is
     kept between calls: the dense matrix (64 MiB in float32 at most where the class has something smaller), or spectra
     or factors, or both for batches of different sizes, whichever multiplies faster. It is made anew when a parameter
-    has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A
-    change through ``parameter.data`` in eval mode, which leaves no trace, is seen after the next ``eval()``.
+    has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. Of
+    a layer that was made in inference mode nothing is kept. A change through ``parameter.data`` in eval mode, which
+    leaves no trace, is seen after the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``,
     and ``_prepare`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
@@ -136,6 +137,7 @@ class StructuredLinear(nn.Module, ABC):
         self.approximation_error: float | None = None
 
     @classmethod
+    @torch.inference_mode(False)
     def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int | None = None, **options: Any) -> Self:
         """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
 
@@ -166,7 +168,7 @@ class StructuredLinear(nn.Module, ABC):
         if not bool(weight.isfinite().all()):
             raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")
         options |= {"bias": linear.bias is not None, "dtype": torch.float64}
-        target = weight.double()
+        target = weight.to(torch.float64, copy=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layer = cls._made_near(target, *arguments, **options)
@@ -245,8 +247,7 @@ class StructuredLinear(nn.Module, ABC):
         self.check_finite()
         with torch.inference_mode(False), torch.no_grad():
             matrix = DenseMatrix(self.to_dense()) if dense else self._compressed()
-        bias = None if self.bias is None else self.bias.detach()
-        return FrozenLinear(self.in_features, self.out_features, matrix, bias, type(self).__name__)
+            return FrozenLinear(self.in_features, self.out_features, matrix, self.bias, type(self).__name__)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -349,9 +350,11 @@ class StructuredLinear(nn.Module, ABC):
             # Under torch.func and in functional_call the weights are no Parameters of this module.
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
                 return self._multiply(x)
+            sources = weights | {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+            if any(source.is_inference() for source in sources.values()):  # whose changes leave no trace
+                return self._multiply(x)
             self.check_finite()
-            buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            self._cached = _Cached(weights | buffers)
+            self._cached = _Cached(sources)
         matrix = self._cached.matrix(rows)
         if matrix is None:
             # What is made within inference mode could not take part in a backward pass to the inputs later.

@@ -105,6 +105,54 @@ def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
     assert lstm(torch.empty(5, 3, 6, device="meta"))[0].shape == (5, 3, 8)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_made_and_changed_in_inference_mode(name):
+    torch.manual_seed(0)
+
+    def reference(layer):
+        return x @ layer.to_dense().T + layer.bias
+
+    with torch.inference_mode():
+        layer, x = FACTORIES[name](12, 7), torch.randn(3, 12)
+        assert layer(x).shape == (3, 7)
+        for _ in range(2):
+            torch.testing.assert_close(layer.eval()(x), reference(layer), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(layer.freeze()(x), reference(layer), rtol=1e-4, atol=1e-5)
+            layer._parameters[layer.weight_names[0]].mul_(2)
+        copied = FACTORIES[name](12, 7)
+        copied.load_state_dict(copy.deepcopy(layer).state_dict())
+        torch.testing.assert_close(copied.eval()(x), layer(x))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), reference(layer), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_converted_and_frozen_in_inference_mode(name):
+    torch.manual_seed(0)
+    layer = FACTORIES[name](12, 7).eval()
+    with torch.inference_mode():
+        frozen = layer.freeze()
+        inputs = torch.randn(3, 12, dtype=torch.float64)
+        outputs = layer.double()(inputs)
+        torch.testing.assert_close(outputs, inputs @ layer.to_dense().T + layer.bias)
+    x = torch.randn(3, 12, requires_grad=True)
+    frozen(x).sum().backward()
+    torch.testing.assert_close(x.grad, frozen.to_dense().sum(0).expand(3, -1))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(("_padded", "_without_corners"))])
+def test_layers_made_from_trained_ones_in_inference_mode_can_be_trained(name):
+    torch.manual_seed(0)
+    linear, factory = nn.Linear(12, 7, dtype=torch.float64), FACTORIES[name]
+    cls, options = factory.func, factory.keywords
+    expected = cls.from_linear(linear, refine=3, **options)
+    with torch.inference_mode():
+        layer = cls.from_linear(copy.deepcopy(linear), refine=3, **options)
+        torch.testing.assert_close(layer.to_dense(), expected.to_dense())
+    layer.train()(torch.ones(3, 12, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
 @pytest.mark.parametrize("name", ["ldr_sd", "toeplitz_like", "low_rank"])
 @pytest.mark.parametrize(
     "make",

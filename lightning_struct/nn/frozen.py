@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,8 @@ class FrozenLinear(nn.Module):
             )
         if not x.is_floating_point():
             raise TypeError(f"the input of FrozenLinear has dtype {x.dtype}: use real floating-point numbers")
+        if torch.jit.is_tracing():
+            return recorded(self, lambda: affine(self._multiplying(x), x, self.bias))
         return affine(self._multiplying(x), x, self.bias)
 
     def to_dense(self) -> Tensor:
@@ -95,7 +97,7 @@ class FrozenLinear(nn.Module):
 
     def _multiplying(self, x: Tensor) -> PreparedMatrix:
         """The matrix in the form that multiplies x."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self._kept is None and torch.jit.is_tracing()):
             return _with_buffers_of(self, self._matrix)
         if self._kept is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -122,6 +124,9 @@ class FrozenLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_to_be_scripted(self)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, was={self.class_name}"
@@ -152,6 +157,33 @@ class FrozenLinear(nn.Module):
         reference = self.bias if self.bias is not None else entries
         self.register_buffer("matrix_entries", torch.empty_like(entries, device=reference.device))
         state_dict[f"{prefix}matrix_entries"] = entries
+
+
+def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
+    """A product that ``torch.jit.trace`` records.
+
+    Raises:
+        RuntimeError: it cannot be recorded.
+    """
+    try:
+        return product()
+    except Exception as error:
+        raise RuntimeError(
+            f"torch.jit.trace cannot record {layer}: use torch.export.export, or torch.jit.trace with "
+            f"freeze(model, dense=True)"
+        ) from error
+
+
+def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
+    """What ``torch.jit.script`` asks for.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"torch.jit.script cannot compile {layer}: use torch.export.export, or torch.jit.trace with "
+        f"freeze(model, dense=True)"
+    )
 
 
 def _innermost(matrix: Any) -> Any:

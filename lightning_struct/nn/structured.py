@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
 from lightning_struct.nn.approximation import refine_, relative_error
-from lightning_struct.nn.frozen import FrozenLinear
+from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -337,6 +337,8 @@ class StructuredLinear(nn.Module, ABC):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _matmul(self, x: Tensor) -> Tensor:
+        if torch.jit.is_tracing():
+            return recorded(self, lambda: self._multiply(x))
         if x.numel() == 0:  # torch 2.6 has no Fourier transform of no rows
             return F.linear(x, self.to_dense())
         if self.training or torch.compiler.is_compiling():
@@ -364,6 +366,8 @@ class StructuredLinear(nn.Module, ABC):
 
     def _kept(self, cached: _Cached, x: Tensor) -> PreparedMatrix | None:
         """What is kept for products with as many rows as x, if it can be used as it is."""
+        if torch.jit.is_tracing():
+            return None
         is_usual = not self.training and x.dtype == cached.dtype and x.device == cached.device and x.numel() > 0
         if not is_usual or x.ndim == 0 or x.shape[-1] != self.in_features or torch.is_autocast_enabled(x.device.type):
             return None
@@ -390,6 +394,9 @@ class StructuredLinear(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_to_be_scripted(self)
 
 
 def positive_size(name: str, value: int) -> int:

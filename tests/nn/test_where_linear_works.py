@@ -302,3 +302,32 @@ def test_model_is_exported_with_any_number_of_rows(name):
     exported = torch.export.export(model, (torch.randn(3, 12),), dynamic_shapes=({0: batch},))
     x = torch.randn(5, 12)
     torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+UNTRACEABLE = ("ldr_", "toeplitz", "hankel", "vandermonde")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_records_the_right_numbers_or_says_what_to_do_instead(name):
+    torch.manual_seed(0)
+    layer, x = FACTORIES[name](12, 7).eval(), torch.randn(3, 12)
+    others = torch.randn(9, 12)
+    with torch.no_grad():
+        layer(x)
+        if name.startswith(UNTRACEABLE):
+            with pytest.raises(RuntimeError, match="torch.jit.trace cannot record .*use torch.export.export"):
+                torch.jit.trace(nn.Sequential(layer), x)
+        else:
+            torch.testing.assert_close(torch.jit.trace(layer, x)(others), layer(others), rtol=1e-4, atol=1e-5)
+    for module in (layer, layer.freeze(), nn.Sequential(layer)):
+        with pytest.raises(RuntimeError, match="torch.jit.script cannot compile .*use torch.export.export"):
+            torch.jit.script(module)
+    torch.testing.assert_close(
+        torch.jit.trace(layer.freeze(dense=True), x)(others), layer(others), rtol=1e-4, atol=1e-5
+    )
+    if name.startswith(("ldr_td", "vandermonde")):
+        with pytest.raises(RuntimeError, match="torch.jit.trace cannot record FrozenLinear.*dense=True"):
+            torch.jit.trace(layer.freeze(), x)
+    else:
+        torch.testing.assert_close(torch.jit.trace(layer.freeze(), x)(others), layer(others), rtol=1e-4, atol=1e-5)

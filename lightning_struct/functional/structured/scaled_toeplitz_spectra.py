@@ -89,7 +89,7 @@ class ScaledToeplitzSpectra:
         return by_rows(self._multiply, x, self.in_scale.dtype).to(x.dtype)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # what is exported or compiled must not depend on the number of rows
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what must not depend on the number of rows
             return self.multiply_plainly(rows)
         if self.few_rows is not None and rows_are_few(rows.shape[0], self.left.shape[0]):
             return self.few_rows.matmul(rows)

@@ -164,6 +164,7 @@ class Butterfly(StructuredLinear):
         return super()._prepare(dense)
 
     def _compressed(self) -> PreparedMatrix:
+        # More numbers than the parameters, but a compiled or exported graph would form them in each product.
         return self._of_monarch(*butterfly_as_monarch(self.factors))
 
     @classmethod

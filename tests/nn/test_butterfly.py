@@ -26,6 +26,12 @@ def by_pairs(layer, order):
     return state[: layer.out_features, 0, : layer.in_features].detach()
 
 
+def test_frozen_layer_is_kept_as_a_monarch_matrix():
+    for units, numbers in ((1024, 2**16), (4096, 2**19)):
+        frozen = Butterfly(units, units, bias=False).freeze()
+        assert sum(buffer.numel() for buffer in frozen.buffers()) == numbers  # 3.2 and 5.3 times the parameters
+
+
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize(("m", "n", "rank"), SIZES)
 def test_product_is_that_of_blocks_on_pairs_of_coordinates(m, n, rank, rows):

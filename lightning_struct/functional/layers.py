@@ -94,13 +94,16 @@ def has_plain_parameters(layer: nn.Module, kind: LayerKind) -> bool:
 
 
 def is_affine(layer: nn.Module) -> bool:
-    """Whether the layer is an ``nn.Linear``, also one that overrides ``forward``, or was declared by its matrix."""
+    """Whether the layer computes what ``nn.Linear`` does, as far as is known, or was declared by its matrix."""
     kind = kind_of(layer)
-    return isinstance(layer, nn.Linear) or (kind is not None and kind.is_affine)
+    return kind is not None and kind.is_affine
 
 
 def as_linear(layer: nn.Module) -> nn.Linear:
-    """An ``nn.Linear`` with the weight and the bias of an affine layer, sharing their memory; such a layer itself."""
+    """An ``nn.Linear`` with the weight and the bias of an affine layer, sharing their memory.
+
+    An ``nn.Linear`` is returned itself, whatever its ``forward`` is.
+    """
     kind = kind_of(layer)
     if isinstance(layer, nn.Linear) and (kind is None or not kind.declared):
         return layer

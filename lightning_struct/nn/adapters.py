@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_struct.functional.layers import hidden_layers, is_affine, kind_of, plain_name
+from lightning_struct.functional.layers import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
-from lightning_struct.nn.channels import is_pointwise
+from lightning_struct.nn.channels import has_linear_weight, is_pointwise
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, is_from_linear
 from lightning_struct.nn.selection import Selection, Selector, is_at_or_below
@@ -96,7 +96,8 @@ def add_adapters(
         if isinstance(layer, nn.MultiheadAttention):
             parts = _selected_projections(name, layer, selection)
         else:
-            parts = [name] if (is_affine(layer) or is_pointwise(layer)) and selection.has(name, layer) else []
+            is_linear = has_linear_weight(layer) or is_pointwise(layer)
+            parts = [name] if is_linear and selection.has(name, layer) else []
         if not parts:
             continue
         if id(layer) not in made:

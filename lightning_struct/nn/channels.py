@@ -127,9 +127,25 @@ def as_matrix(layer: nn.Module) -> nn.Linear | None:
 
     The matrix of a convolution maps the patches of images, (in_channels * pixels of a patch), to the channels.
     """
-    if is_affine(layer):
+    if has_linear_weight(layer):
         return as_linear(layer)
     return _as_patch_linear(layer) if type(layer) in CONVOLUTIONS and why_not_patches(layer) is None else None
+
+
+def has_linear_weight(layer: nn.Module) -> bool:
+    """Whether the layer has the weight of an ``nn.Linear``, also if its ``forward`` makes something else of it."""
+    return isinstance(layer, nn.Linear) or is_affine(layer)
+
+
+def why_not_linear(layer: nn.Module) -> str | None:
+    """The reason for which a layer with such a weight is not known to compute what ``nn.Linear`` does; None if it
+    is."""
+    if is_affine(layer):
+        return None
+    return (
+        f"{type(layer).__name__} has a forward of its own, which is not known to compute what nn.Linear does: "
+        "register_layer declares that, or include names this layer"
+    )
 
 
 def in_place_of(layer: nn.Module, linear: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.hub import tqdm
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, own_linear, why_not_called, with_projections
 from lightning_struct.nn.budget import Option, least_increase, smallest_within
-from lightning_struct.nn.channels import as_matrix, in_place_of
+from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement, take_hooks
@@ -231,7 +231,10 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Sel
     for name, layer in model.named_modules(remove_duplicate=False):
         if layer in left or as_matrix(layer) is None or not selection.has(name, layer, owner_of.get(layer)):
             continue
-        if layer in shared:
+        reason = why_not_linear(layer) if isinstance(layer, nn.Linear) else None
+        if reason is not None and not selection.names(name, layer):
+            _log.info("%s is left as it is: %s", name or "the model", reason)
+        elif layer in shared:
             _log.info("%s is left as it is: another module has its weight, too", name)
         else:
             names.setdefault(layer, []).append(name)

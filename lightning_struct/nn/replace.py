@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
-from lightning_struct.functional.layers import as_linear, hidden_layers, is_affine
+from lightning_struct.functional.layers import as_linear, hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import (
     CONVOLUTIONS,
     ChannelLinear,
     as_pointwise_linear,
+    has_linear_weight,
     is_pointwise,
+    why_not_linear,
     why_not_pointwise,
 )
 from lightning_struct.nn.selection import Selection, Selector
@@ -46,7 +48,8 @@ def replace_linear(
 ) -> nn.Module:
     """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by
     its matrix (see :func:`~lightning_struct.functional.layers.register_layer`) or computes what ``nn.Linear`` does, as
-    ``Conv1D`` of transformers. ::
+    ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
+    unless ``include`` has the full name of the layer, or the layer itself. ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
@@ -62,7 +65,8 @@ def replace_linear(
     INFO, and :func:`replacement_report` lists it, and what was left.
 
     Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
-    module, such as an embedding, is theirs alone from then on; that is logged as a warning.
+    module, such as an embedding, is theirs alone from then on; that is logged as a warning, as are replaced layers that
+    had one weight together.
 
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
@@ -103,7 +107,7 @@ def replace_linear(
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
-            f"other types to be linear"
+            f"other types to be linear{reasons_as_text(_skipped(model))}"
         )
     put_in_place(model, places)
     return places[0][1] if not places[0][0] else model
@@ -121,6 +125,12 @@ def put_in_place(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
             isinstance(module, StructuredAttention) for module in encoder.modules()
         ):
             encoder.use_nested_tensor = False  # nested tensors are for the path that reads the weights
+
+
+def reasons_as_text(reasons: Mapping[str, str]) -> str:
+    """The end of a sentence with the layers that were left and why; at most five."""
+    more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more
 
 
 class ReplacementReport(str):
@@ -201,8 +211,8 @@ def _skipped(model: nn.Module) -> dict[str, str]:
             reason = "it is a transposed convolution"
         elif isinstance(layer, nn.RNNBase):
             reason = "it is recurrent: a StructuredLSTM is made in place of an LSTM"
-        elif is_affine(layer):
-            reason = _NOT_SELECTED
+        elif has_linear_weight(layer):
+            reason = why_not_linear(layer) or _NOT_SELECTED
         if reason is not None:
             skipped[name or "(model)"] = reason
     return skipped
@@ -234,7 +244,11 @@ def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selectio
         pointwise = ChannelLinear(linear, layer.stride).train(layer.training)  # type: ignore[arg-type]
         take_hooks(pointwise, layer)
         return pointwise
-    if is_affine(layer) and selection.has(name, layer):
+    if has_linear_weight(layer) and selection.has(name, layer):
+        reason = why_not_linear(layer)
+        if reason is not None and not selection.names(name, layer):
+            _log.info("%s is left as it is: %s", name or "the model", reason)
+            return None
         structured = replace(name, as_linear(layer))
         take_hooks(structured, layer)
         return structured
@@ -251,6 +265,8 @@ def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
         kept = [name for name in tied if name not in replaced]
         if gone and kept:
             _log.warning("%s had its weight together with %s, and no longer has", ", ".join(gone), ", ".join(kept))
+        elif len({model.get_submodule(name) for name in gone}) > 1:
+            _log.warning("%s had one weight together, and no longer have", " and ".join(gone))
 
 
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
@@ -54,16 +55,20 @@ class Selection:
         is_included = self._included is None or self._included.match(name, module, owner)
         return is_included and not self._excluded.match(name, module, owner)
 
+    def names(self, name: str, module: nn.Module) -> bool:
+        """Whether ``include`` has the module itself or its full name: who wrote that means this one."""
+        return self._included is not None and (name in self._included.names or id(module) in self._included.given)
+
 
 def is_at_or_below(name: str, pattern: str) -> bool:
-    """Whether the pattern matches a name, or that of a module above it.
+    """Whether the pattern is or matches a name, or that of a module above it.
 
     Example:
         >>> is_at_or_below("encoder.0.weight", "enc*.0"), is_at_or_below("encoder.0", "0")
         (True, False)
     """
     while name:
-        if fnmatchcase(name, pattern):
+        if name == pattern or fnmatchcase(name, pattern):
             return True
         name = name.rpartition(".")[0]
     return False
@@ -75,7 +80,9 @@ class _Selectors:
     def __init__(self, argument: str, selectors: Selector | Iterable[Selector], model: nn.Module) -> None:
         if isinstance(selectors, str | nn.Module) or callable(selectors):
             selectors = [selectors]
+        self.names: set[str] = set()
         self.patterns: list[str] = []
+        self.given: set[int] = set()
         self.modules: set[int] = set()
         self.predicates: list[Callable[[str, nn.Module], bool]] = []
         named = dict(model.named_modules(remove_duplicate=False))
@@ -84,12 +91,17 @@ class _Selectors:
                 named |= {f"{name}.{part}" if name else part: module for part in PROJECTIONS}
         for selector in selectors:
             if isinstance(selector, str):
-                if not any(fnmatchcase(name, selector) for name in named):
+                if selector in named:
+                    self.names.add(selector)
+                    self.patterns.append(glob.escape(selector))  # it may have brackets
+                elif any(fnmatchcase(name, selector) for name in named):
+                    self.patterns.append(selector)
+                else:
                     raise ValueError(f"{argument} names {selector!r}, which is not in {type(model).__name__}")
-                self.patterns.append(selector)
             elif isinstance(selector, nn.Module):
                 if all(selector is not module for module in named.values()):
                     raise ValueError(f"{argument} has a module that is not in {type(model).__name__}: {selector}")
+                self.given.add(id(selector))
                 self.modules.update(map(id, selector.modules()))
             else:
                 self.predicates.append(selector)

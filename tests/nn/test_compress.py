@@ -316,3 +316,19 @@ def test_no_allowance_leaves_what_costs():
         model, [batches()[0][0]], max_loss_increase=0.0, loss=lambda m, x: (m(x) - before).abs().mean() + weight_of(m)
     )
     assert type(model[2]) is nn.Linear
+
+
+class Activated(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_subclasses_of_linear_with_another_map_stay_unless_they_are_named():
+    def compressed(**selection):
+        torch.manual_seed(0)
+        model = nn.Sequential(Activated(24, 24), nn.Linear(24, 24))
+        compress(model, batches(), budget=0.7, candidates=ranks, **selection)
+        return [type(layer).__name__ for layer in model]
+
+    assert compressed() == ["Activated", "LowRank"]
+    assert compressed(include="0") == ["LowRank", "Linear"]

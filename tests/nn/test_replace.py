@@ -6,6 +6,7 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
+from lightning_struct.functional import register_layer, unregister_layer
 from lightning_struct.nn import (
     BlockStructured,
     LowRank,
@@ -279,6 +280,67 @@ def test_tied_weights_are_named(caplog):
     with caplog.at_level(logging.WARNING, "lightning_struct"):
         replace_linear(model, FACTORY)
     assert [record.getMessage() for record in caplog.records] == ["2 had its weight together with 0, and no longer has"]
+
+
+def test_linear_layers_that_are_tied_to_each_other_are_named(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with caplog.at_level(logging.WARNING, "lightning_struct"):
+        replace_linear(model, FACTORY)
+    assert [record.getMessage() for record in caplog.records] == ["0 and 1 had one weight together, and no longer have"]
+
+
+class Masked(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.ones_like(self.weight).tril())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+class Activated(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Counted(nn.Linear):
+    """With a forward of its own that computes what nn.Linear does."""
+
+    def forward(self, x):
+        return x @ self.weight.mT + self.bias
+
+
+@pytest.mark.parametrize("layer_type", [Masked, Activated])
+def test_subclasses_of_linear_with_another_map_stay(layer_type, caplog):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(layer_type(6, 6), nn.Linear(6, 6)), torch.randn(3, 6)
+    expected = model(x)
+    with caplog.at_level(logging.INFO, "lightning_struct"):
+        replace_linear(model, exactly)
+    assert structured(model) == ["1"]
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    reason = f"{layer_type.__name__} has a forward of its own"
+    assert any(record.getMessage().startswith(f"0 is left as it is: {reason}") for record in caplog.records)
+    report = replacement_report(model)
+    assert reason in report.skipped["0"] and "register_layer" in report.skipped["0"] and "include" in str(report)
+    with pytest.raises(ValueError, match=f"^replace_linear replaces nothing: .*{reason}"):
+        replace_linear(layer_type(6, 6), exactly)
+
+
+@pytest.mark.parametrize("select", [lambda model: "0", lambda model: model[0]])
+def test_subclasses_of_linear_that_are_named_are_replaced(select):
+    model = nn.Sequential(Activated(6, 6), Activated(6, 6))
+    assert structured(replace_linear(model, exactly, include=[select(model), "*"])) == ["0"]
+    register_layer(Activated, like=nn.Linear)
+    try:
+        assert structured(replace_linear(model, exactly)) == ["0", "1"]
+    finally:
+        unregister_layer(Activated)
+
+
+def test_subclasses_of_linear_that_compute_the_same_are_replaced():
+    assert structured(replace_linear(nn.Sequential(Counted(6, 6)), exactly)) == ["0"]
 
 
 def test_report_lists_structured_layers():

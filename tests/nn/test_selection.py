@@ -61,6 +61,20 @@ def test_projections_are_selected_by_their_names_and_by_their_attention():
     assert Selection(model[0], "q_proj").has("q_proj", projection, model[0])
 
 
+def test_names_are_read_as_they_are_before_they_are_read_as_patterns():
+    model = nn.ModuleDict({"x[0]": nn.Sequential(nn.Linear(4, 4)), "x0": nn.Linear(4, 4), "x1": nn.Linear(4, 4)})
+    assert selected(model, include="x[0]") == ["x[0]", "x[0].0"]
+    assert selected(model, include="x[01]") == ["x0", "x1"]
+    assert is_at_or_below("x[0].weight", "x[0]")
+
+
+def test_who_writes_a_full_name_or_gives_a_module_means_that_one():
+    model = network()
+    selection = Selection(model, include=["2.0", model[0], "1*"])
+    assert [name for name, module in model.named_modules() if selection.names(name, module)] == ["0", "2.0"]
+    assert not Selection(model).names("0", model[0])
+
+
 def test_names_are_those_at_or_above():
     assert is_at_or_below("a.b.weight", "a.b") and is_at_or_below("a.b", "*.b") and is_at_or_below("a.b", "a.b")
     assert not is_at_or_below("a.bc", "a.b") and not is_at_or_below("a", "a.b") and not is_at_or_below("", "*")

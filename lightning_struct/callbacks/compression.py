@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_struct.nn.compress import compress
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
-from lightning_struct.nn.replace import replacement_report
+from lightning_struct.nn.report import replacement_report
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders

@@ -23,7 +23,8 @@ from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
-from lightning_struct.nn.replace import replace_linear, replacement_report
+from lightning_struct.nn.replace import replace_linear
+from lightning_struct.nn.report import replacement_report
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear
 

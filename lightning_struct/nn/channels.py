@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers import as_linear, is_affine
+from lightning_struct.functional.layers import as_linear, is_affine, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
 
@@ -172,21 +172,27 @@ def why_not_patches(layer: nn.Module) -> str | None:
 
 def is_pointwise(layer: nn.Module) -> bool:
     """Whether the layer is a 1 x 1 convolution: a linear map of the channels of each pixel."""
-    return why_not_pointwise(layer) is None
+    return type(layer) in CONVOLUTIONS and why_not_pointwise(layer) is None
 
 
-def why_not_pointwise(layer: nn.Module) -> str | None:
-    """The reason for which the layer is no 1 x 1 convolution between all channels; None if it is one."""
-    if type(layer) not in CONVOLUTIONS:
-        return f"{type(layer).__name__} is no convolution"
-    convolution: Any = layer
-    if set(convolution.kernel_size) != {1}:
-        return "its kernel is larger than one pixel: replace_conv and compress take it"
+def why_not_pointwise(convolution: Any) -> str | None:
+    """The reason for which a convolution is no map of the channels of each pixel, and what takes it; None if it is
+    one."""
+    if type(convolution) not in CONVOLUTIONS:
+        return f"{type(convolution).__name__} is a class of its own, which may compute something else"
     if convolution.groups != 1:
-        return f"it has {convolution.groups} groups"
-    if not isinstance(convolution.padding, str) and any(convolution.padding):
-        return f"it has padding {convolution.padding}"
-    return None
+        return why_not_patches(convolution)
+    is_larger = set(convolution.kernel_size) != {1}
+    around = [sum(sides) for sides in padding(convolution)]
+    if not is_larger and not any(around):
+        return None
+    what = "its kernel is larger than one pixel" if is_larger else f"it has padding {convolution.padding}"
+    reaches = [d * (k - 1) for d, k in zip(convolution.dilation, convolution.kernel_size, strict=True)]
+    keeps_size = set(convolution.stride) == {1} and around == reaches
+    for_patches = why_not_patches(convolution)
+    if is_larger and keeps_size:
+        return f"{what}: {'replace_conv takes' if for_patches else 'replace_conv and compress take'} it"
+    return f"{what}: compress takes it" if for_patches is None else f"{what}, and {for_patches}"
 
 
 def as_pointwise_linear(layer: nn.Module) -> nn.Linear:

@@ -20,7 +20,8 @@ from lightning_struct.nn.budget import Option, least_increase, smallest_within
 from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
-from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement, take_hooks
+from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, take_hooks
+from lightning_struct.nn.report import as_text, note_left, reasons_for_left
 from lightning_struct.nn.selection import Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
@@ -139,6 +140,9 @@ def compress(
             assert max_loss_increase is not None
             choice = smallest_within(options, max_loss_increase, increase)
         new = replaced_by(choice)
+        for names, index in zip(places, choice, strict=True):
+            if index == 0:
+                _note_left(model.get_submodule(names[0]), owners, "compress has kept it")
         by_single_layers = sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
         put_in_place(model, new)
     compressed = next((layer for name, layer in new if not name), model)
@@ -223,28 +227,41 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
 
 def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Selection) -> list[list[str]]:
     """The names of each selected layer; several where it stands at several places."""
-    owner_of = {part: owner for called, owner in owners.items() for part in called.children()}
+    owner_of = _owner_of(owners)
     left = hidden_layers(model, of_other_forwards=True)
     left |= {part for module in model.modules() if isinstance(module, StructuredLinear) for part in module.modules()}
     shared = _shared_elsewhere(model)
     names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if layer in left or as_matrix(layer) is None or not selection.has(name, layer, owner_of.get(layer)):
+        if layer in left or as_matrix(layer) is None:
             continue
-        reason = why_not_linear(layer) if isinstance(layer, nn.Linear) else None
-        if reason is not None and not selection.names(name, layer):
-            _log.info("%s is left as it is: %s", name or "the model", reason)
+        reason = selection.why_not(name, layer, owner_of.get(layer))
+        if reason is not None:
+            _note_left(layer, owners, f"compress: {reason}")
+        elif isinstance(layer, nn.Linear) and (reason := why_not_linear(layer)) and not selection.names(name, layer):
+            log_left(name, layer, reason)
         elif layer in shared:
-            _log.info("%s is left as it is: another module has its weight, too", name)
+            log_left(name, layer, "another module has its weight, too")
         else:
             names.setdefault(layer, []).append(name)
     if not names:
         raise ValueError(
             f"compress finds no layer in {type(model).__name__} that is included and not excluded: no linear layer, no "
             "convolution without groups, no projection of attention, that has a weight of its own and is not "
-            "structured already. Recurrent layers stay as they are"
+            f"structured already. Recurrent layers stay as they are{as_text(reasons_for_left(model))}"
         )
     return list(names.values())
+
+
+def _owner_of(owners: dict[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """For each projection the attention that it is a part of in the model as it was."""
+    return {part: owner for called, owner in owners.items() for part in called.children()}
+
+
+def _note_left(layer: nn.Module, owners: dict[nn.Module, nn.Module], reason: str) -> None:
+    """Keep the reason for a layer, and for the attention that is put back if none of its projections is replaced."""
+    note_left(layer, reason)
+    note_left(_owner_of(owners).get(layer, layer), reason)
 
 
 def _shared_elsewhere(model: nn.Module) -> set[nn.Module]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.nn.blocks import BlockStructured
-from lightning_struct.nn.channels import CONVOLUTIONS
+from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches
 from lightning_struct.nn.replace import (
     LayerFactory,
     is_from_linear,
@@ -18,6 +18,7 @@ from lightning_struct.nn.replace import (
     replacement,
     take_hooks,
 )
+from lightning_struct.nn.report import as_text, note_left
 from lightning_struct.nn.selection import Selection, Selector
 
 _Convolution = Any  # nn.Conv1d, nn.Conv2d or nn.Conv3d
@@ -75,12 +76,16 @@ def replace_conv(
     places: list[tuple[str, nn.Module]] = []
     reasons: dict[str, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if type(layer) not in CONVOLUTIONS or not selection.has(name, layer):
+        if type(layer) not in CONVOLUTIONS:
+            continue
+        if (reason := selection.why_not(name, layer)) is not None:
+            note_left(layer, f"replace_conv: {reason}")
             continue
         seen = sizes.get(layer, set())
         reason = _why_not(layer, seen)
         if reason is not None:
             reasons[name or "the model"] = reason
+            note_left(layer, reason)
             continue
         if id(layer) not in replacements:
             ((size, _),) = seen
@@ -89,10 +94,9 @@ def replace_conv(
             take_hooks(replacements[id(layer)], layer)
         places.append((name, replacements[id(layer)]))
     if not places:
-        why = "".join(f"; {name}: {reason}" for name, reason in reasons.items())
         raise ValueError(
             f"replace_conv replaces nothing: no convolution that keeps the size of images, is included and not "
-            f"excluded is in {type(model).__name__}{why}"
+            f"excluded is in {type(model).__name__}{as_text(reasons)}"
         )
     put_in_place(model, places)
     return model if places[0][0] else places[0][1]
@@ -125,16 +129,17 @@ def _sizes_of_images(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Modu
 def _why_not(layer: _Convolution, sizes: _Sizes) -> str | None:
     """The reason for which blocks cannot stand in place of a convolution; None if they can."""
     if set(layer.kernel_size) == {1}:
-        return "its kernel is one pixel: replace_linear"
+        return "its kernel is one pixel: replace_linear takes it"
     if layer.groups != 1:
         return f"it has {layer.groups} groups"
+    others = ": compress takes it" if why_not_patches(layer) is None else ""
     if not sizes:
-        return "the example does not reach it"
+        return f"the example of replace_conv does not reach it{others}"
     if len(sizes) > 1:
-        return "it is called on images of several sizes"
+        return f"it is called on images of several sizes{others}"
     ((before, after),) = sizes
     if before != after:
-        return f"it makes images {tuple(after)} of images {tuple(before)}"
+        return f"it makes images {tuple(after)} of images {tuple(before)}{others}"
     return None
 
 

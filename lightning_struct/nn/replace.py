@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
 from lightning_struct.functional.layers import as_linear, hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import (
-    CONVOLUTIONS,
     ChannelLinear,
     as_pointwise_linear,
     has_linear_weight,
     is_pointwise,
     why_not_linear,
-    why_not_pointwise,
 )
+from lightning_struct.nn.report import as_text, note_left, reasons_for_left
 from lightning_struct.nn.selection import Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
@@ -27,7 +26,6 @@ _log = logging.getLogger(__name__)
 LayerFactory = Callable[..., nn.Module]
 """Called as ``factory(in_features, out_features, bias=bias)``; or a ``from_linear``, called on the layer itself."""
 
-_NOT_SELECTED = "compress has kept it, include and exclude have left it, or nothing was replaced here yet"
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -107,7 +105,7 @@ def replace_linear(
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
-            f"other types to be linear{reasons_as_text(_skipped(model))}"
+            f"other types to be linear{as_text(reasons_for_left(model))}"
         )
     put_in_place(model, places)
     return places[0][1] if not places[0][0] else model
@@ -127,97 +125,6 @@ def put_in_place(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
             encoder.use_nested_tensor = False  # nested tensors are for the path that reads the weights
 
 
-def reasons_as_text(reasons: Mapping[str, str]) -> str:
-    """The end of a sentence with the layers that were left and why; at most five."""
-    more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-    return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more
-
-
-class ReplacementReport(str):
-    """A table of structured layers, and what was left, as text.
-
-    Attributes:
-        skipped: the reason for which a layer with a matrix was left as it is, by its name.
-    """
-
-    skipped: dict[str, str]
-
-
-def replacement_report(model: nn.Module) -> ReplacementReport:
-    """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
-
-    Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one,
-    the compression ratio, and the relative error of those that were made from a trained layer. The last row has all
-    parameters of the model, biases and other layers too.
-
-    Args:
-        model: any.
-
-    Returns:
-        The table as a string, whose ``skipped`` has the reasons by the names of the layers that were left.
-
-    Example:
-        >>> from lightning_struct.nn import Circulant
-        >>> report = replacement_report(nn.Sequential(Circulant(64, 64), nn.Conv2d(3, 5, 3)))
-        >>> report.splitlines()[1].split()
-        ['0', 'Circulant', '64', '4,096', '64.0']
-        >>> report.splitlines()[2].split()
-        ['the', 'whole', 'model', '268', '4,300', '16.0']
-        >>> report.skipped
-        {'1': 'its kernel is larger than one pixel: replace_conv and compress take it'}
-    """
-    rows = [("layer", "class", "parameters", "dense", "compression", "error")]
-    for name, layer in model.named_modules():
-        if isinstance(layer, StructuredLinear):
-            error = "" if layer.approximation_error is None else f"{layer.approximation_error:.3g}"
-            dense = layer.in_features * layer.out_features
-            ratio = f"{layer.compression_ratio:.1f}"
-            rows.append(
-                (name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error)
-            )
-    structured = {layer for layer in model.modules() if isinstance(layer, StructuredLinear)}
-    if structured:
-        now = sum(parameter.numel() for parameter in model.parameters())
-        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in structured)
-        rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    skipped = _skipped(model)
-    lines += [f"{name} is left as it is: {reason}" for name, reason in skipped.items()]
-    report = ReplacementReport("\n".join(lines))
-    report.skipped = skipped
-    return report
-
-
-def _skipped(model: nn.Module) -> dict[str, str]:
-    """The layers with matrices that are not structured, by name, and why they are not."""
-    in_attention = hidden_layers(model, of_other_forwards=True)
-    skipped = {}
-    for name, layer in model.named_modules():
-        reason: str | None = None
-        if isinstance(layer, StructuredLinear) or layer in in_attention:
-            continue
-        if isinstance(layer, nn.MultiheadAttention):
-            reason = why_not_called(layer) or _NOT_SELECTED
-        elif isinstance(layer, CONVOLUTIONS):
-            reason = why_not_pointwise(layer) or _NOT_SELECTED
-        elif isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
-            reason = "it is a transposed convolution"
-        elif isinstance(layer, nn.RNNBase):
-            reason = "it is recurrent: a StructuredLSTM is made in place of an LSTM"
-        elif has_linear_weight(layer):
-            reason = why_not_linear(layer) or _NOT_SELECTED
-        if reason is not None:
-            skipped[name or "(model)"] = reason
-    return skipped
-
-
 def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selection: Selection) -> nn.Module | None:
     """What stands in place of a layer; None if it stays."""
 
@@ -228,31 +135,41 @@ def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selectio
 
     if isinstance(layer, nn.MultiheadAttention):
         if (reason := why_not_called(layer)) is not None:
-            _log.info("%s is left as it is: %s", name, reason)
+            log_left(name, layer, reason)
             return None
+        reasons: dict[str, str] = {}
 
         def projection(part: str, linear: nn.Linear) -> nn.Module | None:
             of_part = f"{name}.{part}" if name else part
-            return replace(of_part, linear) if selection.has(of_part, linear, layer) else None
+            if (reason := selection.why_not(of_part, linear, layer)) is not None:
+                reasons[part] = f"replace_linear: {reason}"
+                return None
+            return replace(of_part, linear)
 
         attention = with_projections(layer, projection)
-        if attention is not None:
-            take_hooks(attention, layer)
+        if attention is None:
+            note_left(layer, reasons["out_proj"])
+            return None
+        for part, reason in reasons.items():
+            note_left(attention.get_submodule(part), reason)
+        take_hooks(attention, layer)
         return attention
-    if is_pointwise(layer) and selection.has(name, layer):
+    if not is_pointwise(layer) and not has_linear_weight(layer):
+        return None
+    if (reason := selection.why_not(name, layer)) is not None:
+        note_left(layer, f"replace_linear: {reason}")
+        return None
+    if is_pointwise(layer):
         linear = replace(name, as_pointwise_linear(layer))
         pointwise = ChannelLinear(linear, layer.stride).train(layer.training)  # type: ignore[arg-type]
         take_hooks(pointwise, layer)
         return pointwise
-    if has_linear_weight(layer) and selection.has(name, layer):
-        reason = why_not_linear(layer)
-        if reason is not None and not selection.names(name, layer):
-            _log.info("%s is left as it is: %s", name or "the model", reason)
-            return None
-        structured = replace(name, as_linear(layer))
-        take_hooks(structured, layer)
-        return structured
-    return None
+    if (reason := why_not_linear(layer)) is not None and not selection.names(name, layer):
+        log_left(name, layer, reason)
+        return None
+    structured = replace(name, as_linear(layer))
+    take_hooks(structured, layer)
+    return structured
 
 
 def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
@@ -295,6 +212,12 @@ def log_replacement(name: str, old: nn.Module, new: nn.Module) -> None:
     _log.info("%s: %s -> %s", name or "the model", old, _described(new))
 
 
+def log_left(name: str, layer: nn.Module, reason: str) -> None:
+    """Log at level INFO why a layer stays as it is, and keep that for the report."""
+    _log.info("%s is left as it is: %s", name or "the model", reason)
+    note_left(layer, reason)
+
+
 def take_hooks(new: nn.Module, old: nn.Module) -> None:
     """Give a module the hooks of another, but those by which torch.nn.utils makes the weight. Their handles work on."""
     for name in _HOOKS:
@@ -312,12 +235,6 @@ def is_from_linear(factory: LayerFactory) -> bool:
     while isinstance(factory, functools.partial):
         factory = factory.func
     return getattr(factory, "__name__", "") == "from_linear"
-
-
-def _class_of(layer: StructuredLinear) -> str:
-    """The class and what tells the layer from others of it, as ``LowRank(rank=2)``."""
-    arguments = layer.extra_repr().partition(f"bias={layer.bias is not None}")[2].lstrip(", ").replace(" ", "")
-    return f"{type(layer).__name__}({arguments})" if arguments else type(layer).__name__
 
 
 def _described(layer: nn.Module) -> str:

@@ -52,8 +52,15 @@ class Selection:
             module: itself, or what computes as it does where it is none of the model's.
             owner: the attention that it is a projection of.
         """
-        is_included = self._included is None or self._included.match(name, module, owner)
-        return is_included and not self._excluded.match(name, module, owner)
+        return self.why_not(name, module, owner) is None
+
+    def why_not(self, name: str, module: nn.Module, owner: nn.Module | None = None) -> str | None:
+        """The reason for which a module is not meant; None if it is. Arguments as of :meth:`has`."""
+        if self._excluded.match(name, module, owner):
+            return "exclude has it"
+        if self._included is not None and not self._included.match(name, module, owner):
+            return "include does not have it"
+        return None
 
     def names(self, name: str, module: nn.Module) -> bool:
         """Whether ``include`` has the module itself or its full name: who wrote that means this one."""

@@ -17,6 +17,7 @@ from lightning_struct.nn import (
     compress,
     freeze,
     layer_structure,
+    replacement_report,
 )
 from lightning_struct.nn.budget import Option, least_increase
 from lightning_struct.nn.channels import as_matrix, in_place_of
@@ -332,3 +333,16 @@ def test_subclasses_of_linear_with_another_map_stay_unless_they_are_named():
 
     assert compressed() == ["Activated", "LowRank"]
     assert compressed(include="0") == ["LowRank", "Linear"]
+
+
+def test_report_says_what_compress_has_left_and_why():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3), nn.Linear(3, 3))
+    compress(model, batches(), budget=0.7, candidates=ranks, exclude="3")
+    assert isinstance(model[0], LowRank)
+    assert replacement_report(model).skipped == {"2": "compress has kept it", "3": "compress: exclude has it"}
+    encoder = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0)
+    compress(encoder, batches(), budget=0.9, candidates=ranks, include=["linear1", "linear2"])
+    assert replacement_report(encoder).skipped["self_attn"] == "compress: include does not have it"
+    with pytest.raises(ValueError, match="^compress finds no layer .*; 0: it is recurrent$"):
+        compress(nn.Sequential(nn.GRU(24, 24)), batches(), budget=0.5)

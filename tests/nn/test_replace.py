@@ -230,8 +230,65 @@ def test_report_names_what_was_left_and_why():
     )
     report = replacement_report(replace_linear(model, FACTORY, include=["3", "5"], exclude="5.head"))
     assert list(report.skipped) == ["0", "1", "2", "4", "5.head"]
-    for name, reason in {"0": "replace_conv", "1": "2 groups", "2": "StructuredLSTM", "4": "exclude"}.items():
+    reasons = {
+        "0": "compress",
+        "1": "2 groups",
+        "2": "StructuredLSTM",
+        "4": "include does not",
+        "5.head": "exclude has",
+    }
+    for name, reason in reasons.items():
         assert reason in report.skipped[name] and f"{name} is left as it is: {report.skipped[name]}" in report
+
+
+LARGER = "its kernel is larger than one pixel"
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Conv2d(4, 4, 3, padding=1), f"{LARGER}: replace_conv and compress take it"),
+        (nn.Conv1d(4, 4, 3, padding="same"), f"{LARGER}: replace_conv and compress take it"),
+        (nn.Conv2d(4, 4, 3, padding=2, dilation=2), f"{LARGER}: replace_conv and compress take it"),
+        (nn.Conv2d(4, 4, 3, stride=2, padding=1), f"{LARGER}: compress takes it"),
+        (nn.Conv2d(4, 4, 3), f"{LARGER}: compress takes it"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), f"{LARGER}: replace_conv takes it"),
+        (nn.Conv2d(4, 4, 3, stride=2, padding_mode="reflect"), f"{LARGER}, and it has padding_mode='reflect'"),
+        (nn.Conv2d(4, 4, 3, padding=1, groups=4), "it has 4 groups"),
+        (nn.Conv2d(4, 4, 1, padding=1), "it has padding (1, 1): compress takes it"),
+        (nn.Conv2d(4, 4, 1), "nothing has replaced it"),
+        (nn.ConvTranspose2d(4, 4, 3), "it is a transposed convolution"),
+        (nn.Bilinear(4, 4, 4), "it is bilinear: it has a matrix for each output"),
+        (nn.GRU(4, 4), "it is recurrent"),
+        (nn.GRUCell(4, 4), "it is recurrent"),
+        (nn.LSTMCell(4, 4), "it is recurrent"),
+        (nn.MultiheadAttention(4, 2, add_zero_attn=True), "add_zero_attn=True"),
+        (nn.Linear(4, 4), "nothing has replaced it"),
+    ],
+)
+def test_each_kind_of_layer_has_its_reason(layer, reason):
+    assert replacement_report(nn.Sequential(layer)).skipped == {"0": reason}
+
+
+def test_reason_is_that_of_the_call_that_left_a_layer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    replace_linear(model, FACTORY, include=["1.q_proj", "3"])
+    left = "replace_linear: include does not have it"
+    assert replacement_report(model).skipped == dict.fromkeys(["0", "1.k_proj", "1.v_proj", "1.out_proj", "2"], left)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 1))
+    replace_conv(model, FACTORY, torch.randn(1, 2, 12, 12))
+    assert replacement_report(model).skipped == {
+        "1": "it makes images (6, 6) of images (12, 12): compress takes it",
+        "2": "its kernel is one pixel: replace_linear takes it",
+    }
+
+
+def test_error_where_nothing_is_replaced_says_why():
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+    with pytest.raises(ValueError, match="^replace_linear replaces nothing: .*; 0: add_bias_kv=True$"):
+        replace_linear(attention, FACTORY)
+    with pytest.raises(ValueError, match="; 0: it is recurrent; .*; 4: it is recurrent; and 2 more$"):
+        replace_linear(nn.Sequential(*(nn.GRU(4, 4) for _ in range(7))), FACTORY)
 
 
 def test_hooks_and_requires_grad_are_carried_over():

@@ -1,0 +1,128 @@
+"""The report of a model: what is structured, and what was left as it is, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from lightning_struct.functional.layers import hidden_layers
+from lightning_struct.nn.attention import why_not_called
+from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
+from lightning_struct.nn.structured import StructuredLinear
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_WITH_MATRICES = (nn.MultiheadAttention, *CONVOLUTIONS, *_TRANSPOSED, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
+_left: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why a layer was left by what has looked at it last."""
+
+
+def note_left(layer: nn.Module, reason: str) -> None:
+    """Keep the reason for which a layer was left as it is, for the report. Copies of the layer do not have it."""
+    _left[layer] = reason
+
+
+class ReplacementReport(str):
+    """A table of structured layers, and what was left, as text.
+
+    Attributes:
+        skipped: the reason for which a layer with a matrix was left as it is, by its name.
+    """
+
+    skipped: dict[str, str]
+
+
+def replacement_report(model: nn.Module) -> ReplacementReport:
+    """A table of the structured layers below ``model``, and the layers with matrices that were left, with the reasons.
+
+    Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one,
+    the compression ratio, and the relative error of those that were made from a trained layer. The last row has all
+    parameters of the model, biases and other layers too.
+
+    Args:
+        model: any.
+
+    Returns:
+        The table as a string, whose ``skipped`` has the reasons by the names of the layers that were left.
+
+    Example:
+        >>> from lightning_struct.nn import Circulant
+        >>> report = replacement_report(nn.Sequential(Circulant(64, 64), nn.Conv2d(3, 5, 3, padding=1)))
+        >>> report.splitlines()[1].split()
+        ['0', 'Circulant', '64', '4,096', '64.0']
+        >>> report.splitlines()[2].split()
+        ['the', 'whole', 'model', '268', '4,300', '16.0']
+        >>> report.skipped
+        {'1': 'its kernel is larger than one pixel: replace_conv and compress take it'}
+    """
+    rows = [("layer", "class", "parameters", "dense", "compression", "error")]
+    for name, layer in model.named_modules():
+        if isinstance(layer, StructuredLinear):
+            error = "" if layer.approximation_error is None else f"{layer.approximation_error:.3g}"
+            dense = layer.in_features * layer.out_features
+            ratio = f"{layer.compression_ratio:.1f}"
+            rows.append(
+                (name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error)
+            )
+    structured = {layer for layer in model.modules() if isinstance(layer, StructuredLinear)}
+    if structured:
+        now = sum(parameter.numel() for parameter in model.parameters())
+        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in structured)
+        rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    skipped = reasons_for_left(model)
+    lines += [f"{name} is left as it is: {reason}" for name, reason in skipped.items()]
+    report = ReplacementReport("\n".join(lines))
+    report.skipped = skipped
+    return report
+
+
+def reasons_for_left(model: nn.Module) -> dict[str, str]:
+    """The layers with matrices that are not structured, by name, and why they are not."""
+    in_attention = hidden_layers(model, of_other_forwards=True)
+    reasons = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, StructuredLinear) and layer not in in_attention and _has_matrices(layer):
+            reasons[name or "(model)"] = _left.get(layer) or _why_not(layer) or "nothing has replaced it"
+    return reasons
+
+
+def as_text(reasons: Mapping[str, str]) -> str:
+    """The end of a sentence that names layers and the reasons, at most five."""
+    more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more
+
+
+def _has_matrices(layer: nn.Module) -> bool:
+    return isinstance(layer, _WITH_MATRICES) or has_linear_weight(layer)
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    """The reason for which a layer with matrices cannot be replaced, or not by replace_linear; None if it can."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return why_not_called(layer)
+    if isinstance(layer, CONVOLUTIONS):
+        return why_not_pointwise(layer)
+    if isinstance(layer, _TRANSPOSED):
+        return "it is a transposed convolution"
+    if isinstance(layer, nn.LSTM):
+        return "it is recurrent: put a StructuredLSTM in its place"
+    if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+        return "it is recurrent"
+    if isinstance(layer, nn.Bilinear):
+        return "it is bilinear: it has a matrix for each output"
+    return why_not_linear(layer)
+
+
+def _class_of(layer: StructuredLinear) -> str:
+    """The class and what tells the layer from others of it, as ``LowRank(rank=2)``."""
+    arguments = layer.extra_repr().partition(f"bias={layer.bias is not None}")[2].lstrip(", ").replace(" ", "")
+    return f"{type(layer).__name__}({arguments})" if arguments else type(layer).__name__

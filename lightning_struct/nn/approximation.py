@@ -20,6 +20,12 @@ def relative_error(matrix: Tensor, target: Tensor) -> float:
     return float(error / norm if norm > 0 else error)
 
 
+def best_factor(matrix: Tensor, target: Tensor) -> float:
+    """The number c ≥ 0 with the least ‖c matrix - target‖ in the Frobenius norm: <matrix, target> / ‖matrix‖²."""
+    product, square = float((matrix * target).sum()), float(matrix.square().sum())
+    return product / square if product > 0 and square > 0 else 0.0
+
+
 def truncated_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """G (m, rank) and H (n, rank) with G Hᵀ the matrix of that rank nearest to R (m, n), and GᵀG = HᵀH."""
     U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)

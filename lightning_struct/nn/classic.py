@@ -303,6 +303,10 @@ class VandermondeLike(_FixedNodesLinear):
         displacement = target - self.nodes[:, None] * F.pad(target, (1, -1))
         self._set_generators(displacement)
 
+    def _refinement(self) -> int:
+        # An evaluation takes ten times that of a Toeplitz-like matrix.
+        return super()._refinement() * 512 // max(512, self.in_features, self.out_features)
+
 
 class CauchyLike(_FixedNodesLinear):
     """A layer with M[a, b] = (G Hᵀ)[a, b] / (s_a - t_b), Cauchy-like: r (m + n) parameters.
@@ -355,6 +359,10 @@ class CauchyLike(_FixedNodesLinear):
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators((self.row_nodes[:, None] - self.column_nodes) * self._squared(weight))
+
+    def _refinement(self) -> int:
+        # An evaluation takes three times that of a Toeplitz-like matrix.
+        return super()._refinement() * 1024 // max(1024, self.in_features, self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # Up to version 0.2 layers in half precision had rounded nodes.

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
-from lightning_struct.nn.approximation import refine_, relative_error
+from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_FAR = 0.5  # a relative error from which M is multiplied by the best number
 
 
 class _Cached:
@@ -143,13 +146,14 @@ class StructuredLinear(nn.Module, ABC):
 
         The start is the projection on the class where there is one in closed form (low rank, Monarch, circulant,
         pruned), and the truncated singular value decomposition of the displacement for the classes of low displacement
-        rank. From there L-BFGS lowers ‖M - W‖ over all parameters, in float64. The same W gives the same layer.
+        rank. From there L-BFGS lowers ‖M - W‖ over all parameters, in float64. What is still far from W is multiplied
+        by the best number, so that M is never further from W than zero is. The same W gives the same layer.
 
         Args:
             linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
             *arguments, **options: of the class, such as ``rank``.
             refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200 up to 1,024 x 1,024, and as
-                many fewer as a matrix is larger.
+                many fewer as a matrix is larger; for slower classes fewer still.
 
         Returns:
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.
@@ -175,7 +179,11 @@ class StructuredLinear(nn.Module, ABC):
         if relative_error(layer.to_dense(), target) > 8 * torch.finfo(weight.dtype).eps:
             layer._refine(target, layer._refinement() if refine is None else refine)
         layer.to(weight.dtype)
-        layer.approximation_error = relative_error(layer.to_dense().double(), target)
+        M = layer.to_dense().detach().double()
+        layer.approximation_error = relative_error(M, target)
+        if layer.approximation_error > _FAR or not target.any():
+            layer.scale_(best_factor(M, target))
+            layer.approximation_error = relative_error(layer.to_dense().double(), target)
         if layer.bias is not None:
             with torch.no_grad():
                 layer.bias.copy_(linear.bias)

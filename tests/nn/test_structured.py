@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.nn.layers import FACTORIES, NAMES
+from tests.nn.layers import FACTORIES, NAMES, linear_of
 
 SIZES = [(12, 12), (12, 7), (7, 12)]
 
@@ -365,6 +365,16 @@ def test_from_linear_draws_no_random_numbers(name):
     torch.manual_seed(5)
     type(first).from_linear(linear, refine=3, **FACTORIES[name].keywords)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("refine", [0, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_made_near_to_a_weight_is_never_further_from_it_than_zero(name, refine):
+    torch.manual_seed(0)
+    for weight in (torch.randn(40, 48), torch.zeros(40, 48), torch.zeros(40, 48).index_fill(0, torch.tensor(39), 1.0)):
+        layer = type(make(name)).from_linear(linear_of(weight), refine=refine, **FACTORIES[name].keywords)
+        assert (layer.to_dense() - weight).norm() <= (1 + 1e-6) * weight.norm()
+        assert layer.approximation_error <= 1 + 1e-6 if weight.any() else layer.approximation_error == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

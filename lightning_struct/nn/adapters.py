@@ -106,8 +106,8 @@ def add_adapters(
                     layer, factory, parts, dropout, scale=scale, learned_diagonals=learned_diagonals
                 )
             except (TypeError, ValueError) as error:
-                message = f"no adapter for {name or 'the model'}: {error}. exclude={name!r} leaves it as it is"
-                raise type(error)(message) from error
+                way_out = f". exclude={name!r} leaves it as it is" if name else ""
+                raise type(error)(f"no adapter for {name or 'the model'}: {error}{way_out}") from error
             _log.info("%s gets %s", name or "the model", made[id(layer)])
         places.append((name, layer))
     if not places:

@@ -96,15 +96,18 @@ class BlockStructured(nn.Module):
         return torch.cat(rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The products: (batch, l, ...) for x (batch, k, ...), where ... is (n,) or (height, width) of n entries.
+        """The products: (batch, l, ...) for x (batch, k, ...), where ... is (n,) or (height, width) of n entries;
+        without the batch if x has none.
 
         Raises:
             ValueError: x has another shape.
         """
         if x.dim() < 3 or x.shape[1] != self.in_channels or x.shape[2:].numel() != self.size:
+            if x.dim() > 1 and x.shape[0] == self.in_channels and x.shape[1:].numel() == self.size:
+                return self.forward(x.unsqueeze(0)).squeeze(0)
             raise ValueError(
-                f"BlockStructured takes (batch, {self.in_channels}, ...) with {self.size} entries in a channel, but "
-                f"the input has shape {tuple(x.shape)}"
+                f"BlockStructured takes (batch, {self.in_channels}, ...) or ({self.in_channels}, ...) with {self.size} "
+                f"entries in a channel, but the input has shape {tuple(x.shape)}"
             )
         channels = x.flatten(2).unbind(1)
         products = [block(channels[index % self.in_channels]) for index, block in enumerate(self.blocks)]

@@ -18,9 +18,10 @@ from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, own_linear, why_not_called, with_projections
 from lightning_struct.nn.budget import Option, least_increase, smallest_within
 from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
+from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
-from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, take_hooks
+from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, set_modules
 from lightning_struct.nn.report import as_text, note_left, reasons_for_left
 from lightning_struct.nn.selection import Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
@@ -222,7 +223,7 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
             for name, attention in places
             if not any(isinstance(layer, StructuredLinear) for layer in called[id(attention)].modules())
         ]
-        put_in_place(model, back)
+        set_modules(model, back)
 
 
 def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Selection) -> list[list[str]]:
@@ -310,11 +311,11 @@ def _measured_options(
 def _replaced(model: nn.Module, new: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
     """The model with other layers at some places."""
     old = [(name, model.get_submodule(name)) for name, _ in new]
-    put_in_place(model, new)
+    set_modules(model, new)
     try:
         yield next((layer for name, layer in new if not name), model)
     finally:
-        put_in_place(model, old)
+        set_modules(model, old)
 
 
 def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches
+from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.replace import (
     LayerFactory,
     is_from_linear,
     log_replacement,
     put_in_place,
     replacement,
-    take_hooks,
 )
 from lightning_struct.nn.report import as_text, note_left
 from lightning_struct.nn.selection import Selection, Selector
@@ -89,7 +89,7 @@ def replace_conv(
             continue
         if id(layer) not in replacements:
             ((size, _),) = seen
-            replacements[id(layer)] = _blocks(name, layer, size, factory)
+            replacements[id(layer)] = blocks_in_place_of(name, layer, size, factory)
             log_replacement(name, layer, replacements[id(layer)])
             take_hooks(replacements[id(layer)], layer)
         places.append((name, replacements[id(layer)]))
@@ -143,8 +143,9 @@ def _why_not(layer: _Convolution, sizes: _Sizes) -> str | None:
     return None
 
 
-def _blocks(name: str, layer: _Convolution, size: torch.Size, factory: LayerFactory) -> BlockStructured:
-    """The layer in place of a convolution."""
+def blocks_in_place_of(name: str, layer: _Convolution, size: torch.Size, factory: LayerFactory) -> BlockStructured:
+    """The layer in place of a convolution of images of that size, which matters to a ``from_linear`` alone; other
+    factories need the number of pixels."""
     from_linear = is_from_linear(factory)
     pairs = iter([(i, j) for i in range(layer.out_channels) for j in range(layer.in_channels)])
 

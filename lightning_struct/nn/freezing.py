@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
+from lightning_struct.nn.hooks import copy_hooks
 from lightning_struct.nn.structured import StructuredLinear
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -16,7 +17,7 @@ def freeze(model: _Model, *, dense: bool = False) -> _Model:
     """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
 
     Each becomes a :class:`~lightning_struct.nn.FrozenLinear`. ``torch.export.export`` takes the copy, and
-    ``torch.onnx.export`` with ``dynamo=True``.
+    ``torch.onnx.export`` with ``dynamo=True``. Hooks of the layers are copied with them.
 
     Args:
         model: stays as it is.
@@ -37,8 +38,11 @@ def freeze(model: _Model, *, dense: bool = False) -> _Model:
         >>> torch.allclose(frozen(torch.ones(256)), model(torch.ones(256)), atol=1e-4)
         True
     """
-    frozen = {id(layer): layer.freeze(dense=dense) for layer in model.modules() if isinstance(layer, StructuredLinear)}
-    for layer in model.modules():
-        if id(layer) in frozen:
-            frozen[id(layer)].train(layer.training)
-    return copy.deepcopy(model, dict(frozen))  # what is in the second argument counts as copied already
+    structured = [layer for layer in model.modules() if isinstance(layer, StructuredLinear)]
+    frozen = [layer.freeze(dense=dense).train(layer.training) for layer in structured]
+    # What is in the second argument counts as copied already.
+    copied: dict[int, Any] = {id(layer): new for layer, new in zip(structured, frozen, strict=True)}
+    result = copy.deepcopy(model, copied)
+    for layer, new in zip(structured, frozen, strict=True):
+        copy_hooks(new, layer, copied)
+    return result

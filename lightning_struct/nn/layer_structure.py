@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from lightning_struct.nn.attention import PROJECTIONS, own_linear, with_projections
-from lightning_struct.nn.channels import ChannelLinear, PatchLinear, as_matrix, in_place_of
-from lightning_struct.nn.replace import put_in_place, replacement, take_hooks
+from lightning_struct.nn.blocks import BlockStructured
+from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
+from lightning_struct.nn.convolutions import blocks_in_place_of
+from lightning_struct.nn.hooks import take_hooks
+from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement
 from lightning_struct.nn.structured import StructuredLinear
 
 Structure = dict[str, dict[str, Any]]
@@ -29,6 +32,10 @@ def layer_structure(model: nn.Module) -> Structure:
         small = apply_structure(Network(), saved["structure"])
         small.load_state_dict(saved["weights"])
 
+    A :class:`~lightning_struct.nn.BlockStructured` in place of a convolution is listed. Of modules of your own, such as
+    a :class:`~lightning_struct.nn.StructuredLSTM`, the structured layers in them are, but they are not: the code that
+    makes the network has to make them.
+
     Args:
         model: any.
 
@@ -43,13 +50,12 @@ def layer_structure(model: nn.Module) -> Structure:
         >>> layer_structure(nn.Sequential(LowRank(16, 8, rank=2), nn.Linear(8, 4)))
         {'0': {'class': 'LowRank', 'rank': 2}}
     """
-    named = dict(model.named_modules(remove_duplicate=False))
     structure: Structure = {}
-    for name, layer in named.items():
-        if isinstance(layer, StructuredLinear):
-            above = name.rpartition(".")[0]
-            in_convolution = isinstance(named[above], ChannelLinear | PatchLinear)
-            structure[above if in_convolution else name] = {"class": type(layer).__name__, **_arguments(layer)}
+    parts: set[nn.Module] = set()  # of what is listed
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if layer not in parts and (entry := _entry(layer)) is not None:
+            structure[name] = entry
+            parts |= set(layer.modules()) - {layer}
     return structure
 
 
@@ -73,8 +79,10 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
         >>> model.load_state_dict(small.state_dict())
         <All keys matched successfully>
     """
-    present = layer_structure(model)
-    structure = {name: entry for name, entry in structure.items() if present.get(name) != dict(entry)}
+    present = dict(model.named_modules(remove_duplicate=False))
+    structure = {
+        name: entry for name, entry in structure.items() if name not in present or _entry(present[name]) != dict(entry)
+    }
     if not structure:
         return model
     attentions = _call_attention(model, structure)
@@ -84,19 +92,52 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
     named = dict(model.named_modules(remove_duplicate=False))
     for name, entry in structure.items():
         old = named.get(name)
-        linear = None if old is None else as_matrix(old)
-        if old is None or linear is None:
-            found = "no such layer" if old is None else f"a {type(old).__name__}"
+        new = None if old is None else made.get(old) or _in_place_of(name, old, entry)
+        if old is None or new is None:
             raise ValueError(
                 f"the structure has {entry['class']} for {name or 'the model'}, where {type(model).__name__} has "
-                f"{found}: make the model with the arguments of the one that was compressed"
+                f"{_what_is_at(name, named)}: make the model with the arguments of the one that was compressed, and "
+                f"with the modules of your own that it had, such as a StructuredLSTM"
             )
         if old not in made:
-            made[old] = in_place_of(old, _new_layer(name, linear, entry))
-            take_hooks(made[old], old)
-        places.append((name, made[old]))
+            take_hooks(new, old)
+            made[old] = new
+        places.append((name, new))
     put_in_place(model, places)
     return next((layer for name, layer in places if not name), model)
+
+
+def _entry(layer: nn.Module) -> dict[str, Any] | None:
+    """What a structure has of a layer; None for layers that it does not list."""
+    if isinstance(layer, ChannelLinear | PatchLinear):
+        return _entry(layer.linear)
+    if isinstance(layer, StructuredLinear):
+        return {"class": type(layer).__name__, **_arguments(layer)}
+    if not isinstance(layer, BlockStructured):
+        return None
+    first, *others = (_entry(block) for block in layer.blocks)
+    is_listed = first is not None and all(other == first for other in others)
+    return {"class": "BlockStructured", "size": layer.size, "blocks": first} if is_listed else None
+
+
+def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Module | None:
+    """What the structure has in place of a layer; None if that one has no matrix."""
+    if entry["class"] == "BlockStructured":
+        if type(old) not in CONVOLUTIONS:
+            return None
+        return blocks_in_place_of(name, old, torch.Size([entry["size"]]), _factory(entry["blocks"]))
+    linear = as_matrix(old)
+    return None if linear is None else in_place_of(old, replacement(name, linear, _factory(entry)))
+
+
+def _what_is_at(name: str, named: Mapping[str, nn.Module]) -> str:
+    """A layer, or where it is missing the nearest one above it, for a message."""
+    if name in named:
+        return f"a {type(named[name]).__name__}"
+    above = name.rpartition(".")[0]
+    while above not in named:
+        above = above.rpartition(".")[0]
+    return f"a {type(named[above]).__name__} at {above!r}" if above else "no such layer"
 
 
 def _arguments(layer: StructuredLinear) -> dict[str, Any]:
@@ -113,7 +154,8 @@ def _arguments(layer: StructuredLinear) -> dict[str, Any]:
     return arguments
 
 
-def _new_layer(name: str, linear: nn.Linear, entry: Mapping[str, Any]) -> nn.Module:
+def _factory(entry: Mapping[str, Any]) -> LayerFactory:
+    """Makes layers of the class and with the arguments of an entry."""
     arguments = {key: value for key, value in entry.items() if key != "class"}
     known = {of.__name__: of for of in _classes(StructuredLinear)}  # type: ignore[type-abstract]
     if entry["class"] not in known:
@@ -123,7 +165,7 @@ def _new_layer(name: str, linear: nn.Linear, entry: Mapping[str, Any]) -> nn.Mod
         with torch.random.fork_rng(devices=[]):
             return known[entry["class"]](in_features, out_features, bias=bias, **arguments)
 
-    return replacement(name, linear, factory)
+    return factory
 
 
 def _classes(of: type[StructuredLinear]) -> Iterator[type[StructuredLinear]]:

@@ -17,6 +17,7 @@ from lightning_struct.nn.channels import (
     is_pointwise,
     why_not_linear,
 )
+from lightning_struct.nn.hooks import has_state_hooks, take_hooks
 from lightning_struct.nn.report import as_text, note_left, reasons_for_left
 from lightning_struct.nn.selection import Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
@@ -25,16 +26,6 @@ _log = logging.getLogger(__name__)
 
 LayerFactory = Callable[..., nn.Module]
 """Called as ``factory(in_features, out_features, bias=bias)``; or a ``from_linear``, called on the layer itself."""
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 
 
 def replace_linear(
@@ -60,7 +51,8 @@ def replace_linear(
 
     New layers have the device, the dtype, the mode and the hooks of the old ones, and ``requires_grad`` as these. A
     layer that stands at several places is replaced by one layer at all of them. What is replaced is logged at level
-    INFO, and :func:`replacement_report` lists it, and what was left.
+    INFO, and :func:`replacement_report` lists it, and what was left. Hooks of ``state_dict`` and ``load_state_dict``,
+    which know the old parameters, are not carried over; a warning names the layers.
 
     Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
     module, such as an embedding, is theirs alone from then on; that is logged as a warning, as are replaced layers that
@@ -112,8 +104,16 @@ def replace_linear(
 
 
 def put_in_place(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
-    """Put modules at places of the model, by their names; nothing for the model itself."""
+    """Put modules at places of the model, by their names; nothing for the model itself. What is lost is logged."""
     _warn_of_ties(model, [name for name, _ in places])
+    for name, _ in places:
+        if has_state_hooks(model.get_submodule(name)):
+            _log.warning("%s had hooks of state_dict or load_state_dict, which what replaces it has not", name)
+    set_modules(model, places)
+
+
+def set_modules(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
+    """Put modules at places of the model, by their names; nothing for the model itself."""
     for name, replacement in places:  # only when all are made: an error leaves the model as it was
         if name:
             parent, _, attribute = name.rpartition(".")
@@ -200,7 +200,8 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
             layer = layer.to(linear.weight.device, linear.weight.dtype).train(linear.training)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name or 'the model'}: {error}; exclude={name!r} leaves this layer as it is") from error
+        way_out = f"; exclude={name!r} leaves this layer as it is" if name else ""
+        raise kind(f"{name or 'the model'}: {error}{way_out}") from error
     for of_layer, parameter in layer.named_parameters():
         of_linear = linear.bias if of_layer == "bias" and linear.bias is not None else linear.weight
         parameter.requires_grad_(parameter.requires_grad and of_linear.requires_grad)
@@ -216,18 +217,6 @@ def log_left(name: str, layer: nn.Module, reason: str) -> None:
     """Log at level INFO why a layer stays as it is, and keep that for the report."""
     _log.info("%s is left as it is: %s", name or "the model", reason)
     note_left(layer, reason)
-
-
-def take_hooks(new: nn.Module, old: nn.Module) -> None:
-    """Give a module the hooks of another, but those by which torch.nn.utils makes the weight. Their handles work on."""
-    for name in _HOOKS:
-        hooks = getattr(old, name)
-        making_weights = [key for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")]
-        if making_weights:
-            hooks = type(hooks)((key, hook) for key, hook in hooks.items() if key not in making_weights)
-        hooks.update(getattr(new, name))
-        setattr(new, name, hooks)
-    new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def is_from_linear(factory: LayerFactory) -> bool:

@@ -47,8 +47,8 @@ def test_compression_counts_the_blocks():
 
 def test_wrong_inputs_are_named():
     layer = BlockStructured(3, 2, 20, LowRank)
-    for shape in ((5, 2, 20), (5, 3, 4, 4), (3, 20)):
-        with pytest.raises(ValueError, match=r"takes \(batch, 3, ...\) with 20 entries"):
+    for shape in ((5, 2, 20), (5, 3, 4, 4), (5, 20)):
+        with pytest.raises(ValueError, match=r"takes \(batch, 3, ...\) or \(3, ...\) with 20 entries"):
             layer(torch.randn(*shape))
     with pytest.raises(TypeError, match="makes Linear"):
         BlockStructured(3, 2, 20, nn.Linear)

@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from lightning_struct.nn import (
+    BlockStructured,
+    Circulant,
     LowRank,
     Monarch,
     PatchLinear,
     StructuredLinear,
+    StructuredLSTM,
     apply_structure,
     compress,
     freeze,
     layer_structure,
+    replace_conv,
+    replace_linear,
     replacement_report,
 )
 from lightning_struct.nn.budget import Option, least_increase
@@ -272,6 +277,45 @@ def test_layers_that_have_their_structure_already_stay():
     assert layer_structure(apply_structure(made, structure)) == structure and made[0] is kept
     with pytest.raises(ValueError, match="the structure has LowRank for 0, where Sequential has a LowRank"):
         apply_structure(made, {"0": {"class": "LowRank", "rank": 4}})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_structure_has_the_blocks_in_place_of_a_convolution(bias):
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=bias), nn.Sequential(nn.Conv2d(3, 4, 1)))
+
+    model, x = network(), torch.randn(5, 2, 4, 6)
+    replace_conv(model, partial(LowRank, rank=2), x)
+    replace_linear(model, Circulant, include="1")
+    structure = json.loads(json.dumps(layer_structure(model)))
+    blocks = {"class": "BlockStructured", "size": 24, "blocks": {"class": "LowRank", "rank": 2}}
+    assert structure == {"0": blocks, "1.0": {"class": "Circulant"}}
+    again = apply_structure(network().double(), structure)
+    assert again[0].bias is None or again[0].bias.dtype == torch.float64
+    again.float().load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(x), model(x))
+    assert apply_structure(again, structure) is again
+    assert layer_structure(again[0]) == {"": blocks}
+    assert apply_structure(model, {"0.blocks.1": blocks["blocks"]}) is model  # as up to version 0.2
+    assert layer_structure(freeze(model)) == {}
+
+
+def test_blocks_of_several_classes_are_listed_one_by_one():
+    layers = iter([Circulant, partial(LowRank, rank=2)])
+    model = nn.Sequential(BlockStructured(2, 1, 9, lambda *sizes, bias: next(layers)(*sizes, bias=bias)))
+    assert list(layer_structure(model)) == ["0.blocks.0", "0.blocks.1"]
+
+
+def test_structure_of_an_lstm_needs_the_lstm():
+    model = nn.Sequential(StructuredLSTM(6, 8, Circulant))
+    structure = layer_structure(model)
+    again = nn.Sequential(StructuredLSTM(6, 8, Circulant))
+    assert apply_structure(again, structure) is again
+    with pytest.raises(ValueError, match="where Sequential has a LSTM at '0': .* such as a StructuredLSTM"):
+        apply_structure(nn.Sequential(nn.LSTM(6, 8)), structure)
+    with pytest.raises(ValueError, match="the structure has BlockStructured for 0, where Sequential has a Linear"):
+        apply_structure(nn.Sequential(nn.Linear(4, 4)), {"0": {"class": "BlockStructured", "size": 4, "blocks": {}}})
 
 
 def test_structure_of_another_model_is_an_error(network, images):

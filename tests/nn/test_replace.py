@@ -12,6 +12,8 @@ from lightning_struct.nn import (
     LowRank,
     PrunedLinear,
     StructuredLinear,
+    add_adapters,
+    freeze,
     replace_conv,
     replace_linear,
     replacement_report,
@@ -314,6 +316,40 @@ def test_hooks_and_requires_grad_are_carried_over():
     assert len(seen) == 5
 
 
+def test_frozen_copy_has_copies_of_the_hooks():
+    model, seen = nn.Sequential(LowRank(6, 5), LowRank(5, 5)), []
+    handle = model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
+    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    nn.utils.prune.l1_unstructured(model[1], "G", 2)
+    frozen, x = freeze(model), torch.randn(3, 6, requires_grad=True)
+    assert not frozen[1]._forward_pre_hooks and len(model[1]._forward_pre_hooks) == 1
+    handle.remove()
+    frozen(x).sum().backward()
+    assert seen == ["before", "forward", "backward"]
+    model(x)
+    assert seen[3:] == ["before"]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+    ],
+)
+def test_hooks_of_state_are_named_where_they_go(register, caplog):
+    model = nn.Sequential(nn.Linear(6, 5), nn.utils.spectral_norm(nn.Linear(5, 5)))
+    getattr(model[0], register)(lambda *_: None)
+    with caplog.at_level(logging.WARNING, "lightning_struct"):
+        replace_linear(model, FACTORY)
+    assert [record.getMessage() for record in caplog.records] == [
+        "0 had hooks of state_dict or load_state_dict, which what replaces it has not"
+    ]
+
+
 @pytest.mark.parametrize(
     "make_weight",
     [
@@ -449,6 +485,23 @@ def test_blocks_near_to_a_convolution_compute_what_it_does(convolution, shape):
     x = torch.randn(3, *shape)
     blocks = replace_conv(convolution, exactly, x)
     torch.testing.assert_close(blocks(x), convolution(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d(2, 3, 3, padding=1), nn.Conv2d(2, 3, 3, padding=1)])
+def test_blocks_take_an_image_without_a_batch(convolution):
+    torch.manual_seed(0)
+    x = torch.randn(2, *[5] * len(convolution.kernel_size))
+    blocks = replace_conv(convolution, exactly, x)
+    torch.testing.assert_close(blocks(x), convolution(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"takes \(batch, 2, \.\.\.\) or \(2, \.\.\.\)"):
+        blocks(x[:1])
+
+
+def test_no_name_is_advised_where_the_model_itself_is_refused():
+    with pytest.raises(ValueError, match="^the model: rank must be at most .* = 1, but is 2: .*nn.Linear$"):
+        replace_linear(nn.Linear(64, 1), FACTORY)
+    with pytest.raises(ValueError, match="^no adapter for the model: rank .*nn.Linear$"):
+        add_adapters(nn.Linear(64, 1), FACTORY)
 
 
 def test_convolutions_are_selected_and_errors_name_them():

@@ -242,7 +242,8 @@ class PrunedLinear(StructuredLinear):
     """A layer whose matrix is zero but at fixed places: the pruning baseline of Thomas et al., Tables 8 and 9.
 
     ``PrunedLinear.from_linear(linear, parameters=k)`` keeps the k largest weights of a trained layer, to be trained on
-    with that pattern. A new layer has its places at random.
+    with that pattern. A new layer has its places at random. ``torch.nn.utils.prune`` takes its ``values``;
+    ``torch.nn.utils.parametrize`` does not, as no parameter of that name.
 
     Args:
         in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.

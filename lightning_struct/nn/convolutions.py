@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.nn.blocks import BlockStructured
-from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches
+from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.replace import (
     LayerFactory,
@@ -128,10 +128,10 @@ def _sizes_of_images(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Modu
 
 def _why_not(layer: _Convolution, sizes: _Sizes) -> str | None:
     """The reason for which blocks cannot stand in place of a convolution; None if they can."""
-    if set(layer.kernel_size) == {1}:
-        return "its kernel is one pixel: replace_linear takes it"
     if layer.groups != 1:
         return f"it has {layer.groups} groups"
+    if set(layer.kernel_size) == {1}:
+        return why_not_pointwise(layer) or "its kernel is one pixel: replace_linear takes it"
     others = ": compress takes it" if why_not_patches(layer) is None else ""
     if not sizes:
         return f"the example of replace_conv does not reach it{others}"

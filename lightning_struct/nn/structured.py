@@ -202,7 +202,7 @@ class StructuredLinear(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """M, (out_features, in_features), computed at each access: for code that reads the weight of a layer."""
-        return self.to_dense()
+        return self.to_dense().contiguous()
 
     def to_dense(self) -> Tensor:
         """M, (out_features, in_features), with gradients to the parameters."""

@@ -278,10 +278,12 @@ def test_reason_is_that_of_the_call_that_left_a_layer():
     left = "replace_linear: include does not have it"
     assert replacement_report(model).skipped == dict.fromkeys(["0", "1.k_proj", "1.v_proj", "1.out_proj", "2"], left)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 1))
+    model.append(nn.Conv2d(4, 4, 1, groups=2))
     replace_conv(model, FACTORY, torch.randn(1, 2, 12, 12))
     assert replacement_report(model).skipped == {
         "1": "it makes images (6, 6) of images (12, 12): compress takes it",
         "2": "its kernel is one pixel: replace_linear takes it",
+        "3": "it has 2 groups",
     }
 
 

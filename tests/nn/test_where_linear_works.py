@@ -176,10 +176,25 @@ def test_generators_are_pruned_and_parametrized(name, make):
             torch.testing.assert_close(layer.freeze()(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_norms_by_hooks_take_generators(norm):
+    layer = norm(FACTORIES["ldr_sd"](12, 7), "H")
+    layer(torch.randn(3, 12)).sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_values_of_a_pruned_layer_are_pruned_further():
+    layer = nn.utils.prune.l1_unstructured(FACTORIES["pruned"](12, 7), "values", 10)
+    assert (layer.to_dense() != 0).sum() == 20
+
+
 def test_pruning_and_parametrizing_the_matrix_are_refused_by_name():
     layer = LDRSubdiagonal(12, 7)
     with pytest.raises(ValueError, match="no parameter 'weight' that could be pruned: its matrix is made of G, H, sub"):
         nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+    with pytest.raises(ValueError, match="no parameter 'weight' that could be pruned"):
+        nn.utils.prune.global_unstructured([(layer, "weight")], nn.utils.prune.L1Unstructured, amount=0.5)
     with pytest.raises(ValueError, match="does not have a parameter.* with name 'weight'"):
         nn.utils.parametrizations.weight_norm(layer)
     assert layer(torch.randn(3, 12)).shape == (3, 7)

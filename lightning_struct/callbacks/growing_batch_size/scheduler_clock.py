@@ -63,9 +63,7 @@ class SchedulerClock:
     def attach(self, growth: BatchGrowth) -> None:
         """Take over the stepping from Lightning, at the start of training."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        if trainer.fit_loop.restarting and not self._batches:  # by the checkpoint of a run without a clock
-            self._batches = self._batches_stepped = float(trainer.fit_loop.batch_idx + 1)
-        if self._trainer.max_steps != -1 and not self._has_both_limits(growth.first_length):
+        if trainer.max_steps != -1 and not self._has_both_limits(growth.first_length):
             return
         configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         if configs and not module.automatic_optimization:
@@ -77,6 +75,8 @@ class SchedulerClock:
                 "it once an epoch, or set its length together with Trainer(max_steps=...)"
             )
             return
+        if configs and trainer.fit_loop.restarting and not self._batches:  # by the checkpoint of a run without a clock
+            self._batches = self._batches_stepped = float(trainer.fit_loop.batch_idx + 1)
         for config in configs:
             self._configs.append(config)
             self._frequencies[id(config)] = config.frequency

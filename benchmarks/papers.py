@@ -2,8 +2,9 @@
 
     python benchmarks/papers.py
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Below it stand the commands and the machines that its runs
-name. To add seeds, give its commands others: they write under docs/results/data, where no run is repeated that is there.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Below it stand the commands and the machines that
+its runs name. To add seeds, give its commands others: they write under docs/results/data, where no run is repeated that
+is there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from paper_tables import (
     paper_perplexity,
 )
 from paper_tables import DATA as IMAGES
-from structured_classes import LABELS, ways_in
+from structured_classes import BUDGETED, LABELS, finished, ways_in
+from structured_tasks import RATES, at_best_rate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results/papers.md"
@@ -41,6 +43,7 @@ BLOCK = re.compile(r"(?<=<!-- table: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTA
 SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
 SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])  # the same for all tasks
 SWEPT = ("mnist", "cifar", "imdb")
+RATE = 0.001  # of most runs on images
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,22 @@ def figures_4_and_5(task: str) -> Table:
     return Table(["RLS with", *columns], rows, runs)
 
 
+def figure_3() -> Table:
+    """The ways under the cross-entropy on IMDB; those on the other tasks stand on the page of RLS."""
+    runs = harness.load_runs(DATA / "rls/compare_imdb_10_epochs")
+    columns: dict[str, tuple[Callable[[Run], float], str]] = {
+        "test % after epoch 1": (lambda run: 100 * run["epochs"][0]["test_accuracy"], "{:.2f}"),
+        "best": (lambda run: 100 * max(epoch["test_accuracy"] for epoch in run["epochs"]), "{:.2f}"),
+        "last": (lambda run: 100 * run["epochs"][-1]["test_accuracy"], "{:.2f}"),
+        "training loss of the last epoch": (lambda run: run["epochs"][-1]["train_loss"], "{:.3g}"),
+    }
+    rows = []
+    for way in rls.cross_entropy(rls.TASKS["imdb"]):
+        if found := [run for run in runs if run["way"] == way]:
+            rows.append([way, *(by_seed(found, value, form) for value, form in columns.values())])
+    return Table(["IMDB, cross-entropy", *columns], rows, runs)
+
+
 def table_2() -> Table:
     folder = DATA / "structured_tasks/language_tinyshakespeare"
     ways_of_training = {
@@ -164,9 +183,10 @@ def table_2() -> Table:
     return Table(["input-hidden matrices", "parameters", *columns, "the paper, WikiText-2"], rows, runs)
 
 
-def image_runs(variant: str, fraction: float = 1.0, network: str = "shl") -> list[Run]:
-    """The runs of a network on a data set of images, with this part of the samples."""
-    return harness.load_runs(DATA / f"structured_tasks/{variant}_made_{network}_50_epochs_{fraction:g}")
+def image_runs(variant: str, fraction: float = 1.0, network: str = "shl", rate: float | None = RATE) -> list[Run]:
+    """The runs of a network on a data set of images, with this part of the samples; at one rate, or at all."""
+    runs = harness.load_runs(DATA / f"structured_tasks/{variant}_made_{network}_50_epochs_{fraction:g}")
+    return [run for run in runs if rate is None or run["rate"] == rate]
 
 
 def accuracy(run: Run) -> float:
@@ -174,20 +194,47 @@ def accuracy(run: Run) -> float:
 
 
 def table_1() -> Table:
-    """Test accuracies of the classes of rank one but on noise, which Table 10 has."""
-    titles = {"background_rotation": "background and rotation", "cifar": "CIFAR-10 in grey"}
-    columns = {variant: runs for variant in titles if (runs := image_runs(variant))}
+    """Test accuracies of all classes at one rate."""
+    titles = {"noise": "noise", "background_rotation": "background and rotation", "cifar": "CIFAR-10 in grey"}
+    columns = {variant: [run for run in image_runs(variant) if run["way"][0] not in BUDGETED] for variant in titles}
     rows, used = [], []
-    for way in TABLE_10:
+    for way in ways_in([run for runs in columns.values() for run in runs]):
+        if way[0] == "ldr_sd" and way[1] != 1:  # Table 8 has it
+            continue
         cells = []
         for variant, runs in columns.items():
             found, paper = of_way(runs, way), paper_accuracy(way, variant, "shl")
             cells += [by_seed(found, accuracy), f"{paper:.2f}" if paper else ""]
             used += found
-        if any(cells[::2]):
-            rows.append([named(way), *cells])
-    head = [cell for variant in columns for cell in (f"{titles[variant]}, test %", "the paper")]
+        rows.append([named(way), *cells])
+    head = [cell for title in titles.values() for cell in (f"{title}, test %", "the paper")]
     return Table(["hidden layer", *head], rows, used)
+
+
+def best_rates(variants: dict[str, str]) -> Table:
+    """Test accuracies at the one of the paper's four rates that was best in validation.
+
+    Args:
+        variants: data set -> its title.
+    """
+    columns = {title: image_runs(variant, rate=None) for variant, title in variants.items()}
+    rows, used = [], []
+    for way in ways_in([run for runs in columns.values() for run in runs]):
+        cells, parameters = [], 0
+        for variant, runs in zip(variants, columns.values(), strict=True):
+            of_rates = finished(runs, way)
+            if len({run["rate"] for run in of_rates}) < len(RATES):
+                cells += [""] * 3
+                continue
+            found, parameters = at_best_rate(of_rates), of_rates[0]["parameters"]
+            paper = paper_accuracy(way, variant, "shl")
+            cells += [f"{found[0]['rate']:g}", by_seed(found, accuracy), f"{paper:.2f}" if paper else ""]
+            used += of_rates
+        if any(cells):
+            rows.append([named(way), f"{parameters:,}", *cells])
+    prefixes = [f"{title}: " if len(columns) > 1 else "" for title in columns]
+    head = [cell for prefix in prefixes for cell in (f"{prefix}rate", f"{prefix}test %", f"{prefix}the paper")]
+    return Table(["hidden layer", "parameters", *head], rows, used)
 
 
 def table_3() -> Table:
@@ -245,27 +292,14 @@ def table_12() -> Table:
     return Table(["hidden layer", "training less test accuracy, points", "the paper"], rows, used)
 
 
-def table_13() -> Table:
-    runs = image_runs("rectangles")
-    rows = []
-    for way in ways_in(runs):
-        found = of_way(runs, way)
-        paper = paper_accuracy(way, "rectangles", "shl")
-        cells = [
-            f"{found[0]['parameters']:,}",
-            by_seed(found, accuracy),
-            f"{paper:.2f}" if paper else "",
-        ]
-        rows.append([named(way), *cells])
-    return Table(["hidden layer", "parameters", "test %", "the paper"], rows, runs)
-
-
 TABLES: dict[str, Callable[[], Table]] = {
     "shf_table_2": shf_table_2,
+    "rls_figure_3": figure_3,
     "rls_figures_4_and_5": partial(figures_4_and_5, "mnist"),
     "rls_figures_4_and_5_cifar": partial(figures_4_and_5, "cifar"),
     "rls_figures_4_and_5_imdb": partial(figures_4_and_5, "imdb"),
     "ldr_table_1": table_1,
+    "ldr_table_1_rates": partial(best_rates, {"noise": "noise", "background_rotation": "background and rotation"}),
     "ldr_table_2": table_2,
     "ldr_table_3": table_3,
     "ldr_table_8": partial(tables_8_and_9, "shl"),
@@ -273,7 +307,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ldr_table_10": partial(tables_10_and_11, "shl"),
     "ldr_table_11": partial(tables_10_and_11, "lenet"),
     "ldr_table_12": table_12,
-    "ldr_table_13": table_13,
+    "ldr_table_13": partial(best_rates, {"rectangles": "rectangles"}),
 }
 
 

@@ -120,7 +120,7 @@ class OperatorMonitor(Callback):
         if not self.layers:
             raise MisconfigurationException(
                 f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
-                f"it, for example by replace_linear, or leave out this callback."
+                "it, for example by replace_linear, or leave out this callback."
             )
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
 

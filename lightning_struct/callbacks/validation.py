@@ -45,13 +45,13 @@ def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
         logged = ", ".join(sorted(metrics)) or "nothing"
         raise MisconfigurationException(
             f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or "
-            f"name one of these"
+            "name one of these"
         )
     value = total / processes
     if not math.isfinite(value):
         raise MisconfigurationException(
             f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or "
-            f"the validation data is damaged"
+            "the validation data is damaged"
         )
     return value
 
@@ -146,7 +146,7 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
         if loader.batch_size is None:
             raise MisconfigurationException(
                 f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: "
-                f"leave the number out"
+                "leave the number out"
             )
         chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))[:samples]
         items = [items[position] for position in chosen.sort().values.tolist()]

@@ -99,7 +99,7 @@ class ValidationMeritStopping(Callback):
         if trainer.barebones:
             raise MisconfigurationException(
                 f"ValidationMeritStopping compares {self.monitor!r}, but with Trainer(barebones=True) nothing that is "
-                f"logged is kept: leave barebones or the callback out"
+                "logged is kept: leave barebones or the callback out"
             )
         if not trainer.enable_validation:
             raise MisconfigurationException(
@@ -177,7 +177,7 @@ class ValidationMeritStopping(Callback):
         if read is None:
             raise MisconfigurationException(
                 f"ValidationMeritStopping gives SHF the validation loss, but {type(pl_module).__name__} does not say "
-                f"how a batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization "
+                "how a batch becomes (inputs, targets): define inputs_and_targets(self, batch), as SHFOptimization "
                 "has it"
             )
         batches = [read(batch) for batch in validation_batches(trainer, self.merit_samples)]

@@ -161,7 +161,7 @@ class IMDBDataModule(InMemoryDataModule):
             raise MisconfigurationException(
                 f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that "
                 f"of the reviews here ({len(self.vocabulary)} words): give the data_dir, train_size, val_size, "
-                f"vocabulary_size and synthetic of its run"
+                "vocabulary_size and synthetic of its run"
             )
 
     def _explaining(self, read: Callable[[], Any], download: bool) -> Any:

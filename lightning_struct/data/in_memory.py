@@ -179,7 +179,7 @@ class InMemoryDataModule(LightningDataModule, ABC):
         if self.drop_last and len(train) < self.batch_size:
             raise MisconfigurationException(
                 f"With drop_last nothing is left of {len(train)} training samples in batches of {self.batch_size}: "
-                f"make batch_size smaller, or drop_last false."
+                "make batch_size smaller, or drop_last false."
             )
         shuffle: DistributedSampler = DistributedSampler(
             train, num_replicas=processes, rank=rank, shuffle=True, seed=self.seed

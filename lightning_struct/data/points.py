@@ -80,7 +80,7 @@ class PointDraws(IndependentDraws):
         if residual_share > 0 and residuals is None:
             raise MisconfigurationException(
                 f"residual_share={residual_share} needs the residuals of a network: train with a Trainer, or set it to "
-                f"0"
+                "0"
             )
         self.regions, self.counts = dict(regions), {block: counts[block] for block in regions}
         self.redraw_every_n_steps, self.residual_share = redraw_every_n_steps, residual_share
@@ -302,7 +302,7 @@ class PointsDataModule(LightningDataModule):
             raise MisconfigurationException(
                 f"PointsDataModule(residual_share={self.residual_share}) draws points where the residual is large, but "
                 f"{type(module).__name__} called with points does not return a residual for each point, by block: make "
-                f"its forward return residuals, or set residual_share=0"
+                "its forward return residuals, or set residual_share=0"
             )
         return residuals
 

@@ -346,7 +346,7 @@ class ResizableLoader:
         """
         if self.iterable and position["delivered"] and position["workers"] != self.loader.num_workers:
             raise MisconfigurationException(
-                f"The checkpoint was written in the middle of an epoch over an iterable data set with "
+                "The checkpoint was written in the middle of an epoch over an iterable data set with "
                 f"num_workers={position['workers']}, but the loader has {self.loader.num_workers}: the samples would "
                 "come in another order. Resume with as many workers, or from a checkpoint at the end of an epoch"
             )

@@ -211,7 +211,7 @@ class DrawLoader(DataLoader):
         if not isinstance(sampler, IndependentDraws):
             raise MisconfigurationException(
                 f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) "
-                f"put it there, use an ordinary DataLoader with it"
+                "put it there, use an ordinary DataLoader with it"
             )
         if len(sampler.dataset) != len(dataset):  # type: ignore[arg-type]
             raise MisconfigurationException(
@@ -221,7 +221,7 @@ class DrawLoader(DataLoader):
         if num_workers != 0:
             raise MisconfigurationException(
                 f"DrawLoader needs num_workers=0, but got {num_workers}: batches fetched ahead by workers would keep "
-                f"the old size after a change, and be lost at a resume"
+                "the old size after a change, and be lost at a resume"
             )
         if collate_fn is not None or not isinstance(dataset, TensorDataset):
             dataset = _IndexedByLists(dataset, collate_fn or default_collate)

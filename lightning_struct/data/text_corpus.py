@@ -215,7 +215,7 @@ class TextCorpusDataModule(LightningDataModule):
             raise MisconfigurationException(
                 f"The checkpoint was trained on another vocabulary ({len(state_dict['vocabulary'])} words) than that "
                 f"of the text here ({self.vocabulary_size} words): give the data_dir, text_file, train_size and "
-                f"synthetic of its run"
+                "synthetic of its run"
             )
 
     def _loader(self, words: Tensor, columns: int) -> ColumnLoader:

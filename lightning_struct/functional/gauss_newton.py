@@ -350,7 +350,7 @@ class _Chunked(Linearization):
         if name is not None:
             raise ValueError(
                 f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with "
-                f"running statistics, or leave chunk_size out"
+                "running statistics, or leave chunk_size out"
             )
         self._function, self._params = function, params
         sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}

@@ -300,7 +300,7 @@ def _like(base: type[nn.Module]) -> LayerKind:
     if kind is None:
         raise ValueError(
             f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix "
-            f"or a rule"
+            "or a rule"
         )
     return replace(kind, declared=True)
 

@@ -106,7 +106,7 @@ class CrossEntropy:
         expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
         if outputs.ndim < 2 or targets.shape != expected:
             raise ValueError(
-                f"cross-entropy needs logits (n, ..., classes) and targets of class indices (n, ...) or probabilities "
+                "cross-entropy needs logits (n, ..., classes) and targets of class indices (n, ...) or probabilities "
                 f"like the logits; got {tuple(outputs.shape)} and {tuple(targets.shape)} ({targets.dtype})"
             )
         if (

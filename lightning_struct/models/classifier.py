@@ -157,7 +157,7 @@ class Classifier(L.LightningModule):
             raise MisconfigurationException(
                 f"The network makes {tuple(outputs.shape)} of {len(inputs)} samples, but "
                 f"num_classes={self.num_classes} asks for {(len(inputs), self.num_classes)}: give both the same number "
-                f"of classes"
+                "of classes"
             )
         return outputs
 

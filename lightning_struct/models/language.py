@@ -123,7 +123,7 @@ class LanguageModel(L.LightningModule):
         if largest >= self.embedding.num_embeddings:
             raise MisconfigurationException(
                 f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the model: give "
-                f"it the vocabulary_size of the data"
+                "it the vocabulary_size of the data"
             )
         outputs, state = self.recurrent(self.dropout(self.embedding(words)), state)
         return self.output(self.dropout(outputs)), state

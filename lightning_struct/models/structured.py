@@ -213,7 +213,7 @@ def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
     except OSError as error:
         raise MisconfigurationException(
             f"{checkpoint} cannot be read ({error}): train the network that is to be pruned first, and name its "
-            f"checkpoint"
+            "checkpoint"
         ) from error
     hidden = getattr(network, "hidden", None)
     if not isinstance(network, nn.Sequential) or not isinstance(hidden, nn.Linear):

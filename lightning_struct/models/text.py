@@ -78,7 +78,7 @@ class RecurrentNetwork(nn.Module):
         if largest >= self.embedding.num_embeddings:
             raise MisconfigurationException(
                 f"Word {largest} is not among the vocabulary_size={self.embedding.num_embeddings} of the network: give "
-                f"network and data the same vocabulary_size"
+                "network and data the same vocabulary_size"
             )
         lengths = words.ne(PADDING).sum(dim=1).cpu()
         texts = pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)

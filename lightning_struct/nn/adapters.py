@@ -114,7 +114,7 @@ def add_adapters(
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
             f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
-            f"declares layers of other types to be linear"
+            "declares layers of other types to be linear"
         )
 
     if not had_adapters:  # only now: an error leaves the model as it was
@@ -237,7 +237,7 @@ def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> 
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
                 f"{', '.join(names[:3])}{more} {what}: call add_adapters with the arguments with which these adapters "
-                f"were made, and freeze what was frozen then"
+                "were made, and freeze what was frozen then"
             )
     own_names = {plain_name(name): name for name in model.state_dict()}
     model.load_state_dict({own_names[name]: value for name, value in state_dict.items()}, strict=False)
@@ -412,7 +412,7 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(
             f"the weight of {name or 'the model'} cannot be added to: it is parametrized, pruned or quantised. Undo "
-            f"that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
+            "that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
         )
 
 

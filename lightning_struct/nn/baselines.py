@@ -279,7 +279,7 @@ class PrunedLinear(StructuredLinear):
         if positive_size("parameters", parameters) > entries:
             raise ValueError(
                 f"parameters must be at most in_features * out_features = {entries}, but is {parameters}: take "
-                f"nn.Linear"
+                "nn.Linear"
             )
         self.values = nn.Parameter(torch.empty(parameters, device=device, dtype=dtype))
         self.register_buffer("places", torch.empty(parameters, device=device, dtype=torch.int64))

@@ -134,7 +134,7 @@ def compress(
                 raise ValueError(
                     f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest "
                     f"model has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger "
-                    f"budget, or further candidates="
+                    "budget, or further candidates="
                 )
             choice = least_increase(options, allowed - others)
         else:
@@ -325,13 +325,13 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
         if not isinstance(batch, Tensor | tuple | list):
             raise TypeError(
                 f"a batch is a {type(batch).__name__}, neither a tensor nor a sequence that begins with the inputs: "
-                f"give loss=, a function of model and batch"
+                "give loss=, a function of model and batch"
             )
         y = of(batch if isinstance(batch, Tensor) else batch[0])
         if not isinstance(y, Tensor):
             raise TypeError(
                 f"the outputs of {type(of).__name__} are no tensor, but a {type(y).__name__}: give loss=, a function "
-                f"of model and batch"
+                "of model and batch"
             )
         return y
 

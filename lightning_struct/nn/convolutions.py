@@ -95,7 +95,7 @@ def replace_conv(
         places.append((name, replacements[id(layer)]))
     if not places:
         raise ValueError(
-            f"replace_conv replaces nothing: no convolution that keeps the size of images, is included and not "
+            "replace_conv replaces nothing: no convolution that keeps the size of images, is included and not "
             f"excluded is in {type(model).__name__}{as_text(reasons)}"
         )
     put_in_place(model, places)

@@ -170,7 +170,7 @@ def recorded(layer: nn.Module, product: Callable[[], Tensor]) -> Tensor:
     except Exception as error:
         raise RuntimeError(
             f"torch.jit.trace cannot record {layer}: use torch.export.export, or torch.jit.trace with "
-            f"freeze(model, dense=True)"
+            "freeze(model, dense=True)"
         ) from error
 
 
@@ -182,7 +182,7 @@ def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
     """
     raise RuntimeError(
         f"torch.jit.script cannot compile {layer}: use torch.export.export, or torch.jit.trace with "
-        f"freeze(model, dense=True)"
+        "freeze(model, dense=True)"
     )
 
 

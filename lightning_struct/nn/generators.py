@@ -143,7 +143,7 @@ def _checked_rank(rank: int, in_features: int, out_features: int) -> int:
     if positive_size("rank", rank) > largest:
         raise ValueError(
             f"rank must be at most min(in_features, out_features) = {largest}, but is {rank}: give a smaller one, or "
-            f"take nn.Linear"
+            "take nn.Linear"
         )
     return rank
 

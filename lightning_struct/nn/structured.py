@@ -233,7 +233,7 @@ class StructuredLinear(nn.Module, ABC):
         if not autocast and x.dtype != dtype:
             raise TypeError(
                 f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {dtype}: convert one of "
-                f"them"
+                "them"
             )
         if not autocast:
             return self._add_bias(self._matmul(x))
@@ -393,7 +393,7 @@ class StructuredLinear(nn.Module, ABC):
             if not bool(tensor.detach().isfinite().all()):  # detached: nothing is saved for a backward pass
                 raise ValueError(
                     f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the "
-                    f"learning rate, or clip gradients), or a checkpoint is damaged"
+                    "learning rate, or clip gradients), or a checkpoint is damaged"
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -140,7 +140,7 @@ class SHFOptimization(ManualOptimization):
         if self._replaced_training_step is not None:
             rank_zero_info(
                 f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step "
-                f"after it"
+                "after it"
             )
 
     def _shf_log_step(self, report: StepReport) -> None:

@@ -520,7 +520,7 @@ class GrowingBatchSize(Callback):
         if variance is None and theta < math.inf:
             problem = (
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch "
-                f"normalisation couples the samples. Take another normalisation, or theta=inf, which does without the "
+                "normalisation couples the samples. Take another normalisation, or theta=inf, which does without the "
                 "norm test"
             )
             if not self.records:
@@ -531,8 +531,8 @@ class GrowingBatchSize(Callback):
         if not self.records and self.growth != 1.005 and self.validation_threshold < math.inf and without_value:
             rank_zero_warn(
                 f"GrowingBatchSize(growth={self.growth:g}) is the factor by which the batch grows where a validation "
-                f"value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
-                f"validation_threshold=math.inf to grow in each check"
+                "value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
+                "validation_threshold=math.inf to grow in each check"
             )
         predicted, noises = 1, measurement.noise.values()
         if variance is not None:

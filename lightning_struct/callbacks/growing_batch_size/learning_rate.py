@@ -159,12 +159,12 @@ class LearningRateScale:
         if not isinstance(optimizer, Optimizer):
             raise MisconfigurationException(
                 f"{option} changes the rate by the step hooks of a torch.optim.Optimizer, which {name} is not: leave "
-                f"scale_lr out, or give the optimizer itself to the Trainer"
+                "scale_lr out, or give the optimizer itself to the Trainer"
             )
         if all(group.get("lr") is None for group in optimizer.param_groups):
             raise MisconfigurationException(
                 f"{option} has no rate to scale: {name} has none in its param_groups. Leave scale_lr out, or take an "
-                f"optimizer with a learning rate, lr"
+                "optimizer with a learning rate, lr"
             )
 
     def _before_step(

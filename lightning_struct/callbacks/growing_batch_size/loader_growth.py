@@ -277,7 +277,7 @@ class LoaderGrowth:
             raise MisconfigurationException(
                 f"The checkpoint was written in the middle of an epoch with {len(mine)} training loaders, but now "
                 f"there are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an "
-                f"epoch"
+                "epoch"
             )
         keeps_sizes = self._device_limit is not None or not self._decided_anew(state)
         sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]

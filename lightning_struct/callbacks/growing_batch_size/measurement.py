@@ -16,12 +16,12 @@ from lightning_struct.callbacks.growing_batch_size.estimators import (
     NotFinite,
     Unmeasurable,
     choose_estimator,
-    first_line,
     samples_in,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
+from lightning_struct.functional.per_sample.recorder import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lightning_internals import loss_scale
@@ -178,8 +178,8 @@ class Measurement:
             if not (self._sees_steps or self._gave_up):
                 self._give_up(
                     f"GrowingBatchSize cannot measure the steps of {type(self._module).__name__}, of which callbacks "
-                    f"are not told: step what self.optimizers() returns, without use_pl_optimizer=False, or in "
-                    f"optimizer_step the optimizer that it gets"
+                    "are not told: step what self.optimizers() returns, without use_pl_optimizer=False, or in "
+                    "optimizer_step the optimizer that it gets"
                 )
             measured = self._ask(lambda estimator: estimator.statistics(samples))
             return StepStatistics(samples, self._largest(measured) if measured else None)
@@ -247,8 +247,8 @@ class Measurement:
             self._told_of_nan = True
             rank_zero_warn(
                 f"The gradient of batch {self._trainer.fit_loop.batch_idx} in epoch {self._trainer.current_epoch} is "
-                f"NaN or infinite. GrowingBatchSize does not measure it, nor others like it, and the training goes on. "
-                f"Trainer(detect_anomaly=True) shows where it comes from"
+                "NaN or infinite. GrowingBatchSize does not measure it, nor others like it, and the training goes on. "
+                "Trainer(detect_anomaly=True) shows where it comes from"
             )
 
     def _go_on(self, problem: str) -> None:
@@ -269,7 +269,7 @@ class Measurement:
     def _give_up(self, problem: str) -> None:
         rank_zero_warn(
             f"{problem}. Nothing is measured any more. Give {type(self._module).__name__} a method "
-            f"gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
+            "gradient_statistics() that returns GradientStatistics, or set the sizes by schedule=..."
         )
         self.pause()
         self._estimator, self._gave_up, self._tests = None, True, {}

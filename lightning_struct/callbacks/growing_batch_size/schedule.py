@@ -52,7 +52,7 @@ class SampleSchedule:
             if max_batch_size is not None and size > max_batch_size:
                 raise MisconfigurationException(
                     f"{place} has a batch size above max_batch_size={max_batch_size}: lower the size, or raise the "
-                    f"limit"
+                    "limit"
                 )
             entries.append((samples, size))
             if any(later[0] <= before[0] for before, later in pairwise(entries)):

@@ -70,7 +70,7 @@ class SchedulerClock:
             names = " and ".join(dict.fromkeys(type(config.scheduler).__name__ for config in configs))
             rank_zero_warn(
                 f"{type(module).__name__} optimizes by hand and steps {names} itself, with interval='step': as "
-                f"GrowingBatchSize makes batches larger there are fewer optimizer steps, and a length taken from "
+                "GrowingBatchSize makes batches larger there are fewer optimizer steps, and a length taken from "
                 "trainer.estimated_stepping_batches, which is that of the first batch size, may not be reached. Step "
                 "it once an epoch, or set its length together with Trainer(max_steps=...)"
             )

@@ -46,7 +46,7 @@ def _check_contradictions(settings: dict[str, Any], defaults: dict[str, Any]) ->
     if settings["mode"] == "accumulate" and device is not None:
         raise MisconfigurationException(
             f"mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size={device} lets "
-            f"them grow so far: leave one of them out"
+            "them grow so far: leave one of them out"
         )
     if schedule is None:
         return
@@ -56,7 +56,7 @@ def _check_contradictions(settings: dict[str, Any], defaults: dict[str, Any]) ->
         if value != defaults[name] and not (name == "theta" and value == math.inf):
             raise MisconfigurationException(
                 f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a rule "
-                f"that goes by measurements: leave one of them out"
+                "that goes by measurements: leave one of them out"
             )
 
 

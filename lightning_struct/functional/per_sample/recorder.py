@@ -55,6 +55,11 @@ class ParameterNorms:
     passes: list[int] = field(default_factory=list)
 
 
+def first_line(error: Exception) -> str:
+    """Type and message of an error, which may go on for pages."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 class GradientNormRecorder:
     """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter.
 
@@ -280,9 +285,8 @@ class GradientNormRecorder:
         except Exception as error:
             if self._raises:
                 raise
-            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             for parameter in parameters:
-                self._faults.setdefault(parameter, f"to measure it fails ({first_line})")
+                self._faults.setdefault(parameter, f"to measure it fails ({first_line(error)})")
 
     def _before_forward(self) -> Any:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

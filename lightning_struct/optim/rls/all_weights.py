@@ -41,7 +41,7 @@ def _takes_part(weight: TrainedWeight, states: States) -> bool:
         return False
     raise ValueError(
         f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen to read "
-        f"anything since the last step. Either its weight is used without calling the layer, or a compiled module was "
+        "anything since the last step. Either its weight is used without calling the layer, or a compiled module was "
         "called before RLS was made, or the hooks were removed: call the layer, make RLS first, or exclude the layer"
     )
 
@@ -72,7 +72,7 @@ def clip_coefficient(
         wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
         raise ValueError(
             f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look "
-            f"at the loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
+            "at the loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
         )
     return 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

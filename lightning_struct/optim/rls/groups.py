@@ -62,7 +62,7 @@ class Membership:
         if not groups:
             raise ValueError(
                 f"{type(self._module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for "
-                f"RLS to train; lightning_struct.functional.register_layer declares layers of other types"
+                "RLS to train; lightning_struct.functional.register_layer declares layers of other types"
             )
         return groups
 
@@ -150,7 +150,7 @@ class Membership:
         if replaced := [weight.name for weight in self._table.weights if weight.parameter not in present]:
             raise ValueError(
                 f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}, ... Make "
-                f"RLS after what replaces them"
+                "RLS after what replaces them"
             )
 
     def _is_new(self, groups: list[Group]) -> Callable[[nn.Parameter], bool]:

@@ -34,7 +34,7 @@ def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[s
         if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
             raise ValueError(
                 f"{name or 'the module'} ({type(layer).__name__}) has no shape yet: call the module once before making "
-                f"RLS"
+                "RLS"
             )
         reader = layer_reader(layer)
         if reader is not None and layer not in excluded and layer not in hidden:
@@ -113,7 +113,7 @@ class WeightTable:
         if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
             raise ValueError(
                 f"{weight.name} is the weight of layers with {weight.groups} and with {matrix.groups} groups, or of "
-                f"one that is stored as (in, out) and of one that is not: exclude one"
+                "one that is stored as (in, out) and of one that is not: exclude one"
             )
         return weight
 
@@ -122,7 +122,7 @@ def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: 
     if parameter.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; for lower precision keep "
-            f"float32 weights and use autocast to bfloat16 (bf16-mixed)"
+            "float32 weights and use autocast to bfloat16 (bf16-mixed)"
         )
     return TrainedWeight(name, parameter, groups=matrix.groups, transposed=matrix.transposed, forgetting=forgetting)
 
@@ -135,7 +135,7 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got "
+            "RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got "
             f"{type(module).__name__}. In Lightning return RLS(self, ...) from configure_optimizers, also with "
             "LightningCLI or hydra, which hand parameters to the optimizers that they configure themselves"
         )
@@ -151,7 +151,7 @@ def refuse_distributed_tensors(module: nn.Module) -> None:
         if hasattr(parameter, "device_mesh"):
             raise ValueError(
                 f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): P "
-                f"needs whole weights and inputs. Use DDP"
+                "needs whole weights and inputs. Use DDP"
             )
 
 

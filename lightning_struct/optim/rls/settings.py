@@ -139,7 +139,7 @@ class GradientScales:
         if unknown := self._by_name.keys() - modules - parameters:
             raise ValueError(
                 f"gradient_scale names {', '.join(map(repr, sorted(unknown)))}, which are neither modules nor "
-                f"parameters"
+                "parameters"
             )
 
     def of(self, weight: TrainedWeight) -> float:

@@ -146,7 +146,7 @@ class KroneckerFactors:
             except (FloatingPointError, NotPositiveDefinite) as error:
                 raise FloatingPointError(
                     f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "
-                    f"unchanged; raise the damping, look at the data of this batch, or exclude the layer from the "
+                    "unchanged; raise the damping, look at the data of this batch, or exclude the layer from the "
                     "factors"
                 ) from error
         return BlockPreconditioner(roots)
@@ -187,7 +187,7 @@ class KroneckerFactors:
         if unseen:
             warnings.warn(
                 f"preconditioner='kronecker': nothing came back to the layers of {', '.join(unseen)} in this batch, "
-                f"which are preconditioned by the damping alone. Where a weight is used without calling its layer, "
+                "which are preconditioned by the damping alone. Where a weight is used without calling its layer, "
                 "exclude the layer from the factors, which gives it a diagonal",
                 stacklevel=5,
             )

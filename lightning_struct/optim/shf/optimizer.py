@@ -346,7 +346,7 @@ def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None
     if not named:
         raise ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "
-            f"train, or unfreeze the weights by requires_grad_()"
+            "train, or unfreeze the weights by requires_grad_()"
         )
     dtypes = {p.dtype for p in named.values()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:

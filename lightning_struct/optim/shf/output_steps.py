@@ -284,7 +284,7 @@ class OutputSteps:
         warnings.warn(
             f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last "
             f"one with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: "
-            f"use float64 or stop",
+            "use float64 or stop",
             stacklevel=_CALLER_OF_STEP,
         )
         return Update(None, 0.0, model.value, 0.0, self._raised(now.damping), iterations, "line_search")

@@ -244,7 +244,7 @@ def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, de
     if names is not None and list(blocks) != list(names):
         raise ValueError(
             f"the module returned the blocks {_listed(blocks)}, in the step before {_listed(names)}: the blocks of "
-            f"residuals and their order stay the same. The weights are unchanged"
+            "residuals and their order stay the same. The weights are unchanged"
         )
     digest = torch.tensor([zlib.crc32("\n".join(blocks).encode())], device=device)
     if len(set(all_gather_rows(digest)[:, 0].tolist())) > 1:
@@ -260,12 +260,12 @@ def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[
             if count == 0:
                 raise ValueError(
                     f"block {name!r} of the residuals is empty{_on_rank(r)}: a mean over no rows is not defined. Leave "
-                    f"the block out, or give it points"
+                    "the block out, or give it points"
                 )
             if bad:
                 raise ValueError(
                     f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they "
-                    f"are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
+                    "are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
                 )
     return dict(zip(blocks, shares[..., 0].sum(0).tolist(), strict=True))
 

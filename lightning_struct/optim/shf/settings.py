@@ -172,7 +172,7 @@ class Settings:
         if self.curvature_share < 1 and self.solver not in (None, "cg"):
             raise ValueError(
                 f"curvature_share={self.curvature_share} needs solver='cg': {self.solver} solves a least-squares "
-                f"problem, in which gradient and curvature come from the same samples"
+                "problem, in which gradient and curvature come from the same samples"
             )
         warm_start = 0.0 if self.warm_start is None else self.warm_start
         growth = 1.0 if self.warm_start_growth is None else self.warm_start_growth

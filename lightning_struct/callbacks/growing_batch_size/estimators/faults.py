@@ -11,11 +11,6 @@ class NotFinite(Exception):
     """A gradient is NaN or infinite, and the step is not measured. It is raised in all processes alike."""
 
 
-def first_line(error: Exception) -> str:
-    """Type and message of an error, which may go on for pages."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
 def check_finite(value: float) -> None:
     """Check a norm of a gradient, before it is used.
 

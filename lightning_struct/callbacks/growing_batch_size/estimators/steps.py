@@ -245,7 +245,7 @@ class StepPairs:
         if number not in self._without:
             self._without.add(number)
             rank_zero_warn(
-                f"GrowingBatchSize finds no gradients in the parameters of "
+                "GrowingBatchSize finds no gradients in the parameters of "
                 f"{type(self._trainer.optimizers[number]).__name__} before it steps, and cannot measure them. Give "
                 f"{type(self._module).__name__} a method gradient_statistics() that returns GradientStatistics, or set "
                 "the sizes by schedule=..."

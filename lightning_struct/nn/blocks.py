@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +13,27 @@ from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
 class BlockStructured(nn.Module):
-    """An l x k block matrix of square structured matrices between k and l channels, in place of a convolution.
+    """An l x k block matrix of structured matrices between k and l channels, in place of a convolution.
 
     Thomas et al., section 5.2 and Appendix F.1. Each block maps a flattened channel to a flattened channel, as the
-    Toeplitz matrix of a filter does. By Proposition 1(d) the whole is of low displacement rank if its blocks are.
+    Toeplitz matrix of a filter does. By Proposition 1(d) the whole is of low displacement rank if its blocks are. The
+    paper's blocks are square; those in place of a convolution with a stride are not.
 
     Args:
         in_channels: k.
         out_channels: l.
         size: n, entries of a channel.
-        factory: called as ``factory(n, n, bias=False)`` for each block; makes a :class:`StructuredLinear`, which is
-            then divided by √k, since k blocks are added up.
-        bias: add a trained vector of n numbers to each channel that comes out, zero at the start.
+        factory: called as ``factory(n, m, bias=False)`` for each block; makes a :class:`StructuredLinear`, which is
+            then divided by the root of the number of blocks that are added up, k / ``groups``.
+        out_size: m, entries of a channel that comes out, or the size of its image, as (height, width). None: as what
+            goes in.
+        groups: parts of the channels between which there are no blocks, as of ``nn.Conv2d``.
+        bias: add a trained vector of m numbers to each channel that comes out, zero at the start.
         device, dtype: of the parameters.
 
     Raises:
         TypeError: the factory makes something else.
-        ValueError: a size is not positive.
+        ValueError: a size is not positive, or the channels are no multiples of ``groups``.
 
     Example:
         >>> from functools import partial
@@ -38,6 +43,8 @@ class BlockStructured(nn.Module):
         torch.Size([5, 3, 8, 8])
         >>> layer.weight_parameters, round(layer.compression_ratio, 1)
         (3456, 10.7)
+        >>> BlockStructured(4, 8, 64, LDRSubdiagonal, out_size=(4, 4), groups=2)(torch.randn(5, 4, 8, 8)).shape
+        torch.Size([5, 8, 4, 4])
     """
 
     bias: nn.Parameter | None
@@ -49,6 +56,8 @@ class BlockStructured(nn.Module):
         size: int,
         factory: LayerFactory,
         *,
+        out_size: int | Sequence[int] | None = None,
+        groups: int = 1,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,7 +66,19 @@ class BlockStructured(nn.Module):
         self.in_channels = positive_size("in_channels", in_channels)
         self.out_channels = positive_size("out_channels", out_channels)
         self.size = positive_size("size", size)
-        blocks = [factory(size, size, bias=False) for _ in range(in_channels * out_channels)]
+        self.out_shape: tuple[int, ...] | None = None
+        if out_size is not None:
+            sizes = (out_size,) if isinstance(out_size, int) else out_size
+            self.out_shape = tuple(positive_size("out_size", entries) for entries in sizes)
+        self.out_size = size if self.out_shape is None else prod(self.out_shape)
+        self.groups = positive_size("groups", groups)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"in_channels and out_channels must be multiples of groups={groups}, but are {in_channels} and "
+                f"{out_channels}"
+            )
+        self.blocks_in_row = in_channels // groups
+        blocks = [factory(size, self.out_size, bias=False) for _ in range(self.blocks_in_row * out_channels)]
         for block in blocks:
             if not isinstance(block, StructuredLinear):
                 raise TypeError(
@@ -66,9 +87,9 @@ class BlockStructured(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_parameter("bias", None)
         if bias:
-            self.bias = nn.Parameter(torch.zeros(out_channels, size))
+            self.bias = nn.Parameter(torch.zeros(out_channels, self.out_size))
         for block in self.structured:
-            block.gain = in_channels**-0.5
+            block.gain = self.blocks_in_row**-0.5
             block.scale_(block.gain)
         self.to(device=device, dtype=dtype)
 
@@ -86,18 +107,19 @@ class BlockStructured(nn.Module):
 
     @property
     def compression_ratio(self) -> float:
-        """Entries of the block matrix for each of its parameters."""
-        return self.in_channels * self.out_channels * self.size**2 / self.weight_parameters
+        """Entries of the blocks for each of their parameters."""
+        return len(self.blocks) * self.size * self.out_size / self.weight_parameters
 
     def to_dense(self) -> Tensor:
-        """The block matrix, (l n, k n), with gradients to the parameters."""
+        """The block matrix, (l m, k n), with gradients to the parameters; zero between channels of other groups."""
         blocks = [block.to_dense() for block in self.structured]
-        rows = [torch.cat(blocks[row : row + self.in_channels], 1) for row in range(0, len(blocks), self.in_channels)]
-        return torch.cat(rows)
+        rows = [torch.cat(blocks[at : at + self.blocks_in_row], 1) for at in range(0, len(blocks), self.blocks_in_row)]
+        in_group = self.out_channels // self.groups
+        return torch.block_diag(*(torch.cat(rows[at : at + in_group]) for at in range(0, len(rows), in_group)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The products: (batch, l, ...) for x (batch, k, ...), where ... is (n,) or (height, width) of n entries;
-        without the batch if x has none.
+        """The products: (batch, l, ...) for x (batch, k, ...), where ... is (n,) or (height, width) of n entries, and
+        comes out as ``out_size`` if that is given; without the batch if x has none.
 
         Raises:
             ValueError: x has another shape.
@@ -110,11 +132,16 @@ class BlockStructured(nn.Module):
                 f"entries in a channel, but the input has shape {tuple(x.shape)}"
             )
         channels = x.flatten(2).unbind(1)
-        products = [block(channels[index % self.in_channels]) for index, block in enumerate(self.blocks)]
-        y = torch.stack(products, 1).unflatten(1, (self.out_channels, self.in_channels)).sum(2)
+        products = [block(channels[self._channel(index)]) for index, block in enumerate(self.blocks)]
+        y = torch.stack(products, 1).unflatten(1, (self.out_channels, self.blocks_in_row)).sum(2)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return y.unflatten(2, x.shape[2:])
+        return y.unflatten(2, x.shape[2:] if self.out_shape is None else self.out_shape)
+
+    def _channel(self, index: int) -> int:
+        """The channel from which a block maps."""
+        row, column = divmod(index, self.blocks_in_row)
+        return row * self.groups // self.out_channels * self.blocks_in_row + column
 
     @property
     def structured(self) -> Iterator[StructuredLinear]:
@@ -124,4 +151,7 @@ class BlockStructured(nn.Module):
             yield block
 
     def extra_repr(self) -> str:
-        return f"in_channels={self.in_channels}, out_channels={self.out_channels}, size={self.size}"
+        text = f"in_channels={self.in_channels}, out_channels={self.out_channels}, size={self.size}"
+        if self.out_shape is not None:
+            text += f", out_size={self.out_shape}"
+        return text if self.groups == 1 else f"{text}, groups={self.groups}"

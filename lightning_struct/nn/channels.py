@@ -180,19 +180,16 @@ def why_not_pointwise(convolution: Any) -> str | None:
     one."""
     if type(convolution) not in CONVOLUTIONS:
         return f"{type(convolution).__name__} is a class of its own, which may compute something else"
+    if set(convolution.kernel_size) != {1}:
+        takes = "replace_conv and compress take" if why_not_patches(convolution) is None else "replace_conv takes"
+        return f"its kernel is larger than one pixel: {takes} it"
     if convolution.groups != 1:
         return why_not_patches(convolution)
-    is_larger = set(convolution.kernel_size) != {1}
-    around = [sum(sides) for sides in padding(convolution)]
-    if not is_larger and not any(around):
+    if not any(map(any, padding(convolution))):
         return None
-    what = "its kernel is larger than one pixel" if is_larger else f"it has padding {convolution.padding}"
-    reaches = [d * (k - 1) for d, k in zip(convolution.dilation, convolution.kernel_size, strict=True)]
-    keeps_size = set(convolution.stride) == {1} and around == reaches
-    for_patches = why_not_patches(convolution)
-    if is_larger and keeps_size:
-        return f"{what}: {'replace_conv takes' if for_patches else 'replace_conv and compress take'} it"
-    return f"{what}: compress takes it" if for_patches is None else f"{what}, and {for_patches}"
+    reason = why_not_patches(convolution)
+    what = f"it has padding {convolution.padding}"
+    return f"{what}: compress takes it" if reason is None else f"{what}, and {reason}"
 
 
 def as_pointwise_linear(layer: nn.Module) -> nn.Linear:

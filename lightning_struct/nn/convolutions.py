@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
@@ -32,25 +33,25 @@ def replace_conv(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Put a :class:`~lightning_struct.nn.BlockStructured` where each convolution stands that keeps the size of images,
-    in place (Thomas et al., section 5.2). ::
+    """Put a :class:`~lightning_struct.nn.BlockStructured` where each convolution stands, in place (Thomas et al.,
+    section 5.2). ::
 
         layer = functools.partial(LDRSubdiagonal, rank=2)
         model = replace_conv(model, layer, torch.zeros(1, 3, 32, 32), include="layer1")
         print(replacement_report(model))
 
-    With n pixels in a channel, each block is a matrix n x n between two channels, where a convolution has the Toeplitz
-    matrix of a filter. So the sizes of images must be known: the model is run once on an example, in eval mode and
-    without gradients. From then on it takes images of that size alone.
+    With n pixels in a channel that goes in and m in one that comes out, each block is a matrix m x n between two
+    channels, where a convolution has the Toeplitz matrix of a filter. So the sizes of images must be known: the model
+    is run once on an example, in eval mode and without gradients. From then on it takes images of that size alone.
+    A filter of 3 x 3 has 9 numbers, a block at least m + n: the blocks can do more, and are not smaller.
 
-    Left as they are: convolutions with a stride, with groups or without the padding that keeps the size, those of
-    images of several sizes, and those of 1 x 1 pixels, which :func:`replace_linear` takes.
-    :func:`~lightning_struct.nn.replacement_report` names them. New layers have the device, the dtype, the mode and the
-    hooks of the old ones, and ``requires_grad`` as these. The bias has one number for each pixel.
+    Left as they are: convolutions of images of several sizes, and those of 1 x 1 pixels, which :func:`replace_linear`
+    takes. :func:`~lightning_struct.nn.replacement_report` names them. New layers have the device, the dtype, the mode
+    and the hooks of the old ones, and ``requires_grad`` as these. The bias has one number for each pixel.
 
     Args:
         model: searched with everything below it. If it is a convolution itself, the new layer is returned.
-        factory: called as ``factory(n, n, bias=False)`` for each block; or the ``from_linear`` of a structured class,
+        factory: called as ``factory(n, m, bias=False)`` for each block; or the ``from_linear`` of a structured class,
             called on an ``nn.Linear`` with the Toeplitz matrix of the filter.
         example: an input of the model, or a tuple of its arguments.
         include, exclude: which convolutions, as for :func:`replace_linear`.
@@ -65,7 +66,7 @@ def replace_conv(
 
     Example:
         >>> from lightning_struct.nn import Circulant
-        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2))
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 1))
         >>> model = replace_conv(model, Circulant, torch.zeros(1, 1, 8, 8))
         >>> [type(layer).__name__ for layer in model], model(torch.randn(2, 1, 8, 8)).shape
         (['BlockStructured', 'ReLU', 'Conv2d'], torch.Size([2, 4, 3, 3]))
@@ -88,15 +89,15 @@ def replace_conv(
             note_left(layer, reason)
             continue
         if id(layer) not in replacements:
-            ((size, _),) = seen
-            replacements[id(layer)] = blocks_in_place_of(name, layer, size, factory)
+            ((size, out_size),) = seen
+            replacements[id(layer)] = blocks_in_place_of(name, layer, size, out_size, factory)
             log_replacement(name, layer, replacements[id(layer)])
             take_hooks(replacements[id(layer)], layer)
         places.append((name, replacements[id(layer)]))
     if not places:
         raise ValueError(
-            "replace_conv replaces nothing: no convolution that keeps the size of images, is included and not "
-            f"excluded is in {type(model).__name__}{as_text(reasons)}"
+            "replace_conv replaces nothing: no convolution larger than one pixel, which the example reaches, is "
+            f"included and not excluded in {type(model).__name__}{as_text(reasons)}"
         )
     put_in_place(model, places)
     return model if places[0][0] else places[0][1]
@@ -128,8 +129,6 @@ def _sizes_of_images(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Modu
 
 def _why_not(layer: _Convolution, sizes: _Sizes) -> str | None:
     """The reason for which blocks cannot stand in place of a convolution; None if they can."""
-    if layer.groups != 1:
-        return f"it has {layer.groups} groups"
     if set(layer.kernel_size) == {1}:
         return why_not_pointwise(layer) or "its kernel is one pixel: replace_linear takes it"
     others = ": compress takes it" if why_not_patches(layer) is None else ""
@@ -137,20 +136,31 @@ def _why_not(layer: _Convolution, sizes: _Sizes) -> str | None:
         return f"the example of replace_conv does not reach it{others}"
     if len(sizes) > 1:
         return f"it is called on images of several sizes{others}"
-    ((before, after),) = sizes
-    if before != after:
-        return f"it makes images {tuple(after)} of images {tuple(before)}{others}"
     return None
 
 
-def blocks_in_place_of(name: str, layer: _Convolution, size: torch.Size, factory: LayerFactory) -> BlockStructured:
-    """The layer in place of a convolution of images of that size, which matters to a ``from_linear`` alone; other
-    factories need the number of pixels."""
+def blocks_in_place_of(
+    name: str, layer: _Convolution, size: torch.Size, out_size: Sequence[int] | None, factory: LayerFactory
+) -> BlockStructured:
+    """The layer in place of a convolution.
+
+    Args:
+        name: of the convolution, for errors.
+        layer: the convolution.
+        size: of the images that go in. It matters to a ``from_linear`` alone; other factories need their pixels.
+        out_size: of those that come out; None: the same.
+        factory: makes the blocks.
+    """
     from_linear = is_from_linear(factory)
-    pairs = iter([(i, j) for i in range(layer.out_channels) for j in range(layer.in_channels)])
+    out_size = None if out_size is None or tuple(out_size) == tuple(size) else out_size
+    filters = iter(layer.weight.detach().flatten(0, 1))
 
     def block(in_features: int, out_features: int, bias: bool) -> nn.Module:
-        linear = _toeplitz_linear(layer, *next(pairs), size, from_linear)
+        linear = nn.Linear(in_features, out_features, bias=False, device="meta").train(layer.training)
+        weight = layer.weight.new_empty(()).expand(out_features, in_features)
+        if from_linear:
+            weight = _toeplitz(layer, next(filters), size)
+        linear.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         return replacement(name, linear, factory)
 
     blocks = BlockStructured(
@@ -158,6 +168,8 @@ def blocks_in_place_of(name: str, layer: _Convolution, size: torch.Size, factory
         layer.out_channels,
         size.numel(),
         block,
+        out_size=out_size,
+        groups=layer.groups,
         bias=layer.bias is not None,
         device=layer.weight.device,
         dtype=layer.weight.dtype,
@@ -165,7 +177,7 @@ def blocks_in_place_of(name: str, layer: _Convolution, size: torch.Size, factory
     with torch.no_grad():
         if from_linear:  # a sum of blocks that are near to those of the convolution is near to it as it is
             for structured in blocks.structured:
-                structured.scale_(layer.in_channels**0.5)
+                structured.scale_(blocks.blocks_in_row**0.5)
         if layer.bias is not None and blocks.bias is not None:
             if from_linear:
                 blocks.bias.copy_(layer.bias[:, None].expand_as(blocks.bias))
@@ -173,15 +185,10 @@ def blocks_in_place_of(name: str, layer: _Convolution, size: torch.Size, factory
     return blocks.train(layer.training)
 
 
-def _toeplitz_linear(layer: _Convolution, i: int, j: int, size: torch.Size, with_weight: bool) -> nn.Linear:
-    """An ``nn.Linear`` of the size of the block from channel j to channel i, with its weight if that is asked for."""
-    n = size.numel()
-    linear = nn.Linear(n, n, bias=False, device="meta").train(layer.training)
-    weight = layer.weight.new_empty(()).expand(n, n)
-    if with_weight:
-        # Column k of the Toeplitz matrix of a filter is what it makes of pixel k.
-        pixels = torch.eye(n, dtype=layer.weight.dtype, device=layer.weight.device).view(n, 1, *size)
-        convolve: Callable[..., Tensor] = layer._conv_forward
-        weight = convolve(pixels, layer.weight.detach()[i : i + 1, j : j + 1], None).flatten(1).T.contiguous()
-    linear.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-    return linear
+def _toeplitz(layer: _Convolution, filter: Tensor, size: torch.Size) -> Tensor:
+    """The matrix (m, n) of one filter of a convolution, whose columns are what it makes of each pixel."""
+    geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    single = type(layer)(1, 1, *geometry, bias=False, padding_mode=layer.padding_mode, device="meta")
+    pixels = torch.eye(size.numel(), dtype=filter.dtype, device=filter.device).view(-1, 1, *size)
+    images: Tensor = functional_call(single, {"weight": filter[None, None]}, (pixels,))
+    return images.flatten(1).T.contiguous()

@@ -116,8 +116,10 @@ def _entry(layer: nn.Module) -> dict[str, Any] | None:
     if not isinstance(layer, BlockStructured):
         return None
     first, *others = (_entry(block) for block in layer.blocks)
-    is_listed = first is not None and all(other == first for other in others)
-    return {"class": "BlockStructured", "size": layer.size, "blocks": first} if is_listed else None
+    if first is None or any(other != first for other in others):
+        return None
+    out_size = {} if layer.out_shape is None else {"out_size": list(layer.out_shape)}
+    return {"class": "BlockStructured", "size": layer.size, **out_size, "blocks": first}
 
 
 def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Module | None:
@@ -125,7 +127,8 @@ def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Modu
     if entry["class"] == "BlockStructured":
         if type(old) not in CONVOLUTIONS:
             return None
-        return blocks_in_place_of(name, old, torch.Size([entry["size"]]), _factory(entry["blocks"]))
+        size = torch.Size([entry["size"]])
+        return blocks_in_place_of(name, old, size, entry.get("out_size"), _factory(entry["blocks"]))
     linear = as_matrix(old)
     return None if linear is None else in_place_of(old, replacement(name, linear, _factory(entry)))
 

@@ -28,6 +28,23 @@ def test_block_of_an_output_and_an_input_channel_is_at_its_place():
         )
 
 
+@pytest.mark.parametrize(("out_size", "shape"), [(6, (6,)), ((2, 3), (2, 3)), (None, (4, 5))])
+def test_groups_and_channels_of_another_size_are_multiplied_by_the_block_matrix(out_size, shape):
+    torch.manual_seed(0)
+    factory = partial(LowRank, rank=2)
+    layer = BlockStructured(6, 4, 20, factory, out_size=out_size, groups=2, dtype=torch.float64)
+    nn.init.normal_(layer.bias)
+    dense = layer.to_dense()
+    out = layer.out_size
+    assert dense.shape == (4 * out, 120) and len(layer.blocks) == 12
+    assert not dense[: 2 * out, 60:].any() and not dense[2 * out :, :60].any()
+    x = torch.randn(5, 6, 4, 5, dtype=torch.float64)
+    expected = (x.flatten(1) @ dense.T).view(5, 4, out) + layer.bias
+    torch.testing.assert_close(layer(x), expected.view(5, 4, *shape))
+    torch.testing.assert_close(layer(x[0]), layer(x)[0])
+    assert layer.compression_ratio == dense.numel() / 2 / layer.weight_parameters
+
+
 def test_initial_weights_keep_the_variance_of_the_input():
     torch.manual_seed(0)
     layer = BlockStructured(16, 4, 64, partial(LowRank, rank=8))
@@ -52,3 +69,7 @@ def test_wrong_inputs_are_named():
             layer(torch.randn(*shape))
     with pytest.raises(TypeError, match="makes Linear"):
         BlockStructured(3, 2, 20, nn.Linear)
+    with pytest.raises(ValueError, match="must be multiples of groups=3, but are 3 and 2"):
+        BlockStructured(3, 2, 20, LowRank, groups=3)
+    with pytest.raises(ValueError, match="out_size must be a positive integer, but is 0"):
+        BlockStructured(3, 2, 20, LowRank, out_size=(4, 0))

@@ -301,6 +301,22 @@ def test_structure_has_the_blocks_in_place_of_a_convolution(bias):
     assert layer_structure(freeze(model)) == {}
 
 
+def test_structure_has_the_blocks_in_place_of_a_convolution_with_a_stride_and_groups():
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, groups=2))
+
+    x = torch.randn(5, 4, 7, 6)
+    model = replace_conv(network(), partial(LowRank, rank=2), x)
+    structure = json.loads(json.dumps(layer_structure(model)))
+    blocks = {"class": "LowRank", "rank": 2}
+    assert structure == {"0": {"class": "BlockStructured", "size": 42, "out_size": [3, 2], "blocks": blocks}}
+    again = apply_structure(network(), structure)
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(x), model(x))
+    assert again(x).shape == network()(x).shape and apply_structure(again, structure) is again
+
+
 def test_blocks_of_several_classes_are_listed_one_by_one():
     layers = iter([Circulant, partial(LowRank, rank=2)])
     model = nn.Sequential(BlockStructured(2, 1, 9, lambda *sizes, bias: next(layers)(*sizes, bias=bias)))

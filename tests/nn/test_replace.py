@@ -252,11 +252,10 @@ LARGER = "its kernel is larger than one pixel"
         (nn.Conv2d(4, 4, 3, padding=1), f"{LARGER}: replace_conv and compress take it"),
         (nn.Conv1d(4, 4, 3, padding="same"), f"{LARGER}: replace_conv and compress take it"),
         (nn.Conv2d(4, 4, 3, padding=2, dilation=2), f"{LARGER}: replace_conv and compress take it"),
-        (nn.Conv2d(4, 4, 3, stride=2, padding=1), f"{LARGER}: compress takes it"),
-        (nn.Conv2d(4, 4, 3), f"{LARGER}: compress takes it"),
+        (nn.Conv2d(4, 4, 3, stride=2), f"{LARGER}: replace_conv and compress take it"),
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), f"{LARGER}: replace_conv takes it"),
-        (nn.Conv2d(4, 4, 3, stride=2, padding_mode="reflect"), f"{LARGER}, and it has padding_mode='reflect'"),
-        (nn.Conv2d(4, 4, 3, padding=1, groups=4), "it has 4 groups"),
+        (nn.Conv2d(4, 4, 3, padding=1, groups=4), f"{LARGER}: replace_conv takes it"),
+        (nn.Conv2d(4, 4, 1, groups=4), "it has 4 groups"),
         (nn.Conv2d(4, 4, 1, padding=1), "it has padding (1, 1): compress takes it"),
         (nn.Conv2d(4, 4, 1), "nothing has replaced it"),
         (nn.ConvTranspose2d(4, 4, 3), "it is a transposed convolution"),
@@ -277,13 +276,11 @@ def test_reason_is_that_of_the_call_that_left_a_layer():
     replace_linear(model, FACTORY, include=["1.q_proj", "3"])
     left = "replace_linear: include does not have it"
     assert replacement_report(model).skipped == dict.fromkeys(["0", "1.k_proj", "1.v_proj", "1.out_proj", "2"], left)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 1))
-    model.append(nn.Conv2d(4, 4, 1, groups=2))
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1, groups=2))
     replace_conv(model, FACTORY, torch.randn(1, 2, 12, 12))
     assert replacement_report(model).skipped == {
-        "1": "it makes images (6, 6) of images (12, 12): compress takes it",
-        "2": "its kernel is one pixel: replace_linear takes it",
-        "3": "it has 2 groups",
+        "1": "its kernel is one pixel: replace_linear takes it",
+        "2": "it has 2 groups",
     }
 
 
@@ -455,23 +452,26 @@ def convolutions():
     return nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1),
         nn.BatchNorm2d(3),
-        nn.Conv2d(3, 3, 3, stride=2),
+        nn.Conv2d(3, 3, 3, stride=2, groups=3),
         nn.Conv2d(3, 3, 3, padding="same"),
+        nn.Conv2d(3, 3, 1),
     )
 
 
-def test_convolutions_that_keep_the_size_are_replaced_by_blocks(caplog):
+def test_convolutions_are_replaced_by_blocks(caplog):
     model = convolutions()
     model[3].weight.requires_grad_(False)
     before = model[1].running_mean.clone()
     with caplog.at_level(logging.INFO, "lightning_struct"):
         assert replace_conv(model, FACTORY, torch.randn(1, 2, 9, 9)) is model
-    assert len(caplog.records) == 2
-    assert [type(layer).__name__ for layer in model] == ["BlockStructured", "BatchNorm2d", "Conv2d", "BlockStructured"]
-    assert model(torch.randn(4, 2, 9, 9)).shape == (4, 3, 4, 4) and model[0].size == 81 and model[3].size == 16
+    assert len(caplog.records) == 3
+    blocks = "BlockStructured"
+    assert [type(layer).__name__ for layer in model] == [blocks, "BatchNorm2d", blocks, blocks, "Conv2d"]
+    assert model(torch.randn(4, 2, 9, 9)).shape == (4, 3, 4, 4)
+    assert [model[i].size for i in (0, 2, 3)] == [81, 81, 16] and model[2].out_shape == (4, 4)
     assert model.training and model[1].training and torch.equal(before, torch.zeros(3))
     assert {name for name, p in model[3].named_parameters() if p.requires_grad} == {"bias"}
-    assert list(replacement_report(model).skipped) == ["2"]
+    assert list(replacement_report(model).skipped) == ["4"]
 
 
 @pytest.mark.parametrize(
@@ -480,6 +480,10 @@ def test_convolutions_that_keep_the_size_are_replaced_by_blocks(caplog):
         (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 5)),
         (nn.Conv2d(2, 3, (3, 1), padding=(1, 0), bias=False), (2, 4, 5)),
         (nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 9)),
+        (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 4, 5)),
+        (nn.Conv2d(2, 3, (2, 3), stride=(2, 1)), (2, 4, 5)),
+        (nn.Conv2d(2, 4, 3, padding=2, groups=2, padding_mode="replicate"), (2, 4, 5)),
+        (nn.Conv1d(6, 9, 4, stride=3, groups=3), (6, 11)),
     ],
 )
 def test_blocks_near_to_a_convolution_compute_what_it_does(convolution, shape):
@@ -510,9 +514,9 @@ def test_convolutions_are_selected_and_errors_name_them():
     model = convolutions()
     replace_conv(model, FACTORY, torch.zeros(1, 2, 9, 9), exclude="3")
     assert isinstance(model[0], BlockStructured) and isinstance(model[3], nn.Conv2d)
-    with pytest.raises(ValueError, match=r"replaces nothing: .*2: it makes images \(4, 4\) of images \(9, 9\)"):
-        replace_conv(convolutions(), FACTORY, torch.zeros(1, 2, 9, 9), include="2")
-    with pytest.raises(ValueError, match="^3: rank must be at most .* = 16, but is 20: .*exclude='3'"):
+    with pytest.raises(ValueError, match="replaces nothing: .*; 4: its kernel is one pixel: replace_linear takes it"):
+        replace_conv(convolutions(), FACTORY, torch.zeros(1, 2, 9, 9), include="4")
+    with pytest.raises(ValueError, match="^2: rank must be at most .* = 16, but is 20: .*exclude='2'"):
         replace_conv(convolutions(), partial(LowRank, rank=20), torch.zeros(1, 2, 9, 9))
 
 

@@ -1,6 +1,10 @@
-"""Refusal of Lightning strategies that shard the weights."""
+"""Lightning strategies that shard the weights: which they are, and their refusal."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import distributed, nn
 
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
@@ -31,3 +35,20 @@ def shards_weights(trainer: L.Trainer) -> bool:
 def shards_plain_tensors(trainer: L.Trainer) -> bool:
     """Whether such a part is a plain tensor, as with ``FSDPStrategy``, which tells not how many processes hold it."""
     return isinstance(trainer.strategy, lightning_classes("strategies.FSDPStrategy"))
+
+
+def gathers_parameters(trainer: L.Trainer) -> bool:
+    """Whether the weights that are sharded are gathered for each forward pass as they were before: by FSDP2."""
+    return isinstance(trainer.strategy, lightning_classes("strategies.ModelParallelStrategy"))
+
+
+def gathering_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules to which ``fully_shard`` was applied, with their names. In their forward pass their parameters are
+    whole."""
+    if not distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            yield name, part

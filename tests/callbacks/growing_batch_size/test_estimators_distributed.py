@@ -123,9 +123,39 @@ def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
     two.mkdir()
     (of_one,) = records(one, "steps", Network(rate=0.05), devices=1)
     options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
-    sharded = records(two, "auto", Network(rate=0.05), **options)
+    sharded = records(two, "steps", Network(rate=0.05), **options)
     assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4)
     assert sharded[0] == sharded[1] and len(sharded[0]) == 9
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_sharded_processes_are_compared_as_whole_ones(tmp_path, batches):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    of_whole = records(whole, "ranks", Network(rate=0.05), accumulate_grad_batches=batches, **two_processes())
+    options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
+    sharded = records(parts, "auto", Network(rate=0.05), accumulate_grad_batches=batches, **options)
+    assert ratios(sharded[0]) == pytest.approx(ratios(of_whole[0]), rel=1e-4)
+    assert sharded[0] == sharded[1] and len(sharded[0]) == 10 // batches
+
+
+class Unfreezing(Network):
+    def __init__(self):
+        super().__init__()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.network[0].requires_grad_(batch_idx >= 4)
+
+
+def test_a_layer_that_is_unfrozen_is_measured_from_the_next_step_on(tmp_path):
+    options = {"devices": 1, "accumulate_grad_batches": 2}
+    (plain,) = records(tmp_path, "ranks", Network(), **options)
+    (unfreezing,) = records(tmp_path, "ranks", Unfreezing(), **options)
+    by_samples = {record["samples"]: record["variance_ratio"] for record in unfreezing}
+    assert list(by_samples) == [record["samples"] for record in plain if record["samples"] != 24]
+    assert [by_samples[at] for at in (32, 40)] == pytest.approx(ratios(plain)[3:])
 
 
 class TensorParallel(Network):
@@ -155,18 +185,46 @@ def test_processes_that_share_a_batch_count_its_samples_once(tmp_path):
     assert ratios(parallel[0]) == pytest.approx(ratios(of_one), rel=1e-4)
 
 
+class FrozenBetweenBatches(Unfreezing):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.network[0].requires_grad_(True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.network[0].requires_grad_(False)
+
+
+def test_gradients_that_are_never_seen_are_measured_by_steps(tmp_path):
+    with pytest.warns(UserWarning, match="does not see the gradients of network.0.weight of single .*'steps'"):
+        (measured,) = records(tmp_path, "ranks", FrozenBetweenBatches(), devices=1, accumulate_grad_batches=2)
+    assert [record["samples"] for record in measured] == [32, 40]
+
+
 class Compiled(Network):
-    def __init__(self, rate):
-        super().__init__(rate)
-        self.network.compile(backend="aot_eager")
+    def configure_model(self):
+        for layer in (self.network[0], self.network[2]):
+            layer.compile(backend="aot_eager")
+        super().configure_model()
 
 
-@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("ranks", 2)])
-def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, batches):
-    options = {"devices": 1, "accumulate_grad_batches": batches}
-    (plain,) = records(tmp_path, estimator, Network(rate=0.05), **options)
-    (compiled,) = records(tmp_path, estimator, Compiled(rate=0.05), **options)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("estimator", ["steps", "ranks"])
+def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, processes):
+    def measured(network):
+        options = {"devices": 1} if processes == 1 else two_processes()
+        return records(tmp_path, estimator, network, accumulate_grad_batches=1 + (estimator == "ranks"), **options)[0]
+
+    plain, compiled = measured(Network(rate=0.05)), measured(Compiled(rate=0.05))
     assert ratios(compiled) == pytest.approx(ratios(plain), rel=1e-4) and len(plain) > 4
+
+
+def test_a_compiled_and_sharded_network_is_measured_by_steps(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (of_one,) = records(one, "steps", Network(rate=0.05), devices=1)
+    options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
+    sharded = records(two, "auto", Compiled(rate=0.05), **options)
+    assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4) and sharded[0] == sharded[1]
 
 
 class Noisy(Network):

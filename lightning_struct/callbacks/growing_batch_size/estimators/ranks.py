@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import check_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import Unmeasurable, check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
+    is_compiled,
     local_gradient,
+    share,
     squared_norm,
     sum_of_squares,
     summed,
@@ -21,17 +25,19 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.collective import world_size
 from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.sharded_weights import shards_weights
+from lightning_struct.utilities.sharded_weights import gathering_modules, gathers_parameters, shards_weights
 
 
 class BackwardPasses:
     """Compares the gradients of single backward passes with the one that an optimizer steps by, which is their mean.
 
     A backward pass is that of one process on one of the accumulated batches; hooks on the parameters see its gradient
-    before it is averaged over processes. With K passes of b samples each, E‖g_b‖² = ‖G‖² + tr Σ/b and E‖g_B‖² = ‖G‖² +
-    tr Σ/(K b) (McCandlish et al. 2018, appendix A.1). A step of one pass is not measured. Automatic optimization only.
+    before it is averaged over processes. Parameters that FSDP2 shards are hooked when they have been gathered. With K
+    passes of b samples each, E‖g_b‖² = ‖G‖² + tr Σ/b and E‖g_B‖² = ‖G‖² + tr Σ/(K b) (McCandlish et al. 2018, appendix
+    A.1). A step of one pass is not measured. Automatic optimization only.
 
     Args:
         trainer: in fit.
@@ -40,7 +46,8 @@ class BackwardPasses:
         max_overhead: see :class:`~lightning_struct.callbacks.growing_batch_size.estimators.cadence.Cadence`.
 
     Raises:
-        MisconfigurationException: manual optimization, sharded weights, or one process that accumulates no batches.
+        MisconfigurationException: manual optimization, weights that are sharded in another way than by FSDP2 alone, or
+            one process that accumulates no batches.
     """
 
     name = "ranks"
@@ -59,6 +66,8 @@ class BackwardPasses:
         self._due, self._step = 0, 0
         self._handles: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
+        self._hooked: set[str] = set()
+        self._has_missed = False
         self._passes = 0
         self._measured: tuple[float, float, int] | None = None
 
@@ -85,16 +94,19 @@ class BackwardPasses:
             self._cadence.count_step(optimizer)
         if not self._handles or self._measured is not None:
             return
-        scale = loss_scale(self._trainer) or 1.0
         with torch.no_grad():
-            own = sum_of_squares(self._norms, self._module.device)
-            gradients = [g for p in self._module.parameters() if (g := local_gradient(p)) is not None]
-            of_step = squared_norm(gradients, [1.0] * len(gradients), self._module.device)
-            (of_pass,) = summed([own / scale**2])
+            of_passes = sum_of_squares(self._norms, self._module.device) / (loss_scale(self._trainer) or 1.0) ** 2
+            parameters = dict(self._module.named_parameters())
+            unhooked = {name: parameter for name, parameter in parameters.items() if name not in self._hooked}
+            norms = [self._squared_norm(optimizer, of.values()) for of in (parameters, unhooked)]
+            of_pass, of_mean, missed = summed([of_passes, *norms])
+        check_finite(of_pass + of_mean)
+        if missed > 0:  # as of a layer that has been unfrozen since
+            self._look_again(next(iter(unhooked)))
+            return
+        self._has_missed = False
         # the gradient of the step is the mean over processes of the sums over their passes
         of_pass *= self._passes / world_size()
-        of_mean = of_step.item() / gradient_scale(self._trainer, optimizer) ** 2
-        check_finite(of_pass + of_mean)
         self._measured = of_pass, of_mean, self._passes * world_size()
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
@@ -126,16 +138,43 @@ class BackwardPasses:
         # a norm of each pass, and that of the step
         self.every_n_steps = self._cadence.every_n_steps(samples, passes + 1)
 
+    def _squared_norm(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters."""
+        gradients = [(g, share(p)) for p in parameters if (g := local_gradient(p)) is not None]
+        norm = squared_norm([g for g, _ in gradients], [part for _, part in gradients], self._module.device)
+        return norm / gradient_scale(self._trainer, optimizer) ** 2
+
+    def _look_again(self, name: str) -> None:
+        """Hook the parameters anew for the next step; give up where that has not helped."""
+        if self._has_missed:
+            raise Unmeasurable(f"does not see the gradients of {name} of single backward passes")
+        self._has_missed = True
+        self.pause()
+
     def _attach(self) -> None:
-        """Hook the parameters."""
-        norms = self._norms  # a copy of the module must not copy the Trainer
+        """Hook the parameters; those that are gathered for each forward pass, when they are there."""
+        # What is hooked may be copied, and must not copy the Trainer.
+        norms, hooked, handles = self._norms, self._hooked, self._handles
+        hooked.clear()
 
         def note(gradient: Tensor) -> None:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             norm = torch.linalg.vector_norm(at_least_float32(values.detach()))
             norms.append(norm)
 
-        self._handles = [p.register_hook(note) for p in self._module.parameters() if p.requires_grad]
+        def hook(prefix: str, module: nn.Module) -> None:
+            for name, parameter in module.named_parameters(prefix):
+                if name not in hooked and parameter.requires_grad and not hasattr(parameter, "placements"):
+                    hooked.add(name)
+                    handles.append(parameter.register_hook(note))
+
+        def hook_gathered(prefix: str, module: nn.Module, inputs: Any) -> None:
+            if torch.is_grad_enabled():
+                hook(prefix, module)
+
+        hook("", self._module)
+        for prefix, module in gathering_modules(self._module):
+            handles.append(module.register_forward_pre_hook(partial(hook_gathered, prefix)))
 
 
 def why_not(trainer: L.Trainer) -> str | None:
@@ -145,8 +184,12 @@ def why_not(trainer: L.Trainer) -> str | None:
             "under manual optimization it is not known which of them make a step: use estimator='steps', which "
             "compares consecutive steps"
         )
-    if shards_weights(trainer):
+    if shards_weights(trainer) and not gathers_parameters(trainer):
         return f"{type(trainer.strategy).__name__} shards the weights: use estimator='steps'"
+    if data_parallel_size(trainer) != trainer.world_size:
+        return "some processes share their batches (tensor parallelism): use estimator='steps'"
+    if shards_weights(trainer) and any(is_compiled(layer) for layer in trainer.lightning_module.modules()):
+        return "the layers that gather sharded weights are compiled: use estimator='steps'"
     if trainer.world_size * trainer.accumulate_grad_batches < 2:
         return (
             "each step has one: use several devices or Trainer(accumulate_grad_batches=2), or estimator='steps', which "

@@ -49,6 +49,4 @@ def gathering_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    for name, part in module.named_modules():
-        if isinstance(part, FSDPModule):
-            yield name, part
+    yield from ((name, part) for name, part in module.named_modules() if issubclass(type(part), FSDPModule))

@@ -96,13 +96,13 @@ class BackwardPasses:
             return
         with torch.no_grad():
             of_passes = sum_of_squares(self._norms, self._module.device) / (loss_scale(self._trainer) or 1.0) ** 2
-            parameters = dict(self._module.named_parameters())
+            parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
             unhooked = {name: parameter for name, parameter in parameters.items() if name not in self._hooked}
             norms = [self._squared_norm(optimizer, of.values()) for of in (parameters, unhooked)]
             of_pass, of_mean, missed = summed([of_passes, *norms])
         check_finite(of_pass + of_mean)
         if missed > 0:  # as of a layer that has been unfrozen since
-            self._look_again(next(iter(unhooked)))
+            self._look_again([name for name, p in unhooked.items() if p.grad is not None])
             return
         self._has_missed = False
         # the gradient of the step is the mean over processes of the sums over their passes
@@ -144,10 +144,10 @@ class BackwardPasses:
         norm = squared_norm([g for g, _ in gradients], [part for _, part in gradients], self._module.device)
         return norm / gradient_scale(self._trainer, optimizer) ** 2
 
-    def _look_again(self, name: str) -> None:
+    def _look_again(self, names: list[str]) -> None:
         """Hook the parameters anew for the next step; give up where that has not helped."""
         if self._has_missed:
-            raise Unmeasurable(f"does not see the gradients of {name} of single backward passes")
+            raise Unmeasurable(f"does not see the gradients of single backward passes of {', '.join(names[:3])}")
         self._has_missed = True
         self.pause()
 

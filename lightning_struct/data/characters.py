@@ -1,14 +1,20 @@
 """A text as windows of characters, each with the character that follows it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import DamagedFileError, naming_file, read_or_explain
-from lightning_struct.data.in_memory import BatchedTensorDataset, InMemoryDataModule, SamplingOptions, Splits
+from lightning_struct.data.in_memory import (
+    BatchedTensorDataset,
+    InMemoryDataModule,
+    SamplingOptions,
+    Splits,
+    check_positive,
+)
 from lightning_struct.data.text_corpus import synthetic_text
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -76,10 +82,7 @@ class CharactersDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        positive: dict[str, Any] = {f"{part}_size": size for part, size in self.sizes.items()} | {"steps": steps}
-        for name, value in positive.items():
-            if value is not None and value < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, but is {value}")
+        check_positive({f"{part}_size": size for part, size in self.sizes.items()} | {"steps": steps})
         self.path = Path(data_dir, FILE) if text_file is None else Path(text_file)
         self.steps = steps
         self.synthetic = synthetic

@@ -22,11 +22,11 @@ from lightning_struct.data.in_memory import (
     SamplingOptions,
     Splits,
     Unpack,
+    check_positive,
     split_at_random,
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
-from lightning_struct.utilities.namespaces import MisconfigurationException
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -95,11 +95,7 @@ class CIFAR10DataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        empty = [name for name, size in self.sizes.items() if size < 1]
-        if empty:
-            raise MisconfigurationException(
-                f"{empty[0]}_size must be at least 1, but is {self.sizes[empty[0]]}: there is no set without images"
-            )
+        check_positive({f"{part}_size": size for part, size in self.sizes.items()})
         self.data_dir = data_dir
         self.download = download
         self.grey = grey
@@ -158,7 +154,8 @@ class CIFAR10DataModule(InMemoryDataModule):
             lambda: (read("train"), read("test")),
             data_dir=self.data_dir,
             files=f"{OFFICIAL_DIRECTORY}, or train/CLASS/*.jpg and test/CLASS/*.jpg,",
-            download=download,
+            download=None if self._has_directories else download,
+            prepares=self.download,
         )
 
 

@@ -3,7 +3,14 @@
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_struct.data.curves import generate_curves
-from lightning_struct.data.in_memory import InMemoryDataModule, LoaderOptions, Splits, Unpack, image_dataset
+from lightning_struct.data.in_memory import (
+    InMemoryDataModule,
+    LoaderOptions,
+    Splits,
+    Unpack,
+    check_positive,
+    image_dataset,
+)
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -46,6 +53,7 @@ class CurvesDataModule(InMemoryDataModule):
         super().__init__(batch_size, **loader)
         if not synthetic:
             raise MisconfigurationException("CURVES are always made procedurally: leave out data.synthetic=false.")
+        check_positive({"train_size": train_size, "val_size": val_size, "test_size": test_size})
         self.sizes = (train_size, val_size, test_size)
 
     def load_splits(self) -> Splits:

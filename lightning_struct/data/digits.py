@@ -24,6 +24,7 @@ from lightning_struct.data.in_memory import (
     LoaderOptions,
     Splits,
     Unpack,
+    check_positive,
     image_dataset,
     split_at_random,
     split_in_order,
@@ -55,6 +56,9 @@ class DigitsDataModule(InMemoryDataModule):
         download: whether missing files may be downloaded.
         synthetic: procedurally made figures of the same shapes instead of the files; nothing is read or downloaded.
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
+
+    Raises:
+        MisconfigurationException: if one of the sets would be empty.
     """
 
     title: ClassVar[str]
@@ -76,6 +80,7 @@ class DigitsDataModule(InMemoryDataModule):
         super().__init__(batch_size, **loader)
         self.data_dir = data_dir
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        check_positive({f"{part}_size": size for part, size in self.sizes.items()})
         self.download = download
         self.synthetic = synthetic
 
@@ -130,6 +135,7 @@ class DigitsDataModule(InMemoryDataModule):
             data_dir=self.data_dir,
             files=", ".join(self.files),
             download=download,
+            prepares=self.download,
         )
 
 
@@ -150,7 +156,8 @@ class MNISTDataModule(DigitsDataModule):
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
+            if one of the sets would be empty.
 
     Example:
         >>> data = MNISTDataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)
@@ -224,7 +231,8 @@ class USPSDataModule(DigitsDataModule):
         **options: ``download``, ``synthetic`` and further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for.
+        MisconfigurationException: if the files cannot be had or are damaged, or have fewer images than asked for, and
+            if one of the sets would be empty.
 
     Example:
         >>> data = USPSDataModule(synthetic=True, batch_size=10, train_size=20, val_size=5, test_size=5)

@@ -51,8 +51,12 @@ def naming_file(path: Path) -> Iterator[None]:
     """Turn what reading an existing file raises about its content into a :class:`DamagedFileError` that names it."""
     try:
         yield
-    except (DamagedFileError, FileNotFoundError, PermissionError):
+    except (DamagedFileError, FileNotFoundError, PermissionError, IsADirectoryError):
         raise
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(
+            path, f"is not UTF-8, to which a text in another encoding is to be converted ({error})"
+        ) from error
     except READING_ERRORS as error:
         raise DamagedFileError(path, f"cannot be read ({type(error).__name__}: {error})") from error
 
@@ -83,6 +87,7 @@ def read_or_explain(
     data_dir: str,
     files: str,
     download: bool | None = None,
+    prepares: bool = False,
     generate: bool = False,
 ) -> T:
     """``read()``, with any failure of files or network turned into one error that names the remedies.
@@ -92,7 +97,8 @@ def read_or_explain(
         read: reads, and downloads if it may.
         data_dir: directory that ``read`` looks at.
         files: what is expected there.
-        download: whether ``read`` may download; None if it never does.
+        download: whether ``read`` may download; None if files like those that are there are never downloaded.
+        prepares: whether ``prepare_data`` downloads what is missing.
         generate: whether a generator of this package can make the data set anew.
 
     Raises:
@@ -104,14 +110,22 @@ def read_or_explain(
         directory = Path(data_dir).absolute()
         if isinstance(error, DamagedFileError):
             problem = f"{name} is damaged: {error}"
-            again = "so that it is downloaded again (--data.download=true), or " if download is not None else "and "
-            remedies = [f"delete {error.path.absolute()}, {again}put a whole copy there"]
+            path = error.path.absolute()
+            remedies = [
+                f"put a whole copy in place of {path}"
+                if download is None
+                else f"delete {path}, so that it is downloaded again (--data.download=true), or put a whole copy there"
+            ]
         else:
             tried = "could not be downloaded to" if download else "is not in"
             problem = f"{name} {tried} {directory}, or is damaged there ({type(error).__name__}: {error})"
             remedies = [f"put {files} there, or name the directory that has them (--data.data_dir)"]
             if download is False:
-                remedies.append("allow the download (--data.download=true)")
+                remedies.append(
+                    "call prepare_data(), which downloads it, before setup(), as a Trainer does"
+                    if prepares
+                    else "allow the download (--data.download=true)"
+                )
         if generate:
             remedies.append("make the data set anew by our own generator (--data.generate=true)")
         remedies.append(SYNTHETIC_REMEDY)

@@ -13,6 +13,7 @@ from lightning_struct.data.in_memory import (
     LoaderOptions,
     Splits,
     check_pixels,
+    check_positive,
     split_at_random,
 )
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -45,7 +46,7 @@ class FlatImagesDataModule(InMemoryDataModule):
         **loader: further options of the loaders, see :class:`InMemoryDataModule`.
 
     Raises:
-        MisconfigurationException: for a fraction out of its range.
+        MisconfigurationException: for a fraction out of its range, and if one of the sets would be empty.
     """
 
     title: ClassVar[str]
@@ -66,6 +67,7 @@ class FlatImagesDataModule(InMemoryDataModule):
             raise MisconfigurationException(f"val_fraction must be between 0 and 1, but is {val_fraction}")
         if not 0 < train_fraction <= 1:
             raise MisconfigurationException(f"train_fraction must be above 0 and at most 1, but is {train_fraction}")
+        check_positive({"train_size": train_size, "test_size": test_size})
         self.train_size = train_size
         self.test_size = test_size
         self.val_fraction = val_fraction

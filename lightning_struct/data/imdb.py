@@ -166,7 +166,15 @@ class IMDBDataModule(InMemoryDataModule):
 
     def _explaining(self, read: Callable[[], Any], download: bool) -> Any:
         files = f"{DIRECTORY}/{{train,test}}/{{neg,pos}}/*.txt or {ARCHIVE}"
-        return read_or_explain("IMDB", read, data_dir=self.data_dir, files=files, download=download)
+        is_unpacked = (Path(self.data_dir) / DIRECTORY).is_dir()
+        return read_or_explain(
+            "IMDB",
+            read,
+            data_dir=self.data_dir,
+            files=files,
+            download=None if is_unpacked else download,
+            prepares=self.download,
+        )
 
 
 def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]:

@@ -1,7 +1,7 @@
 """Data sets that fit into memory: whole batches by one indexing, and the loaders of a LightningDataModule over them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -86,6 +86,17 @@ def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> Ba
     return BatchedTensorDataset(images) if labels is None else BatchedTensorDataset(images, labels)
 
 
+def check_positive(numbers: Mapping[str, int | None]) -> None:
+    """Check numbers that are to be at least 1, by their names; None is right.
+
+    Raises:
+        MisconfigurationException: names the first that is not.
+    """
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise MisconfigurationException(f"{name} must be at least 1, but is {number}")
+
+
 def check_pixels(name: str, images: Tensor) -> None:
     """Check pixels of images of any shape.
 
@@ -146,9 +157,7 @@ class InMemoryDataModule(LightningDataModule, ABC):
         super().__init__()
         if draws not in ("independent", "epoch"):
             raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
-        for name, size in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if size < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
+        check_positive({"batch_size": batch_size, "eval_batch_size": eval_batch_size})
         self.batch_size = batch_size
         self.draws = draws
         self.draws_per_epoch = draws_per_epoch
@@ -168,7 +177,8 @@ class InMemoryDataModule(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader:
         train = self._loaded.train
         if self.draws == "independent":
-            return DrawLoader(train, IndependentDraws(train, self.batch_size, self.draws_per_epoch, seed=self.seed))
+            draws = IndependentDraws(train, self.batch_size, self.draws_per_epoch, seed=self.seed)
+            return DrawLoader(train, sampler=draws)  # by keyword: see evaluation_dataloader
         processes, rank = (
             (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)
         )

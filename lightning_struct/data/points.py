@@ -260,7 +260,8 @@ class PointsDataModule(LightningDataModule):
         if self._held is not None:
             self._draws.hold(self._held)
             self._held = None
-        return DrawLoader(self._draws.dataset, self._draws, collate_fn=self._in_dtype_of_module)
+        # by keyword: Lightning cannot make a loader anew whose sampler came by position
+        return DrawLoader(self._draws.dataset, sampler=self._draws, collate_fn=self._in_dtype_of_module)
 
     def val_dataloader(self) -> DataLoader:
         return self.evaluation_dataloader("val")

@@ -211,7 +211,8 @@ class DrawLoader(DataLoader):
         if not isinstance(sampler, IndependentDraws):
             raise MisconfigurationException(
                 f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) "
-                "put it there, use an ordinary DataLoader with it"
+                "put it there, use an ordinary DataLoader with it; data modules with the option draws have one with "
+                "draws='epoch' (--data.draws=epoch)"
             )
         if len(sampler.dataset) != len(dataset):  # type: ignore[arg-type]
             raise MisconfigurationException(

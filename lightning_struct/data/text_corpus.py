@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import naming_file, read_or_explain
+from lightning_struct.data.in_memory import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -157,9 +158,7 @@ class TextCorpusDataModule(LightningDataModule):
         positive: dict[str, int | None] = {f"{part}_size": size for part, size in self.sizes.items()}
         positive |= {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "steps": steps}
         positive["least_count"] = least_count
-        for name, value in positive.items():
-            if value is not None and value < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, but is {value}")
+        check_positive(positive)
         if synthetic_vocabulary <= SUCCESSORS:
             raise MisconfigurationException(
                 f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is "

@@ -177,6 +177,20 @@ def test_missing_torchvision_names_the_extra(tmp_path, no_torchvision):
         prepared(MNISTDataModule(str(tmp_path), download=False, **MNIST_SIZES))
 
 
+@pytest.mark.parametrize("datamodule", [MNISTDataModule, USPSDataModule])
+@pytest.mark.parametrize("size", [0, -5])
+def test_empty_sets_are_refused(datamodule, size):
+    with pytest.raises(MisconfigurationException, match=f"train_size must be at least 1, but is {size}"):
+        datamodule(synthetic=True, train_size=size)
+
+
+@pytest.mark.parametrize("datamodule", [MNISTDataModule, USPSDataModule])
+def test_a_set_up_without_the_download_says_what_downloads(tmp_path, datamodule):
+    with pytest.raises(MisconfigurationException, match=r"call prepare_data\(\)") as error:
+        datamodule(str(tmp_path)).setup("fit")
+    assert "allow the download" not in str(error.value)
+
+
 def test_more_images_than_there_are_is_refused(tmp_path):
     write_usps(tmp_path)
     with pytest.raises(MisconfigurationException, match="from 36 samples: choose smaller sizes"):

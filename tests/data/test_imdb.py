@@ -227,6 +227,15 @@ def test_an_enormous_review_of_a_directory_is_refused_before_it_is_read(tmp_path
         read_reviews(str(tmp_path))
 
 
+def test_a_damaged_review_of_a_directory_is_not_to_be_deleted(tmp_path, torchtext):
+    write_directory(tmp_path)
+    path = tmp_path / REVIEW
+    path.write_bytes(b"caf\xe9")
+    with pytest.raises(MisconfigurationException, match=f"put a whole copy in place of {path}") as error:
+        IMDBDataModule(str(tmp_path)).setup("fit")
+    assert "download" not in str(error.value)
+
+
 def test_a_link_to_nothing_in_a_directory_is_refused(tmp_path):
     write_directory(tmp_path)
     (tmp_path / REVIEW).symlink_to("nowhere")

@@ -1,3 +1,4 @@
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -5,6 +6,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_struct.data import BatchedTensorDataset, CurvesDataModule, DrawLoader, MNISTDataModule
 from lightning_struct.data.in_memory import image_dataset, keep_batch, split_at_random
+from lightning_struct.models import Autoencoder
 
 
 @pytest.fixture
@@ -40,8 +42,8 @@ def test_pixels_outside_the_unit_interval_are_refused(pixel):
 
 
 def test_empty_set_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"CURVES \(test\) has no images"):
-        small_curves(test_size=0)
+    with pytest.raises(MisconfigurationException, match=r"Noise has no images"):
+        image_dataset("Noise", torch.zeros(0, 4))
 
 
 def test_random_parts_are_disjoint_and_repeat_with_the_seed():
@@ -120,11 +122,21 @@ def test_loader_before_setup_is_refused():
         ({"draws": "sometimes"}, "draws must be 'independent' or 'epoch', but is 'sometimes'"),
         ({"batch_size": 0}, "batch_size must be at least 1, but is 0"),
         ({"eval_batch_size": -1}, "eval_batch_size must be at least 1, but is -1"),
+        ({"val_size": -5}, "val_size must be at least 1, but is -5"),
+        ({"test_size": 0}, "test_size must be at least 1, but is 0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(MisconfigurationException, match=message):
         CurvesDataModule(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_overfitting_a_few_batches_needs_passes(tmp_path):
+    datamodule = small_curves(batch_size=10)
+    trainer = L.Trainer(overfit_batches=1, max_epochs=1, logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"overfit_batches=.* put it there.*--data.draws=epoch"):
+        trainer.fit(Autoencoder([784, 4]), datamodule=datamodule)
 
 
 def trainer_of(processes, number, **replicas):

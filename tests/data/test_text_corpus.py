@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.data import TextCorpusDataModule
+from lightning_struct.data import CharactersDataModule, TextCorpusDataModule
 from lightning_struct.data.text_corpus import ColumnLoader, cut_text, number_words, synthetic_text
 
 LAYOUTS = {
@@ -134,6 +136,25 @@ def test_missing_files_are_an_error_that_names_the_remedies(tmp_path):
 def test_missing_text_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(MisconfigurationException, match="put some.txt there"):
         TextCorpusDataModule(text_file=str(tmp_path / "some.txt")).setup("fit")
+
+
+@pytest.mark.parametrize("datamodule", [TextCorpusDataModule, CharactersDataModule])
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (Path.mkdir, "Is a directory"),
+        (
+            lambda path: path.write_bytes(b"caf\xe9"),
+            "is not UTF-8, to which a text in another encoding is to be converted",
+        ),
+    ],
+    ids=["directory", "latin-1"],
+)
+def test_what_is_no_text_is_not_to_be_deleted(tmp_path, datamodule, make, problem):
+    make(tmp_path / "some")
+    with pytest.raises(MisconfigurationException, match=problem) as error:
+        datamodule(text_file=str(tmp_path / "some")).setup("fit")
+    assert "delete" not in str(error.value)
 
 
 def test_checkpoint_of_another_vocabulary_is_refused(tmp_path):

@@ -117,7 +117,7 @@ class Classifier(L.LightningModule):
 
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
-            are not (n, num_classes).
+            are not (n, num_classes), or the labels not of their shape.
 
     Example:
         >>> model = Classifier(fully_connected([784, 32, 10]))
@@ -165,14 +165,16 @@ class Classifier(L.LightningModule):
         """The inputs of a batch, and what the loss compares their outputs with.
 
         Args:
-            batch: a sequence that begins with inputs (n, ...) and labels (n,), int64.
+            batch: a sequence that begins with inputs (n, ...) and labels (n,) or (n, steps), int64.
 
         Returns:
-            Inputs, and the labels (n,) for the cross-entropy, or one-hot (n, num_classes), in the dtype of the weights,
-            for the squared error.
+            Inputs, and the labels for the cross-entropy, or one-hot (n, num_classes) or (n, num_classes, steps), in the
+            dtype of the weights, for the squared error.
         """
         inputs, labels = batch[0], batch[1]
-        return inputs, labels if self.loss == "cross_entropy" else F.one_hot(labels, self.num_classes).to(self.dtype)
+        if self.loss == "cross_entropy":
+            return inputs, labels
+        return inputs, F.one_hot(labels, self.num_classes).movedim(-1, 1).to(self.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._training_loss(batch)
@@ -206,6 +208,11 @@ class Classifier(L.LightningModule):
     def _average_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss == "cross_entropy":
             return F.cross_entropy(outputs, targets)
+        if outputs.shape != targets.shape:  # mse_loss would broadcast them
+            raise MisconfigurationException(
+                f"The network makes {tuple(outputs.shape)}, but the labels are {tuple(targets.shape)} one-hot: give "
+                "labels (n,), or (n, steps) where each step has outputs"
+            )
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
 
     def _evaluate(self, batch: Any, stage: str, accuracy: MulticlassAccuracy) -> None:
@@ -237,7 +244,7 @@ class RLSClassifier(RLSOptimization, Classifier):
 
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
-            are not (n, num_classes).
+            are not (n, num_classes), or the labels not of their shape.
 
     Example:
         >>> model = RLSClassifier(fully_connected([784, 32, 10]))
@@ -283,7 +290,7 @@ class SHFClassifier(SHFOptimization, Classifier):
 
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
-            are not (n, num_classes).
+            are not (n, num_classes), or the labels not of their shape.
 
     Example:
         >>> model = SHFClassifier(fully_connected([784, 32, 10]))

@@ -136,6 +136,23 @@ def test_targets_of_the_squared_error_are_one_hot_in_the_dtype_of_the_weights(sa
     assert targets.dtype == torch.float64 and torch.equal(targets, torch.eye(3).double()[labels])
 
 
+def test_squared_error_of_steps_is_that_of_each_step():
+    outputs, labels = torch.randn(4, 3, 3), torch.randint(3, (4, 3))
+    model = Classifier(nn.Identity(), num_classes=3, loss="mse")
+    model.log = lambda *args, **kwargs: None
+    expected = sum(expected_loss(outputs[:, :, step], labels[:, step], "mse") for step in range(3))
+    torch.testing.assert_close(model.training_step((outputs, labels), 0), expected)
+
+
+@pytest.mark.parametrize("kind", [Classifier, RLSClassifier])
+def test_labels_that_the_squared_error_would_broadcast_are_refused(samples, kind):
+    model = small_classifier(kind, loss="mse")
+    model.log = lambda *args, **kwargs: None
+    inputs, labels = samples.tensors
+    with pytest.raises(MisconfigurationException, match=r"the labels are .* one-hot: give labels \(n,\)"):
+        model.training_step((inputs, labels[:, None]), 0)
+
+
 def test_predictions_are_classes(tmp_path, samples):
     model = small_classifier()
     predictions = trainer(tmp_path).predict(model, DataLoader(samples, batch_size=20))

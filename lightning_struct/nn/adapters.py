@@ -362,7 +362,7 @@ def _adapted(
         linear = linear_of(layer)
         _check_has_shape(linear.weight)
         made = adapter(linear.weight, linear.in_features, linear.out_features)
-        return AdaptedLinear(layer, made, dropout=dropout, **options)
+        return AdaptedLinear(layer, made, dropout=dropout, **options).train(layer.training)
     kind = kind_of(layer)
     if kind is None:
         raise ValueError(f"the forward of {type(layer).__name__} is its own")

@@ -29,7 +29,7 @@ def observed_outputs(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Te
             return
         y = y.detach().movedim(-1 - len(layer.kernel_size), -1) if type(layer) in CONVOLUTIONS else y.detach()
         bias = getattr(layer, "bias", None)
-        y = (y if bias is None else y - bias).flatten(0, -2).double()
+        y = (y if bias is None else y - bias).reshape(-1, y.shape[-1]).double()  # also of a single sample
         moments[layer] = moments[layer] + y.T @ y if layer in moments else y.T @ y
 
     handles = [layer.register_forward_hook(note) for layer in layers if _outputs(layer) <= _LARGEST]

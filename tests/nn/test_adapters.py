@@ -295,6 +295,12 @@ def test_dropout_is_of_the_update_alone_and_of_training_alone():
     assert torch.equal(model(inputs()), model(inputs()))
 
 
+def test_adapters_of_a_model_in_eval_mode_are_in_eval_mode():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    add_adapters(model, partial(LowRank, rank=2), dropout=0.5)
+    assert not any(module.training for module in model.modules())
+
+
 def test_checkpointed_activations_give_the_same_gradients():
     model = train(add_adapters(made(), FACTORY))
     gradients = []

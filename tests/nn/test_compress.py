@@ -195,6 +195,12 @@ def test_no_data_is_an_error():
         compress(low_rank_network(), [], budget=0.5)
 
 
+def test_samples_without_a_batch_are_measured_on():
+    model = low_rank_network()
+    whole = size(model)
+    assert size(compress(model, batches()[0][0], budget=0.5)) <= 0.5 * whole  # 16 samples, each of them a batch
+
+
 CONVOLUTIONS = [
     (nn.Conv1d(3, 8, 5, stride=2, padding=1), (2, 3, 11)),
     (nn.Conv2d(3, 8, (3, 2), padding="same", dilation=2, bias=False), (2, 3, 7, 8)),

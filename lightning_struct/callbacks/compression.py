@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_struct.nn.compress import compress
@@ -34,7 +36,9 @@ class Compression(Callback):
     in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a
     Trainer: ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
 
-    The measuring takes the first validation samples; where there is no validation, the first training samples.
+    The measuring takes the first validation samples; where there is no validation, the first training samples, which
+    are trained on all the same. An object that has compressed one module compresses another one in its fit, too. A
+    training that ends before ``epoch`` is warned of.
 
     Args:
         budget, max_loss_increase: the goal, one of them, see :func:`~lightning_struct.nn.compress`.
@@ -84,6 +88,7 @@ class Compression(Callback):
             "candidates": candidates,
         }
         self._is_done = False
+        self._fitted: weakref.ref[nn.Module] | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
@@ -91,6 +96,10 @@ class Compression(Callback):
                 f"Compression works in one process, but there are {trainer.world_size}: with devices=1, or call "
                 "lightning_struct.nn.compress before the fit"
             )
+        if stage == "fit":
+            if self._fitted is not None and self._fitted() is not pl_module:
+                self._is_done = False
+            self._fitted = weakref.ref(pl_module)
         add_checkpoint_hooks(pl_module, "Compression", save=_note_structure, load=_make_structure)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -115,6 +124,10 @@ class Compression(Callback):
             f"{replacement_report(pl_module)}"
         )
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self._is_done and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(f"Compression has compressed nothing: the training has ended before epoch {self.epoch}.")
+
     def state_dict(self) -> dict[str, Any]:
         return {"is_done": self._is_done}
 
@@ -129,13 +142,27 @@ class Compression(Callback):
         loaders = validation_loaders(trainer)
         loader: Any = loaders[0] if loaders else trainer.train_dataloader
         missing = self.samples
-        for batch in loader:
-            prepared = prepare_batch(trainer, batch)
-            yield prepared
-            first = prepared if isinstance(prepared, Tensor) else next(iter(_tensors(prepared)), None)
-            missing -= 1 if first is None or first.dim() == 0 else len(first)
-            if missing <= 0:
-                return
+        with _left_where_it_was(loader):
+            for batch in loader:
+                prepared = prepare_batch(trainer, batch)
+                yield prepared
+                first = prepared if isinstance(prepared, Tensor) else next(iter(_tensors(prepared)), None)
+                missing -= 1 if first is None or first.dim() == 0 else len(first)
+                if missing <= 0:
+                    return
+
+
+@contextmanager
+def _left_where_it_was(loader: Any) -> Iterator[None]:
+    """A loader that can go on in the middle of an epoch begins after this where it would have begun without."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        yield
+        return
+    state = loader.state_dict()
+    try:
+        yield
+    finally:
+        loader.load_state_dict(state)
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import Compression
+from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.nn import StructuredLinear, apply_structure
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -97,3 +98,40 @@ def test_goal_out_of_reach_is_named(pl, tmp_path):
 def test_options_that_cannot_be(options):
     with pytest.raises(MisconfigurationException, match="Compression needs"):
         Compression(**options)
+
+
+def silent_trainer(pl, epochs, *callbacks):
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return pl.Trainer(
+        accelerator="cpu", max_epochs=epochs, callbacks=[*callbacks], enable_checkpointing=False, **silent
+    )
+
+
+def test_training_batches_that_are_measured_on_are_trained_on_all_the_same(pl):
+    data = loader().dataset
+    batches = []
+
+    class Recorder(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            batches[-1].append((trainer.current_epoch, batch[1].tolist()))
+
+    for callbacks in ([], [Compression(budget=0.5, epoch=1, samples=16)]):
+        batches.append([])
+        draws = DrawLoader(data, IndependentDraws(data, batch_size=8, draws_per_epoch=4))
+        silent_trainer(pl, 3, Recorder(), *callbacks).fit(module(pl), draws)
+    assert batches[0] == batches[1] and len(batches[0]) == 12
+
+
+def test_an_object_compresses_each_module_that_it_is_in_the_fit_of(pl):
+    callback, models = Compression(budget=0.5, epoch=1, samples=16), [module(pl), module(pl)]
+    for model in models:
+        silent_trainer(pl, 2, callback).fit(model, loader())
+    sizes = [size(model) for model in models]
+    assert sizes[0] == sizes[1] <= 0.5 * size(module(pl))
+    silent_trainer(pl, 2, callback).fit(models[1], loader())
+    assert size(models[1]) == sizes[1]  # once
+
+
+def test_training_that_ends_before_the_epoch_is_warned_of(pl):
+    with pytest.warns(UserWarning, match="has compressed nothing: the training has ended before epoch 5"):
+        silent_trainer(pl, 2, Compression(budget=0.5, epoch=5)).fit(module(pl), loader())

@@ -191,12 +191,13 @@ class LanguageModel(L.LightningModule):
         others."""
         layers = [layer for layer in self.modules() if self.balanced and isinstance(layer, StructuredLinear)]
         norms = [jacobian_norms(layer) for layer in layers]
+        names = dict.fromkeys(name for of_layer in norms for name in of_layer)  # the layers may be of several classes
         groups: list[dict[str, Any]] = [
             {
-                "params": [getattr(layer, name) for layer in layers],
-                "jacobian_norm": statistics.mean(of_layer[name] for of_layer in norms),
+                "params": [getattr(layer, name) for layer, of in zip(layers, norms, strict=True) if name in of],
+                "jacobian_norm": statistics.mean(of[name] for of in norms if name in of),
             }
-            for name in (norms[0] if norms else ())
+            for name in names
         ]
         structured = {parameter for group in groups for parameter in group["params"]}
         others = [parameter for parameter in self.parameters() if parameter not in structured]

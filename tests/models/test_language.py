@@ -168,6 +168,17 @@ def test_structured_weights_are_trained_in_units_that_move_their_matrix_by_no_mo
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-3, atol=1e-6, msg=name)
 
 
+def test_structured_layers_of_several_classes_are_each_in_their_units():
+    lit = model(layer=partial(LowRank, rank=2))
+    gates = lit.recurrent.directions[0].input_hidden
+    gates[0] = LDRSubdiagonal(6, 5)
+    others, *groups = lit.configure_optimizers().param_groups
+    assert {id(p) for group in groups for p in group["params"]} == {
+        id(getattr(gate, name)) for gate in gates for name in jacobian_norms(gate)
+    }
+    assert sum(len(group["params"]) for group in (others, *groups)) == len(list(lit.parameters()))
+
+
 def test_unbalanced_structured_weights_are_trained_as_all_others():
     (words, targets), before, after = step_of_one_batch(structured(balanced=False), None)
     reference = structured()

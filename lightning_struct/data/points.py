@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_struct.data.equations import DifferentialEquation
-from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
+from lightning_struct.data.in_memory import BatchedTensorDataset, check_positive, keep_batch
 from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, seeded_generator
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -227,8 +227,9 @@ class PointsDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_counts(equation.regions, counts)
-        if eval_count < 1:
-            raise MisconfigurationException(f"eval_count must be at least 1, but is {eval_count}")
+        check_positive({"eval_count": eval_count, "steps_per_epoch": steps_per_epoch})
+        if seed < 0:
+            raise MisconfigurationException(f"seed must not be negative, but is {seed}")
         self.equation = equation
         self.counts = dict(counts)
         self.redraw_every_n_steps = redraw_every_n_steps

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 CONFIG_IN_CHECKPOINT = "recipe_config"
-WORDS_FOR_CHECKPOINTS = ("best", "last", "hpc")  # Lightning finds these itself
+WORDS_FOR_CHECKPOINTS = ("last", "hpc")  # Lightning finds these itself; "best" it knows in the process of the fit alone
 PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
 
 
@@ -191,13 +191,14 @@ class RecipeCLI(LightningCLI):
         console = Console(soft_wrap=True, highlight=False, quiet=not self.trainer.is_global_zero)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         weights = "the best checkpoint" if best else "the last weights"
-        console.print(f"Testing {weights} on the training, the validation and the test set.")
-        errors = self._final_errors(best)
-        console.print(_table(f"Averages over samples, {weights}", self.results, errors))
-        if self.results.gap is not None:
-            heading, form = self.results.metrics[self.results.gap]
-            gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]
-            console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
+        if self.trainer.limit_test_batches:
+            console.print(f"Testing {weights} on the training, the validation and the test set.")
+            errors = self._final_errors(best)
+            console.print(_table(f"Averages over samples, {weights}", self.results, errors))
+            if self.results.gap is not None:
+                heading, form = self.results.metrics[self.results.gap]
+                gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]
+                console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
         console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
         console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
         for picture in sorted(self._log_dir().glob("*.png")):
@@ -209,6 +210,7 @@ class RecipeCLI(LightningCLI):
 
     def _final_errors(self, checkpoint: str) -> dict[str, Mapping[str, float]]:
         """Errors over each of the three sets; the last one, of the test set, also goes to the log."""
+        self.datamodule.setup("test")  # where processes were spawned for the fit, this one has no data yet
         errors, loggers, ckpt_path = {}, self.trainer.loggers, checkpoint or None
         for part in ("train", "val", "test"):
             self.trainer.loggers = loggers if part == "test" else []
@@ -321,11 +323,17 @@ def run_recipe(
 
 
 def config_of_checkpoint(path: str | Path) -> dict[str, Any] | None:
-    """The config of the run that wrote a checkpoint, None if there is none in it."""
+    """The config of the run that wrote a checkpoint, None if there is none in it.
+
+    Raises:
+        MisconfigurationException: if it is an archive of something else.
+    """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:  # not written by a recipe: it has objects of others
         return None
+    except RuntimeError as error:
+        raise MisconfigurationException(f"{path} is no checkpoint: name another file. ({error})") from error
     text = checkpoint.get(CONFIG_IN_CHECKPOINT)
     return (
         None

@@ -94,6 +94,26 @@ def test_without_a_checkpoint_the_errors_are_those_of_the_last_weights(conf, cap
     assert "Averages over samples, the last weights" in capsys.readouterr().out
 
 
+def test_without_test_batches_there_are_no_errors_to_show(conf, capsys):
+    main(["fit", "--config", conf("adam"), "--trainer.limit_test_batches=0"])
+    printed = capsys.readouterr().out
+    assert "Averages over" not in printed and f"best checkpoint  {RUN / 'checkpoints'}" in printed
+
+
+class DataInOtherProcesses(L.Callback):
+    """Leaves the data module as it is where the processes of the fit were spawned."""
+
+    def teardown(self, trainer, pl_module, stage):
+        if stage == "fit":
+            trainer.datamodule.splits = None
+
+
+def test_errors_are_shown_where_the_data_were_in_other_processes(conf, capsys):
+    callbacks = "--trainer.callbacks+=tests.recipes.test_cli.DataInOtherProcesses"
+    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1", callbacks])
+    assert "Averages over samples" in capsys.readouterr().out
+
+
 def test_fast_dev_run_writes_no_results(conf, capsys):
     main(["fit", "--config", conf("adam"), "--trainer.fast_dev_run=true"])
     assert not Path("results").exists() and "Averages over" not in capsys.readouterr().out

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+import zipfile
 from pathlib import Path
 
 import lightning as L
@@ -87,6 +88,18 @@ def test_truncated_checkpoint_is_one_error():
     Path("some.ckpt").write_bytes(Path("some.ckpt").read_bytes()[:300])
     with pytest.raises(MisconfigurationException, match="some.ckpt is no complete checkpoint"):
         mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.ckpt"])
+
+
+def test_archive_of_something_else_is_one_error():
+    with zipfile.ZipFile("some.zip", "w") as archive:
+        archive.writestr("some.txt", "some text")
+    with pytest.raises(MisconfigurationException, match="some.zip is no checkpoint: name another file"):
+        mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.zip"])
+
+
+def test_best_checkpoint_of_another_process_is_not_known():
+    with pytest.raises(MisconfigurationException, match="There is no checkpoint best"):
+        mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "best"])
 
 
 @pytest.mark.slow

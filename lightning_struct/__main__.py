@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from io import TextIOWrapper
 
 from lightning_struct import __version__
 from lightning_struct.recipes.catalogue import RECIPES, config_directory, config_names, did_you_mean
@@ -37,6 +38,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="one of the recipes")
     parser.add_argument("subcommand", metavar="SUBCOMMAND", nargs="?", help="fit, validate, test or predict")
     parser.add_argument("options", metavar="OPTION", nargs="*", help="as --help of the subcommand lists them")
+    if isinstance(sys.stdout, TextIOWrapper):  # names of authors in any encoding
+        sys.stdout.reconfigure(errors="replace")
     given = sys.argv[1:] if args is None else list(args)
     name = parser.parse_args(given[:1]).recipe  # what follows is for the recipe to read
     if name is None:

@@ -10,21 +10,25 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.namespaces import BasePredictionWriter, lightning_classes
+from lightning_struct.utilities.namespaces import BasePredictionWriter, MisconfigurationException, lightning_classes
 
 
 class PredictionWriter(BasePredictionWriter):
     """Writes the tensors that ``predict`` returns to ``NAME.pt`` in the log directory.
 
     The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set.
-    With several processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is
-    written. ::
+    It has no positions where a loader of another kind than torch's has no indices, as that of a text. With several
+    processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written. ::
 
         Trainer(callbacks=[PredictionWriter("reconstructions")]).predict(model, datamodule=datamodule)
         torch.load("lightning_logs/version_0/reconstructions.pt")["reconstructions"]
 
     Args:
         name: name of the file, and key of the predictions in it.
+
+    Raises:
+        MisconfigurationException: at the end of the predictions, if they are anything but tensors, or of several
+            loaders.
 
     Example:
         >>> from lightning import Trainer
@@ -44,6 +48,12 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        others = {type(prediction).__name__ for prediction in predictions if not isinstance(prediction, torch.Tensor)}
+        if others:
+            raise MisconfigurationException(
+                f"PredictionWriter writes tensors of one loader, but got {', '.join(sorted(others))}: have "
+                "predict_step return a tensor, predict with one loader at a time, or leave out this callback"
+            )
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / (f"{self.name}.pt" if trainer.world_size == 1 else f"{self.name}_{trainer.global_rank}.pt")

@@ -119,7 +119,8 @@ class InMemoryDataModule(LightningDataModule, ABC):
     """Loaders of three in-memory sets; a subclass implements :meth:`load_splits`, which gets the sets.
 
     Every data set of this package takes the options below, all but ``batch_size`` as keywords. Some have other
-    defaults.
+    defaults. In a loop without a Trainer, call ``loader.sampler.set_epoch(epoch)`` before each shuffled pass: else all
+    have the order of the first one.
 
     Args:
         batch_size: training samples in a step, over all processes together.

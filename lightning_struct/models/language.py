@@ -56,7 +56,7 @@ class LanguageModel(L.LightningModule):
 
     Raises:
         MisconfigurationException: if a size is not positive, or ``tied`` with sizes that differ; in a batch, if a word
-            has a number that the embedding does not have.
+            has a number that the embedding does not have, or the text goes on in another number of columns.
 
     Example:
         >>> words = torch.tensor([[4, 7], [9, 2], [3, 3]])  # three steps of two columns
@@ -207,6 +207,11 @@ class LanguageModel(L.LightningModule):
         """Logits of a batch that continues the previous one of this stage; the first batch begins with a state of
         zeros."""
         state = self._state_before(stage) if batch_idx else None
+        if state is not None and state[0].shape[1] != words.shape[1]:
+            raise MisconfigurationException(
+                f"The text goes on in {words.shape[1]} columns, but its state is that of {state[0].shape[1]}: resume "
+                "within an epoch with the batch_size of the checkpoint, or from the end of one"
+            )
         logits, (h, c) = self(words, state)
         self._states[stage] = h.detach(), c.detach()
         return logits

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -28,6 +29,8 @@ def run_command(main: Callable[[], Any]) -> None:
     Errors that the user can put right end it with one message and exit status 1; SIGINT (Ctrl-C) ends it with status
     130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     try:
         main()
     except MisconfigurationException as error:

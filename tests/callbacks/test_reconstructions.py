@@ -131,3 +131,13 @@ def test_path_of_the_predictions_is_said(tmp_path, caplog):
     with caplog.at_level("INFO"):
         trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
     assert str(tmp_path / "reconstructions.pt") in caplog.text
+
+
+class DarkenInADict(Darken):
+    def predict_step(self, batch, batch_idx):
+        return {"images": super().predict_step(batch, batch_idx)}
+
+
+def test_predictions_that_are_no_tensors_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="PredictionWriter writes tensors of one loader, but got dict"):
+        trainer(tmp_path, PredictionWriter("reconstructions")).predict(DarkenInADict())

@@ -121,6 +121,13 @@ def test_resumed_within_an_epoch_it_ends_where_the_uninterrupted_run_ends(tmp_pa
     assert all(torch.equal(*pair) for pair in zip(expected, resumed.parameters(), strict=True))
 
 
+def test_resumed_within_an_epoch_with_other_columns_it_says_so(tmp_path):
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trainer(callbacks=[checkpoints], enable_checkpointing=True).fit(model(), datamodule=text())
+    with pytest.raises(MisconfigurationException, match="goes on in 8 columns, but its state is that of 4"):
+        trainer().fit(model(), datamodule=text(batch_size=8), ckpt_path=tmp_path / "step=3.ckpt")
+
+
 def test_checkpoint_that_is_only_tested_leaves_random_numbers_alone(tmp_path):
     data = text()
     run = trainer()

@@ -1,5 +1,6 @@
 """The list of recipes, and configs by their names."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ def test_listing_names_each_recipe_and_its_configs(recipe, capsys):
     main([])
     printed = " ".join(capsys.readouterr().out.split())
     assert f" {recipe} {RECIPES[recipe].trains}" in printed and ", ".join(config_names(recipe)) in printed
+
+
+def test_listing_is_printed_in_any_encoding(monkeypatch):
+    printed = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", printed)
+    main([])
+    printed.flush()
+    assert b"M?ller" in printed.buffer.getvalue()
 
 
 def test_listing_imports_no_torch_and_needs_no_extra():

@@ -1,6 +1,7 @@
 """Wrong options, missing files and interruptions of a recipe that is run as a command."""
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -48,6 +49,14 @@ def test_sigterm_has_its_exit_status(ending):
 
 def test_keyboard_interrupt_has_its_exit_status(ending):
     assert ending(KeyboardInterrupt()) == 130
+
+
+def test_signs_that_an_encoding_lacks_end_no_run(monkeypatch):
+    printed = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", printed)
+    run_command(lambda: print("‖x‖²"))
+    printed.flush()
+    assert printed.buffer.getvalue().split() == [b"?x??"]
 
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), FileNotFoundError(errno.ENOENT, "a defect")])

@@ -11,13 +11,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 from lightning_struct.nn.compress import compress
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.report import replacement_report
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
-from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
+from lightning_struct.utilities.namespaces import Callback, MisconfigurationException, lightning_classes
 
 _STRUCTURE = "layer_structure"
 
@@ -29,8 +30,9 @@ class Compression(Callback):
         Trainer(max_epochs=12, callbacks=[Compression(budget=0.25, epoch=8)]).fit(module, data)
 
     Then ``configure_optimizers`` is called anew, so that learning rates and schedulers begin anew, and
-    ``ModelCheckpoint`` forgets the scores of the larger model. What became of which layer is shown as
-    :func:`~lightning_struct.nn.replacement_report` has it.
+    ``ModelCheckpoint``, ``EarlyStopping`` and :class:`~lightning_struct.callbacks.ValidationMeritStopping` forget the
+    scores of the larger model. What became of which layer is shown as :func:`~lightning_struct.nn.replacement_report`
+    has it.
 
     Checkpoints say which layers are structured. With this callback the Trainer makes them before it loads the weights,
     in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a
@@ -49,8 +51,8 @@ class Compression(Callback):
         candidates: see :func:`~lightning_struct.nn.compress`.
 
     Raises:
-        MisconfigurationException: there are several processes; the module has no layer to be compressed, or the goal is
-            out of reach; ``epoch`` or ``samples`` is out of range.
+        MisconfigurationException: there are several processes, or a callback that averages weights; the module has no
+            layer to be compressed, or the goal is out of reach; ``epoch`` or ``samples`` is out of range.
 
     Example:
         >>> from lightning import Trainer
@@ -97,6 +99,7 @@ class Compression(Callback):
                 "lightning_struct.nn.compress before the fit"
             )
         if stage == "fit":
+            _refuse_averages(trainer)
             if self._fitted is not None and self._fitted() is not pl_module:
                 self._is_done = False
             self._fitted = weakref.ref(pl_module)
@@ -117,7 +120,7 @@ class Compression(Callback):
                 raise MisconfigurationException(f"Compression: {error}") from error
         self._is_done = True
         trainer.strategy.setup_optimizers(trainer)
-        _forget_scores(trainer)
+        _forget_scores(trainer, pl_module)
         after = sum(parameter.numel() for parameter in pl_module.parameters())
         rank_zero_info(
             f"Compression at the beginning of epoch {trainer.current_epoch}: {before:,} parameters are {after:,} now.\n"
@@ -185,11 +188,27 @@ def _make_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:
         raise MisconfigurationException(f"Compression: {error}") from error
 
 
-def _forget_scores(trainer: L.Trainer) -> None:
-    """Have ``ModelCheckpoint`` look for the best from now on: weights of before do not fit the module any more."""
-    checkpoints: list[Any] = list(trainer.checkpoint_callbacks)
-    for callback in checkpoints:
+def _refuse_averages(trainer: Any) -> None:
+    """Refuse Lightning's callbacks that keep averages: of weights that would be gone."""
+    for callback in trainer.callbacks:
+        for of in type(callback).__mro__:
+            if of.__name__ in ("WeightAveraging", "StochasticWeightAveraging"):
+                raise MisconfigurationException(
+                    f"Compression takes away weights that {type(callback).__name__} has averages of: leave out one of "
+                    "them, or call lightning_struct.nn.compress before the fit"
+                )
+
+
+def _forget_scores(trainer: Any, pl_module: Any) -> None:
+    """Have callbacks look for the best from now on: neither weights nor scores of before fit the module any more."""
+    for callback in trainer.callbacks:
         if hasattr(callback, "best_k_models"):
             callback.best_k_models = {}
             callback.best_model_score = None
             callback.best_model_path = callback.kth_best_model_path = ""
+        elif isinstance(callback, lightning_classes("callbacks.EarlyStopping")):
+            worst = torch.tensor(torch.inf)
+            callback.best_score = worst if callback.mode == "min" else -worst
+            callback.wait_count = 0
+        elif isinstance(callback, ValidationMeritStopping):
+            callback.begin_anew(trainer, pl_module)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
 from lightning_struct.optim.shf import SHF
@@ -81,6 +82,7 @@ class ValidationMeritStopping(Callback):
         self._best_weights: dict[str, Any] | None = None
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
+        self._fitted: weakref.ref[nn.Module] | None = None
 
     @property
     def state_key(self) -> str:
@@ -93,6 +95,20 @@ class ValidationMeritStopping(Callback):
             return True
         gain = self.best_value - value if self.mode == "min" else value - self.best_value
         return gain > self.min_delta
+
+    def begin_anew(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget the best so far, and give the optimizers that there are now the merit: within a fit, where the module
+        has become another one."""
+        self._forget()
+        optimizers = _shf_optimizers(trainer)
+        if optimizers:
+            self._give_merit(trainer, pl_module, optimizers)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            if self._fitted is not None and self._fitted() is not pl_module:
+                self._forget()
+            self._fitted = weakref.ref(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
@@ -171,6 +187,9 @@ class ValidationMeritStopping(Callback):
         self.wait = state_dict["wait"]
         self._best_weights = state_dict["best_weights"]
         self._validation.load_state_dict(state_dict["validation"])
+
+    def _forget(self) -> None:
+        self.best_value, self.best_step, self.wait, self._best_weights = None, 0, 0, None
 
     def _give_merit(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizers: list[SHF]) -> None:
         read = getattr(pl_module, "inputs_and_targets", None)

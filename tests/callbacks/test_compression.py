@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct import Compression
+from lightning_struct import SHF, Compression, SHFOptimization, ValidationMeritStopping
 from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.nn import StructuredLinear, apply_structure
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -135,3 +135,46 @@ def test_an_object_compresses_each_module_that_it_is_in_the_fit_of(pl):
 def test_training_that_ends_before_the_epoch_is_warned_of(pl):
     with pytest.warns(UserWarning, match="has compressed nothing: the training has ended before epoch 5"):
         silent_trainer(pl, 2, Compression(budget=0.5, epoch=5)).fit(module(pl), loader())
+
+
+def test_fit_goes_on_though_the_larger_model_was_better(pl):
+    stopping = pl.callbacks.EarlyStopping("val_loss", patience=1)
+    trainer = silent_trainer(pl, 8, Compression(budget=0.2, epoch=5), stopping)
+    trainer.fit(module(pl), loader(), loader())
+    assert trainer.current_epoch == 8
+
+
+def test_best_weights_are_those_of_the_compressed_module(pl):
+    stopping, model = ValidationMeritStopping("val_loss", patience=5), module(pl)
+    silent_trainer(pl, 7, Compression(budget=0.2, epoch=5), stopping).fit(model, loader(), loader())
+    assert stopping.best_step > 5 * 4 and size(model) <= 0.2 * size(module(pl))
+
+
+def test_merit_is_given_to_the_optimizer_of_the_compressed_module(pl):
+    given = []
+
+    class RecordingSHF(SHF):
+        def set_validation(self, batches):
+            super().set_validation(batches)
+            if batches is not None:
+                given.append(self)
+
+    class Module(SHFOptimization, type(module(pl))):
+        def inputs_and_targets(self, batch):
+            return batch
+
+        def configure_optimizers(self):
+            return RecordingSHF(self, "cross_entropy", damping=1.0)
+
+    trainer = silent_trainer(pl, 2, Compression(budget=0.5, epoch=1), ValidationMeritStopping("val_loss"))
+    trainer.fit(Module(), loader(), loader())
+    assert len(given) == 2 and given[1] is trainer.optimizers[0]
+
+
+@pytest.mark.parametrize("averaging", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_averages_of_weights_that_would_be_gone_are_refused(pl, averaging):
+    if not hasattr(pl.callbacks, averaging):
+        pytest.skip("this Lightning has no such callback")
+    averages = getattr(pl.callbacks, averaging)(**({"swa_lrs": 0.1} if averaging.startswith("S") else {}))
+    with pytest.raises(MisconfigurationException, match=f"weights that {averaging} has averages of"):
+        silent_trainer(pl, 2, Compression(budget=0.5), averages).fit(module(pl), loader(), loader())

@@ -144,6 +144,13 @@ def test_best_weights_are_put_back_when_training_ends_otherwise(tmp_path):
     assert module.layers.bias.item() == 2
 
 
+def test_weights_of_another_module_are_not_put_back(tmp_path):
+    callback, second = ValidationMeritStopping(), ScriptedNetwork([3, 2, 4])
+    fit(tmp_path, ScriptedNetwork([1, 2, 3]), callback, max_epochs=3)
+    fit(tmp_path, second, callback, max_epochs=3)
+    assert (callback.best_value, second.layers.bias.item()) == (2, 2)
+
+
 def test_buffers_are_put_back_too(tmp_path):
     module = ScriptedNetwork([3, 1, 2])
     fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)

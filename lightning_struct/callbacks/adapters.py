@@ -19,6 +19,7 @@ from lightning_struct.utilities.namespaces import Callback, MisconfigurationExce
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 _BASE_NORMS = "adapter_base_norms"
+_WEIGHTS = {"state_dict", "current_model_state"}  # Lightning's averages of weights are in the first, with the second
 _TOLERANCE = 1e-4  # of norms: the same weights in another precision or summed on another device pass
 
 
@@ -76,18 +77,20 @@ def _compresses(trainer: Any) -> bool:
 
 
 def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: bool) -> None:
-    """Take the frozen weights out of a checkpoint, and keep their norms; once.
+    """Take the frozen weights out of a checkpoint, and keep their norms.
 
     What compression has made stays in: the module that the checkpoint is loaded into has it from there alone.
     """
-    if _BASE_NORMS in checkpoint or not has_adapters(pl_module):
+    if not has_adapters(pl_module):
         return
     frozen = frozen_parameter_names(pl_module)
     if is_compressed:
         frozen -= _names_in_structured_layers(pl_module)
-    weights = checkpoint["state_dict"]
-    checkpoint[_BASE_NORMS] = {plain_name(n): _norm(weights[n]) for n in weights if plain_name(n) in frozen}
-    checkpoint["state_dict"] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
+    norms = checkpoint.setdefault(_BASE_NORMS, {})  # of a second call there are none left to be added
+    for key in _WEIGHTS & checkpoint.keys():
+        weights = checkpoint[key]
+        norms.update({plain_name(n): _norm(weights[n]) for n in weights if plain_name(n) in frozen})
+        checkpoint[key] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
 
 
 def _names_in_structured_layers(model: nn.Module) -> set[str]:
@@ -110,7 +113,8 @@ def _fill_in_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
                 f"AdapterCheckpoint: the adapters of this checkpoint were trained beside another base: {name} has norm "
                 f"{_norm(value):.6g} and had {before:.6g}. Load the weights of that base before the adapters are added"
             )
-    checkpoint["state_dict"] = {**left_out, **checkpoint["state_dict"]}
+    for key in _WEIGHTS & checkpoint.keys():
+        checkpoint[key] = {**left_out, **checkpoint[key]}
 
 
 def _norm(weight: Tensor) -> float:

@@ -51,11 +51,11 @@ def loader():
     return DataLoader(TensorDataset(x, torch.randint(3, (24,), generator=generator)), 8)
 
 
-def trainer(pl, epochs=0, callbacks=None):
+def trainer(pl, epochs=0, callbacks=None, checkpointing=False):
     callbacks = [AdapterCheckpoint()] if callbacks is None else callbacks
     silent = {
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": checkpointing,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
@@ -135,3 +135,23 @@ def test_fit_without_adapters_is_an_error(pl):
         MisconfigurationException, match="AdapterCheckpoint: Adapted has no adapters. Call add_adapters"
     ):
         trainer(pl, 1).fit(module(pl, adapted=False), loader())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_averaged_weights_are_kept_and_resumed_without_the_base(pl, tmp_path, first):
+    if not hasattr(pl.callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no such callback")
+
+    def averaged_fit(epochs, path=None):
+        callbacks = [AdapterCheckpoint(), pl.callbacks.EMAWeightAveraging(decay=0.9)]
+        last = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        run, model = trainer(pl, epochs, [*callbacks[first:], *callbacks[:first], last], checkpointing=True), module(pl)
+        run.fit(model, loader(), ckpt_path=path)
+        return model.state_dict()
+
+    whole = averaged_fit(3)
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)
+    for weights in (saved["state_dict"], saved["current_model_state"]):
+        assert "net.0.update.adapter.G" in weights and "net.0.base.weight" not in weights
+    resumed = averaged_fit(3, tmp_path / "epoch=1.ckpt")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())

@@ -2,6 +2,7 @@
 rank"."""
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 
 from torch import nn
 
@@ -206,11 +207,11 @@ def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
         The network with a :class:`PrunedLinear` in place of that layer.
 
     Raises:
-        MisconfigurationException: if there is no such checkpoint, or no such layer in it.
+        MisconfigurationException: if there is no such checkpoint, the file is none, or has no such layer.
     """
     try:
         network = Classifier.load_from_checkpoint(checkpoint, map_location="cpu").network
-    except OSError as error:
+    except (OSError, EOFError, KeyError, RuntimeError, UnpicklingError) as error:  # a file of anything
         raise MisconfigurationException(
             f"{checkpoint} cannot be read ({error}): train the network that is to be pruned first, and name its "
             "checkpoint"

@@ -121,6 +121,9 @@ class RecipeCLI(LightningCLI):
             if self._fit_began is not None:
                 self._say_how_to_resume()
             raise
+        except ValueError as error:
+            _raise_what_a_class_has_said(error)
+            raise
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
                 raise
@@ -248,6 +251,19 @@ class RecipeCLI(LightningCLI):
         else:
             command = f"python -m lightning_struct.recipes.{self.recipe} fit --ckpt_path {shlex.quote(str(newest))}"
             print(f"to resume        {command}", file=sys.stderr)
+
+
+def _raise_what_a_class_has_said(error: ValueError) -> None:
+    """Raise what a model, a data module or a callback has said of its arguments, or what a package lacks.
+
+    Where an argument may be of several types, as ``Optional[Classifier]``, jsonargparse makes a long error of all of
+    them: what the class has raised is a cause of it.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MisconfigurationException | ImportError):
+            raise MisconfigurationException(str(cause)) from cause
+        cause = cause.__cause__
 
 
 def run_recipe(

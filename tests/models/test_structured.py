@@ -121,3 +121,11 @@ def test_units_of_the_hidden_layers_are_rectified():
 def test_wrong_sizes_are_refused(make, message):
     with pytest.raises(MisconfigurationException, match=message):
         make()
+
+
+def test_file_that_is_no_checkpoint_is_not_pruned(tmp_path):
+    (tmp_path / "some.txt").write_text("hello")
+    torch.save({"state_dict": {}}, tmp_path / "weights.pt")
+    for file in tmp_path.iterdir():
+        with pytest.raises(MisconfigurationException, match=f"{file} cannot be read"):
+            pruned(str(file), 10)

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightning_struct.recipes import mnist_fnn
@@ -97,6 +98,32 @@ def test_truncated_checkpoint_is_one_error():
     Path("some.ckpt").write_bytes(Path("some.ckpt").read_bytes()[:300])
     with pytest.raises(MisconfigurationException, match="some.ckpt is no complete checkpoint"):
         mnist_fnn.main(["test", "--data.synthetic=true", "--ckpt_path", "some.ckpt"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.network.layer_sizes=[784]"], "error: layer_sizes must name the pixels, the classes"),
+        (
+            ["--trainer.callbacks=TrainingCurves", "--trainer.callbacks.every_n_steps=0"],
+            "error: every_n_steps must be at",
+        ),
+        (
+            ["--trainer.logger=tests.recipes.test_errors.LoggerOfAnotherPackage"],
+            "error: No module named 'another_package'",
+        ),
+    ],
+    ids=["network", "callback", "logger"],
+)
+def test_what_classes_say_of_their_arguments_is_one_message(arguments, message):
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: mnist_fnn.main(["fit", "--data.synthetic=true", *arguments]))
+    assert end.value.code.startswith(message) and len(end.value.code.splitlines()) == 1
+
+
+class LoggerOfAnotherPackage(CSVLogger):
+    def __init__(self):
+        import another_package  # noqa: F401
 
 
 def test_archive_of_something_else_is_one_error():

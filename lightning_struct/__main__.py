@@ -73,7 +73,7 @@ def recipe_list() -> str:
         lines.append("")
     lines += [
         f"Train:          {PROGRAM} RECIPE fit [--config CONFIG]   (the first config listed is the default)",
-        f"Without data:   {PROGRAM} RECIPE fit --data.synthetic=true",
+        f"Without data:   {PROGRAM} RECIPE fit --data.synthetic=true   (an equation needs none)",
         f"About configs:  {PROGRAM} RECIPE",
     ]
     return "\n".join(lines)

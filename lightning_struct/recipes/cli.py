@@ -194,10 +194,12 @@ class RecipeCLI(LightningCLI):
         console = Console(soft_wrap=True, highlight=False, quiet=not self.trainer.is_global_zero)
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
         weights = "the best checkpoint" if best else "the last weights"
-        if self.trainer.limit_test_batches:
+        limit = self.trainer.limit_test_batches
+        if limit:
             console.print(f"Testing {weights} on the training, the validation and the test set.")
             errors = self._final_errors(best)
-            console.print(_table(f"Averages over samples, {weights}", self.results, errors))
+            part = "" if isinstance(limit, float) and limit == 1 else f", limit_test_batches={limit}"
+            console.print(_table(f"Averages over samples, {weights}{part}", self.results, errors))
             if self.results.gap is not None:
                 heading, form = self.results.metrics[self.results.gap]
                 gap = errors["train"][self.results.gap] - errors["test"][self.results.gap]

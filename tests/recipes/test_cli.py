@@ -100,6 +100,12 @@ def test_without_test_batches_there_are_no_errors_to_show(conf, capsys):
     assert "Averages over" not in printed and f"best checkpoint  {RUN / 'checkpoints'}" in printed
 
 
+def test_errors_on_some_of_the_test_batches_say_so(conf, capsys):
+    main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1", "--trainer.limit_test_batches=1"])
+    printed = capsys.readouterr().out
+    assert "the best checkpoint, limit_test_batches=1" in " ".join(printed.split())
+
+
 class DataInOtherProcesses(L.Callback):
     """Leaves the data module as it is where the processes of the fit were spawned."""
 

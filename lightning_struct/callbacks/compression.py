@@ -127,6 +127,12 @@ class Compression(Callback):
             f"{replacement_report(pl_module)}"
         )
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:  # resumed after the last batch of an epoch, Lightning does not say that the next one begins
+            self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._is_done and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(f"Compression has compressed nothing: the training has ended before epoch {self.epoch}.")

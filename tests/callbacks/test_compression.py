@@ -89,6 +89,18 @@ def test_resumed_run_is_the_uninterrupted_one(pl, tmp_path):
     assert result["val_loss"] > 0
 
 
+def test_run_that_is_resumed_after_the_last_batch_before_it_is_the_uninterrupted_one(pl, tmp_path):
+    models = []
+    for path in (None, tmp_path / "step=4.ckpt"):
+        steps = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        models.append(module(pl))
+        callbacks = [Compression(budget=0.5, epoch=1, samples=16), steps]
+        silent_trainer(pl, 2, *callbacks, checkpointing=True).fit(models[-1], loader(), loader(), ckpt_path=path)
+    expected, resumed = (model.state_dict() for model in models)
+    assert size(models[0]) <= 0.5 * size(module(pl))
+    assert expected.keys() == resumed.keys() and all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
 def test_goal_out_of_reach_is_named(pl, tmp_path):
     with pytest.raises(MisconfigurationException, match="Compression: budget=10 allows 10 parameters"):
         fit(pl, tmp_path, 1, callback=Compression(budget=10, epoch=0))
@@ -100,10 +112,10 @@ def test_options_that_cannot_be(options):
         Compression(**options)
 
 
-def silent_trainer(pl, epochs, *callbacks):
+def silent_trainer(pl, epochs, *callbacks, checkpointing=False):
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     return pl.Trainer(
-        accelerator="cpu", max_epochs=epochs, callbacks=[*callbacks], enable_checkpointing=False, **silent
+        accelerator="cpu", max_epochs=epochs, callbacks=[*callbacks], enable_checkpointing=checkpointing, **silent
     )
 
 

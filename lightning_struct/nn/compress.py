@@ -84,9 +84,9 @@ def compress(
         ``model``; the new layer if it is a layer itself.
 
     Raises:
-        ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; the
-            budget is less than what can be reached, which is named; there are no data, or the loss on them is not
-            finite; a name is not in the model.
+        ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; ``loss``
+            returns more than one number; the budget is less than what can be reached, which is named; there are no
+            data, or the loss on them is not finite; a name is not in the model.
         TypeError: ``loss`` is not given, and the outputs are no tensor, or a batch neither a tensor nor a sequence.
 
     Example:
@@ -190,8 +190,10 @@ def _checked_budget(budget: float | None, max_loss_increase: float | None, param
         if not (max_loss_increase is not None and max_loss_increase >= 0):
             raise ValueError(f"max_loss_increase must not be negative, but is {max_loss_increase}")
         return None
-    if not budget > 0:
-        raise ValueError(f"budget must be positive, a number of parameters or a part of them, but is {budget}")
+    if not 0 < budget < float("inf"):
+        raise ValueError(
+            f"budget must be positive and finite, a number of parameters or a part of them, but is {budget}"
+        )
     return int(budget * parameters) if budget <= 1 else int(budget)
 
 
@@ -350,12 +352,18 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     return change
 
 
+def _one_number(loss: Any) -> float:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(f"loss returns a tensor {tuple(loss.shape)} for a batch: make it one number, its mean")
+    return float(loss)
+
+
 @torch.no_grad()
 def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> float:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        value = sum(float(loss(model, batch)) for batch in batches) / len(batches)
+        value = sum(_one_number(loss(model, batch)) for batch in batches) / len(batches)
     finally:
         for module, mode in modes:
             module.training = mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -40,7 +41,7 @@ class StructuredUpdate(nn.Module):
 
     Raises:
         TypeError: the adapter is no :class:`~lightning_struct.nn.StructuredLinear`.
-        ValueError: the adapter has a bias, or ``learned_diagonals`` is unknown.
+        ValueError: the adapter has a bias, ``scale`` is 0 or not finite, or ``learned_diagonals`` is unknown.
     """
 
     scale: Tensor
@@ -59,6 +60,8 @@ class StructuredUpdate(nn.Module):
             raise ValueError(
                 "an adapter has no bias: make it with bias=False; train= has the model's own biases trained"
             )
+        if scale is not None and (scale == 0 or not math.isfinite(scale)):
+            raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale}")
         self.adapter = adapter
         self.given_scale = scale
         reference = adapter._reference

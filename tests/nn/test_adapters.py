@@ -366,6 +366,7 @@ class OwnForward(nn.MultiheadAttention):
         (made, partial(add_adapters, factory=LowRank, include="head"), "include names 'head', which is not in"),
         (made, partial(add_adapters, factory=LowRank, train="head"), "train names 'head', which has no parameters"),
         (made, partial(add_adapters, factory=LowRank, dropout=1), "dropout must be"),
+        (made, partial(add_adapters, factory=LowRank, scale=0.0), "no adapter for 0: scale must be finite and not 0"),
         (made, partial(add_adapters, factory=LowRank, learned_diagonals="all"), "one of 'none', 'outputs', 'both'"),
         (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
         (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),

@@ -148,6 +148,8 @@ def test_losses_before_and_after_are_logged(caplog):
     ("options", "message"),
     [
         ({"budget": 0}, "budget must be positive"),
+        ({"budget": float("inf")}, "budget must be positive and finite"),
+        ({"budget": 0.5, "loss": lambda model, batch: model(batch[0])}, r"loss returns a tensor \(16, 3\) for a batch"),
         ({}, "needs one goal, but neither is given"),
         ({"budget": 0.5, "max_loss_increase": 0.1}, "needs one goal, but both are given"),
         ({"max_loss_increase": -0.1}, "max_loss_increase must not be negative"),

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_struct.functional.losses import SquaredError
 from lightning_struct.optim.rls import RLS
 from lightning_struct.strategies.manual import ManualOptimization
 from lightning_struct.strategies.requirements import Requirements
@@ -30,8 +31,8 @@ class RLSOptimization(ManualOptimization):
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,
             ``ReduceLROnPlateau``, or anything but one RLS from ``configure_optimizers``.
-        ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers;
-            the weights and P are unchanged.
+        ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers,
+            or under the paper's loss outputs that are not shaped as their targets; the weights and P are unchanged.
 
     Example:
         >>> import lightning as L
@@ -77,19 +78,12 @@ class RLSOptimization(ManualOptimization):
         if self._asked_for_loss:  # by the module's own training_step, which extends that of its base
             return super().training_step(batch, batch_idx)
         loss = self._rls_loss(batch, batch_idx)
-        if loss is None:
-            return None
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        try:
-            optimizer.step()
-        except ValueError as error:
-            raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
+        if loss is not None:
+            self._rls_step(loss, batch_idx)
         self._rls_step_schedulers("step", batch_idx + 1)
         if self.trainer.is_last_batch:
             self._rls_step_schedulers("epoch", self.current_epoch + 1)
-        return loss.detach()
+        return None if loss is None else loss.detach()
 
     @property
     def rls(self) -> RLS:
@@ -116,7 +110,7 @@ class RLSOptimization(ManualOptimization):
         """The loss of the module's own training step, or the paper's, equation (57)."""
         if self._own_training_step is None and _is_missing(super().training_step):
             inputs, targets = self.inputs_and_targets(batch)
-            loss = 0.5 * (self(inputs) - targets).square().sum() / len(targets)
+            loss = 0.5 * SquaredError().residual(self(inputs), targets).square().sum() / len(targets)
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(targets), sync_dist=True)
             return loss
         self._asked_for_loss = True
@@ -126,6 +120,15 @@ class RLSOptimization(ManualOptimization):
         finally:
             self._asked_for_loss = False
         return output["loss"] if isinstance(output, Mapping) else output
+
+    def _rls_step(self, loss: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
 
     def _rls_step_schedulers(self, interval: str, number: int) -> None:
         """Step the schedulers of an interval, when the Trainer does it in automatic optimization."""

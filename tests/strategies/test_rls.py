@@ -51,6 +51,12 @@ def test_a_module_without_a_training_step_is_trained_by_the_loss_of_the_paper(tm
     assert "train_loss" in trainer.callback_metrics
 
 
+def test_targets_of_another_shape_are_not_broadcast(tmp_path):
+    inputs, targets = regression_data().tensors
+    with pytest.raises(ValueError, match=r"outputs are \(10, 2\) but targets \(10, 1\)"):
+        fit(PaperNetwork(), tmp_path, DataLoader(TensorDataset(inputs, targets[:, :1]), batch_size=10))
+
+
 def test_gradients_accumulate_in_automatic_optimization(tmp_path):
     module = AutomaticNetwork()
     fit(module, tmp_path, accumulate_grad_batches=2)
@@ -125,6 +131,24 @@ def test_schedulers_step_as_in_automatic_optimization(name, tmp_path):
         of_networks.append(rates.rates)
     assert of_networks[0] == of_networks[1]
     assert len(set(of_networks[0])) > 1
+
+
+class SkipsTheLast(AutomaticNetwork):
+    def training_step(self, batch, batch_idx):
+        return None if self.trainer.is_last_batch else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_schedulers_step_where_a_batch_is_skipped(name, tmp_path):
+    class Manual(RLSOptimization, SkipsTheLast):
+        pass
+
+    of_networks = []
+    for network in (SkipsTheLast, Manual):
+        rates = Rates()
+        fit(network(scheduler=schedulers()[name]), tmp_path, callbacks=[rates], max_epochs=3)
+        of_networks.append(rates.rates)
+    assert of_networks[0] == of_networks[1]
 
 
 def test_reduction_on_a_plateau_works_in_automatic_and_is_refused_in_manual_optimization(tmp_path):

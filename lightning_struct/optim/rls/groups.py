@@ -89,12 +89,13 @@ class Membership:
         """Give what has got a gradient and is in no group to whom it belongs.
 
         Raises:
-            ValueError: to the auxiliary optimizer, and there is none.
+            ValueError: to the auxiliary optimizer, and there is none; or it took the place of a weight that RLS trains.
         """
         known = _members(groups)
         rest = {n: p for n, p in self._module.named_parameters() if p.grad is not None and p not in known}
         if not rest:
             return
+        self.check_parameters()
         self.take_in_unfrozen(groups)
         known = _members(groups)
         self._give_to_auxiliary({n: p for n, p in rest.items() if p.requires_grad and p not in known}, groups)
@@ -140,6 +141,18 @@ class Membership:
             self._take_in(lambda parameter: parameter in missing)
         return {w: of_parameter[w.parameter] for w in self._table.weights if w.parameter in of_parameter}
 
+    def check_groups(self, saved: list[Group], groups: list[Group]) -> None:
+        """Raise where groups of a state do not stand for these.
+
+        Raises:
+            ValueError: see above.
+        """
+        if list(map(_is_own, saved)) != list(map(_is_own, groups)):
+            raise ValueError(
+                "the state is of another optimizer than RLS, or of one with other groups: load it into an RLS that is "
+                "made as the one that was saved"
+            )
+
     def check_parameters(self) -> None:
         """Raise where layers have other weights by now.
 
@@ -149,7 +162,7 @@ class Membership:
         present = set(self._module.parameters())
         if replaced := [weight.name for weight in self._table.weights if weight.parameter not in present]:
             raise ValueError(
-                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}, ... Make "
+                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}. Make "
                 "RLS after what replaces them"
             )
 

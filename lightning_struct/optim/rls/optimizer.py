@@ -24,11 +24,16 @@ from lightning_struct.optim.rls.selection import (
     check_module,
     layers_to_train,
     linear_layer,
-    refuse_distributed_tensors,
 )
 from lightning_struct.optim.rls.settings import GradientScales, InverseSettings, check_options
-from lightning_struct.optim.rls.state import check_states, on_devices, reduce_statistics, refuse_rows_of_processes
+from lightning_struct.optim.rls.state import (
+    check_states,
+    converted,
+    reduce_statistics,
+    refuse_rows_of_processes,
+)
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
+from lightning_struct.optim.sharding import refuse_distributed_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +145,7 @@ class RLS(torch.optim.Optimizer):
         )  # fmt: skip
         inverses = InverseSettings(form, forgetting, rank, block_size, max_size, interval, max_gain is not None)
         scales = GradientScales(gradient_scale, module)
-        refuse_distributed_tensors(module)
+        refuse_distributed_tensors(dict(module.named_parameters()), "P needs")
         excluded = excluded_modules(module, exclude)
         layers = layers_to_train(module, excluded)
         of_sequences = affine_layers(module, sequence_layers, [layer for _, layer, _ in layers], "sequence_layers")
@@ -300,6 +305,8 @@ class RLS(torch.optim.Optimizer):
             check_memory(self._weights)  # the module may have moved to another device since
         if weight.name not in states:
             states[weight.name] = weight.initial_state()
+        elif not weight.holds(states[weight.name]):  # the module was moved or converted since
+            states[weight.name] = converted(states[weight.name], weight)
         return states[weight.name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,14 +317,16 @@ class RLS(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, exactly: P in the precision in which it was, counters as integers.
+        """Take over a state, exactly, counters as integers; in weights of another precision P takes theirs.
 
         Raises:
-            ValueError: it is of other layers, forms of P or parameter groups.
+            ValueError: it is of another optimizer, or of other layers, forms of P or parameter groups. Nothing has
+                changed.
         """
         self._membership.share(self.param_groups)
         saved = state_dict["state"].get("rls", {})
         check_states(saved, self._weights)
+        self._membership.check_groups(state_dict["param_groups"], self.param_groups)
         auxiliary = self._membership.auxiliary
         if ("auxiliary" in state_dict) != (auxiliary is not None):
             raise ValueError(
@@ -329,7 +338,8 @@ class RLS(torch.optim.Optimizer):
         self._membership.share(self.param_groups)
         # Torch takes over what is under a string key as it is, the tensors of the caller.
         if saved:
-            self.state["rls"] = on_devices(saved, self._weights)  # type: ignore[index]
+            weights = {weight.name: weight for weight in self._weights}
+            self.state["rls"] = {name: converted(state, weights[name]) for name, state in saved.items()}  # type: ignore[index]
 
     def __getstate__(self) -> dict[str, Any]:
         return state_without_hooks(self)

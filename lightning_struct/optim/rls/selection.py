@@ -141,20 +141,6 @@ def check_module(module: Any) -> None:
         )
 
 
-def refuse_distributed_tensors(module: nn.Module) -> None:
-    """Raise where parameters are spread over processes, as by FSDP2 (``fully_shard``) and tensor parallelism.
-
-    Raises:
-        ValueError: one is; it is named.
-    """
-    for name, parameter in module.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise ValueError(
-                f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): P "
-                "needs whole weights and inputs. Use DDP"
-            )
-
-
 def affine_layers(
     module: nn.Module, layers: Sequence[str | nn.Module], trained: Container[nn.Module], argument: str
 ) -> list[nn.Module]:

@@ -66,9 +66,9 @@ def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[Trai
 
 
 def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
-    name = {"rank1": "mean", "low_rank": "factors", "full": "root" if weight.forgetting < 1 else "P"}[weight.form]
     if not state:
         return
+    name = weight.main_tensor
     if name not in state:
         raise ValueError(
             f"the state of {weight.name} is of another form of P than {weight.form!r} with "
@@ -80,18 +80,12 @@ def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
         )
 
 
-def on_devices(states: Mapping[str, Mapping[str, Any]], weights: Sequence[TrainedWeight]) -> dict[str, Any]:
-    """Copies of states by name, with their tensors where their weights are."""
-    devices = {weight.name: weight.parameter.device for weight in weights}
-    return {name: _on_device(state, devices[name]) for name, state in states.items()}
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    """A copy, with its tensors on a device."""
+def converted(value: Any, weight: TrainedWeight) -> Any:
+    """A copy of a state, with its tensors where their weight is, and those of numbers in the dtype of its step."""
     if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, dict):
-        return {name: _on_device(item, device) for name, item in value.items()}
+        return value.to(weight.parameter.device, weight.dtype if value.is_floating_point() else None, copy=True)
+    if isinstance(value, Mapping):
+        return {name: converted(item, weight) for name, item in value.items()}
     if isinstance(value, list):
-        return [_on_device(item, device) for item in value]
+        return [converted(item, weight) for item in value]
     return copy.copy(value)

@@ -160,8 +160,18 @@ class TrainedWeight:
         return {"steps": 0, "P": FullInverse.identity(groups, size, like).matrix}
 
     @property
+    def main_tensor(self) -> str:
+        """Name in a state of P, its root, its factors or the mean of its inputs."""
+        return {"rank1": "mean", "low_rank": "factors", "full": "root" if self.forgetting < 1 else "P"}[self.form]
+
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is where the weight is, and in the precision of its step."""
+        tensor = state[self.main_tensor]
+        return tensor.dtype == self.dtype and tensor.device == self.parameter.device
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor of a state that is P, its root, its factors or the mean of its inputs."""
+        """Shape of the :attr:`main_tensor` of a state."""
         if self.form == "rank1":
             return self.groups, self.size
         if self.form == "low_rank":
@@ -360,8 +370,9 @@ class TrainedWeight:
         pairs, weight = self.statistics.pairs, self.parameter.grad
         if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
             return None
-        if self._test_vector is None or self._test_vector.device != weight.device:
+        if self._test_vector is None:
             self._test_vector = self._random(self.size)
+        self._test_vector = self._test_vector.to(weight)
         columns = [bias.of(bias.parameter.grad) for bias in self.biases if bias.parameter.grad is not None]
         rows = factored_gradient(pairs, self._features(weight)[0], columns, self._test_vector)
         return None if rows is None else (rows[0][None], rows[1][None])

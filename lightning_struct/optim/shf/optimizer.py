@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.pickling import state_without_hooks
+from lightning_struct.optim.sharding import refuse_distributed_tensors
 from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.output_steps import OutputSteps
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residual_steps import ResidualSteps
 from lightning_struct.optim.shf.settings import Settings
-from lightning_struct.optim.shf.step_state import StepState
+from lightning_struct.optim.shf.step_state import StepState, check_state
 
 
 class SHF(torch.optim.Optimizer):
     """Stochastic Hessian-free optimization: each step solves a damped Gauss-Newton model of the batch.
 
-    It trains every parameter below ``module`` that requires a gradient. Under torch.distributed each process passes its
-    own share of the batch, and all take the step of the whole. Batch-norm statistics are updated once per step. Draw
-    the batch of each step afresh.
+    It trains every parameter below ``module`` that requires a gradient when it is made. Under torch.distributed each
+    process passes its own share of the batch, and all take the step of the whole. Batch-norm statistics are updated
+    once per step. Draw the batch of each step afresh.
 
     ``SHF(module, loss)`` is enough: without ``damping``, what is not given is chosen from sizes, layers and data, and
     adapted while training; the log says at the first step what was chosen. With ``damping``, what is not given is the
@@ -117,7 +118,8 @@ class SHF(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument out of range, or without a meaning beside the loss; no parameter that requires a
-            gradient; weights that are neither float32 nor float64, or of mixed dtype, or on several devices.
+            gradient; weights that are neither float32 nor float64, or of mixed dtype, or on several devices, or spread
+            over processes (FSDP2).
         MemoryError: the Kronecker factors take more than is free.
 
     Example:
@@ -260,13 +262,14 @@ class SHF(torch.optim.Optimizer):
         Raises:
             TypeError: inputs or targets are missing.
             ValueError: NaN or infinity in the data, the outputs or the loss; an empty batch; a forward that changes its
-                inputs in place; a preconditioner of gradients
-                per sample beside batch normalisation. The weights are unchanged.
+                inputs in place; a preconditioner of gradients per sample beside batch normalisation; weights that were
+                frozen, replaced or made half precision since SHF was made. The weights are unchanged.
             FloatingPointError: NaN or infinity within the solve. The weights are unchanged.
         """
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self._check_trained()
         self.report = self._steps.take(self._now, inputs, targets)
         return self.report
 
@@ -334,12 +337,43 @@ class SHF(torch.optim.Optimizer):
             raise ValueError("SHF trains all parameters of the module in one group; freeze what it must leave alone")
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state: the values of the parameter group, and what the next step must know.
+
+        Raises:
+            ValueError: it is of another optimizer, or of a module with other parameters. Nothing has changed.
+        """
+        check_state(state_dict, self.defaults, sum(p.numel() for p in self.param_groups[0]["params"]))
+        super().load_state_dict(state_dict)
+
     def __getstate__(self) -> dict[str, Any]:
         return state_without_hooks(self)
+
+    def _check_trained(self) -> None:
+        """Raise ValueError where the module has other weights than when SHF was made, which a step would not move."""
+        trained = dict(zip(self._names, self.param_groups[0]["params"], strict=True))
+        _check_parameters(self.module, trained)
+        if replaced := [name for name, p in trained.items() if _parameter(self.module, name) is not p]:
+            raise ValueError(
+                f"the parameters of the module are others than when SHF was made: {', '.join(replaced[:3])}. Make SHF "
+                "after what replaces or reparametrises them"
+            )
+        if frozen := [name for name, p in trained.items() if not p.requires_grad]:
+            raise ValueError(
+                f"SHF trains {', '.join(frozen[:3])}, frozen since it was made. It trains what requires a gradient "
+                "when it is made: make a new SHF after layers are frozen or unfrozen"
+            )
 
     @property
     def _now(self) -> StepState:
         return StepState(self.state, self.param_groups[0], self._names, self.settings.seed)
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    try:
+        return module.get_parameter(name)
+    except AttributeError:
+        return None
 
 
 def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
@@ -348,6 +382,7 @@ def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None
             f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "
             "train, or unfreeze the weights by requires_grad_()"
         )
+    refuse_distributed_tensors(named, "the factors and the Jacobian products need")
     dtypes = {p.dtype for p in named.values()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
         raise ValueError(

@@ -78,7 +78,7 @@ class OutputSteps:
     ) -> None:
         check_settings_of_outputs(given)
         self._module, self.loss = module, loss
-        self.settings = settings = chosen_settings(given, module, named)
+        self._chosen = self.settings = settings = chosen_settings(given, module, named)
         self._adapts_tolerance = given.is_left("damping") and given.is_left("progress_tolerance")
         self.kronecker: KroneckerAverages | None = None
         if isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker":
@@ -214,15 +214,16 @@ class OutputSteps:
 
     def _choose_damping(self, now: StepState, model: BatchModel) -> None:
         """λ₁ and its bounds from the first batch, where they were not given."""
-        if self.settings.damping is not None:
-            return
         memory = now.memory
-        first = memory.get("first_damping", now.group["damping"])  # which somebody may have set
+        known = memory.get("first_damping")
+        if self._chosen.damping is not None or (known is not None and known == self.settings.damping):
+            return  # it was given, or is that of the state, which may have been loaded since
+        first = now.group["damping"] if known is None else known  # which somebody may have set
         if first is None:
             with now.timed("first_damping"):
                 now.damping = first = first_damping(model, now.seed("curvature"))
         now.memory = memory | {"first_damping": first}
-        self.settings = with_first_damping(self.settings, first, model.gradient.dtype)
+        self.settings = with_first_damping(self._chosen, first, model.gradient.dtype)
         if rank() == 0:
             s, (smallest, largest) = self.settings, self.settings.damping_bounds
             factors = f" (every {s.factor_interval} steps)" if self.kronecker is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -76,3 +76,20 @@ class StepState:
     def seed(self, purpose: str) -> int:
         """Seed for ``purpose`` in this step. 32 bits: the CPU generator ignores the rest."""
         return random.Random(f"{self._seed_of_all} {self.memory['steps']} {purpose}").getrandbits(32)
+
+
+def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weights: int) -> None:
+    """Raise unless a state can be that of an SHF with these options in its group that trains so many weights.
+
+    Raises:
+        ValueError: see above.
+    """
+    groups = state_dict["param_groups"]
+    if len(groups) != 1 or not groups[0].keys() >= options.keys():
+        raise ValueError("the state is of another optimizer than SHF: load it into one like that which was saved")
+    direction = state_dict["state"].get(_KEY, {}).get("direction")
+    if direction is not None and len(direction) != weights:
+        raise ValueError(
+            f"the state is of an SHF that trains {len(direction):,} weights, and this one trains {weights:,}: load it "
+            "into one whose module is that of the one that was saved, with the same parameters frozen"
+        )

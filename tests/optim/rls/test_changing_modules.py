@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.weights import InverseForm
 from tests.optim.helpers import gaussian
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
@@ -220,6 +221,19 @@ def test_parameters_that_were_replaced_are_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_layer_that_was_replaced_is_not_left_to_the_auxiliary_optimizer(assigned: bool) -> None:
+    module = network()
+    optimizer = RLS(module, auxiliary=ADAM)
+    if assigned:
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    else:
+        module[3] = nn.Linear(5, 3).double()
+    loss_of(module, 0).backward()
+    with pytest.raises(ValueError, match=r"others than when RLS was made: .*3\.weight"):
+        optimizer.step()
+
+
 # --- precision, options, memory --------------------------------------------------------------------------------------
 
 
@@ -234,6 +248,32 @@ def test_a_module_in_lower_precision_keeps_p_in_float32() -> None:
         optimizer.step()
     assert optimizer.state["rls"]["0.weight"]["P"].dtype == torch.float32  # type: ignore[index]
     assert module[0].weight.dtype == torch.bfloat16 and weights(module).isfinite().all()
+
+
+@pytest.mark.parametrize("converted", ["before", "after"])
+@pytest.mark.parametrize("form", ["full", "low_rank", "rank1"])
+def test_p_follows_a_module_into_another_precision(converted: str, form: InverseForm) -> None:
+    module = network().float()
+    optimizer = RLS(module, momentum=0.5, form=form, auxiliary=ADAM)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        dtype = module[0].weight.dtype
+        module((gaussian(7, 6, seed=number) + 0.5).to(dtype)).square().sum().backward()
+        optimizer.step()
+
+    step(0)
+    if converted == "before":  # than the optimizer
+        state = optimizer.state_dict()
+        module = network()
+        optimizer = RLS(module, momentum=0.5, form=form, auxiliary=ADAM)
+        optimizer.load_state_dict(state)
+    else:
+        module.double()
+        optimizer._membership.auxiliary.state.clear()  # type: ignore[union-attr]  # Adam's own does not follow
+    step(1)
+    tensors = [t for t in optimizer.state["rls"]["0.weight"].values() if isinstance(t, Tensor)]  # type: ignore[index]
+    assert {t.dtype for t in tensors} <= {torch.float64, torch.int64}
 
 
 def test_weight_decay_is_decoupled_and_follows_the_learning_rate() -> None:

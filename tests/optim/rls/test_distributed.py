@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_struct.optim import RLS
+from lightning_struct.optim import RLS, SHF
 from lightning_struct.optim.rls.gain_limit import FIRST_ITERATIONS
 from tests.cases import flat, trainable
 from tests.optim.helpers import gaussian
@@ -116,11 +116,11 @@ def collectives_of_a_step(max_gain: float | None) -> list[int]:
     return sizes
 
 
-def error_with_sharded_weights() -> str:
+def error_with_sharded_weights(make: type) -> str:
     module = perceptron()
     fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
     try:
-        RLS(module)
+        RLS(module) if make is RLS else SHF(module, "mse")
     except ValueError as error:
         return str(error)
     return ""
@@ -128,7 +128,10 @@ def error_with_sharded_weights() -> str:
 
 def work(rank: int) -> dict[str, Any]:
     return {
-        "sharded": error_with_sharded_weights(),
+        "sharded": {
+            "RLS": error_with_sharded_weights(RLS),
+            "SHF": error_with_sharded_weights(partial(SHF, loss="mse")),
+        },
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": [collectives_of_a_step(bound) for bound in (None, 2.0)],
     }
@@ -159,5 +162,6 @@ def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes
     assert processes[0]["collectives"] == [[sums], [sums, *[inputs_and_biases] * FIRST_ITERATIONS]]
 
 
-def test_sharded_weights_are_refused_when_the_optimizer_is_made(processes: list[dict[str, Any]]) -> None:
-    assert "0.weight is a DTensor, spread over processes (FSDP2, tensor parallelism)" in processes[0]["sharded"]
+@pytest.mark.parametrize("name", ["RLS", "SHF"])
+def test_sharded_weights_are_refused_when_the_optimizer_is_made(name: str, processes: list[dict[str, Any]]) -> None:
+    assert "0.weight is a DTensor, spread over processes (FSDP2, tensor parallelism)" in processes[0]["sharded"][name]

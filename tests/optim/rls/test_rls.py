@@ -455,6 +455,14 @@ def test_a_state_of_another_optimizer_is_refused(options: dict[str, Any], messag
         other.load_state_dict(optimizer.state_dict())
 
 
+def test_the_state_of_adam_is_refused() -> None:
+    """Its groups have no options of RLS, which would then train nothing."""
+    module = network()
+    adam = torch.optim.Adam(module.parameters())
+    with pytest.raises(ValueError, match="of another optimizer than RLS"):
+        RLS(module).load_state_dict(adam.state_dict())
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate: Callable[[Any], Any]) -> None:
     module = nn.Sequential(network(), nn.LayerNorm(12).double())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.prune import l1_unstructured
 
 from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
@@ -756,6 +757,42 @@ def test_a_copy_of_module_and_optimizer_goes_on_by_itself(duplicate: Callable[[A
     assert torch.equal(weights(copied), weights(module))
 
 
+def test_the_state_of_before_the_first_step_begins_anew() -> None:
+    """As where BatchSizeFinder and LearningRateFinder put back what was there before their trials."""
+    module, other = network(), network()
+    optimizer, expected = SHF(module, "mse"), SHF(other, "mse")
+    model, state = copy.deepcopy(module.state_dict()), optimizer.state_dict()
+    state = copy.deepcopy(state)
+    take(optimizer, batch(20, seed=7))
+    module.load_state_dict(model)
+    optimizer.load_state_dict(state)
+    assert without_seconds(take(optimizer, batch())) == without_seconds(take(expected, batch()))
+    assert optimizer.settings == expected.settings
+
+
+def test_a_loaded_state_brings_the_bounds_of_its_damping() -> None:
+    optimizer, other = SHF(network(), "mse"), SHF(network(), "mse")
+    take(optimizer, batch())
+    inputs, targets = batch()
+    take(other, (100 * inputs, targets))
+    other.load_state_dict(optimizer.state_dict())
+    take(other, batch())
+    assert other.settings.damping_bounds == optimizer.settings.damping_bounds  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["SHF", "Adam"])
+def test_a_state_of_another_module_or_optimizer_is_refused(name: str) -> None:
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(network().parameters())
+    if name == "SHF":
+        optimizer = SHF(nn.Sequential(*[nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]).double(), "mse")
+        take(optimizer, batch())
+    loaded = SHF(network(), "mse")
+    expected = "of an SHF that trains 50 weights, and this one" if name == "SHF" else "another optimizer than SHF"
+    with pytest.raises(ValueError, match=expected):
+        loaded.load_state_dict(optimizer.state_dict())
+    assert take(loaded, batch()).loss_after < 1.0
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -942,6 +979,39 @@ def test_weights_on_several_devices_are_refused_with_the_device_of_each() -> Non
     module = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False, device="meta"))
     with pytest.raises(ValueError, match=r"0\.weight -> cpu, 1\.weight -> meta; move the module by module\.to"):
         SHF(module, "mse", damping=1.0)
+
+
+def test_weights_frozen_since_are_named_and_stay() -> None:
+    module = network()
+    optimizer = SHF(module, "mse")
+    take(optimizer, batch())
+    module[0].requires_grad_(False)  # type: ignore[index]
+    before = weights(module)
+    with pytest.raises(ValueError, match=r"SHF trains 0\.weight, 0\.bias, frozen since.* make a new SHF"):
+        take(optimizer, batch())
+    assert torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("how", ["another layer", "assigned", "pruned"])
+def test_weights_replaced_since_are_named(how: str) -> None:
+    module: Any = network()
+    optimizer = SHF(module, "mse")
+    if how == "another layer":
+        module[0] = nn.Linear(module[0].in_features, module[0].out_features).double()
+    elif how == "assigned":
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    else:
+        l1_unstructured(module[0], "weight", amount=0.5)
+    with pytest.raises(ValueError, match=r"others than when SHF was made: 0\.weight.* Make SHF after"):
+        take(optimizer, batch())
+
+
+def test_weights_made_half_precision_since_are_refused() -> None:
+    module = network()
+    optimizer = SHF(module, "mse")
+    module.bfloat16()
+    with pytest.raises(ValueError, match=r"got torch\.bfloat16.*bf16-mixed"):
+        take(optimizer, batch(dtype=torch.bfloat16))
 
 
 def test_a_second_parameter_group_is_refused() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -25,15 +25,16 @@ def plot_reconstructions(
     """Draw images (upper row) above their reconstructions (lower row).
 
     Args:
-        images: (n, pixels), values in [0, 1].
-        reconstructions: (n, pixels), likewise.
+        images: (n, pixels) or (n, 1, height, width), values in [0, 1].
+        reconstructions: either shape, likewise.
         image_size: (height, width); None for square images.
 
     Returns:
         The figure, and its axes as an array (2, n).
 
     Raises:
-        MisconfigurationException: if the pixels do not make an image of ``image_size``, or matplotlib is missing.
+        MisconfigurationException: if the pixels do not make an image of ``image_size``, or those of images and
+            reconstructions are not as many, or matplotlib is missing.
 
     Example:
         >>> images = torch.rand(3, 16)
@@ -44,6 +45,12 @@ def plot_reconstructions(
     require("matplotlib", "A plot of reconstructions")
     from matplotlib.figure import Figure
 
+    images, reconstructions = images.flatten(1), reconstructions.flatten(1)
+    if images.shape != reconstructions.shape:
+        raise MisconfigurationException(
+            f"Images have {images.shape[1]} pixels, but their reconstructions {reconstructions.shape[1]}: the module "
+            "must return images as large as it reads."
+        )
     pixels = images.shape[1]
     height, width = image_size or (math.isqrt(pixels), math.isqrt(pixels))
     if height * width != pixels:
@@ -67,8 +74,9 @@ class ReconstructionPlot(Callback):
     ``reconstructions.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Put
     it after a callback that changes the weights at the end of ``fit``.
 
-    The module must return reconstructions (n, pixels) when it is called on images (n, pixels); a module with
-    ``inputs_and_targets(batch)`` says itself where the images are in a batch, else they are its first element.
+    The module must return reconstructions when it is called on images, both (n, pixels) or (n, 1, height, width); a
+    module with ``inputs_and_targets(batch)`` says itself where the images are in a batch, else they are its first
+    element.
     matplotlib is needed, from the start: ``pip install 'lightning-struct[recipes]'``.
 
     Args:
@@ -99,7 +107,7 @@ class ReconstructionPlot(Callback):
             require("matplotlib", "ReconstructionPlot")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.val_dataloaders is None:
+        if not trainer.enable_validation:
             raise MisconfigurationException(
                 "ReconstructionPlot draws validation images, but there is no validation loader: give one, "
                 "or leave out this callback."
@@ -107,8 +115,7 @@ class ReconstructionPlot(Callback):
 
     def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
-        loader: Any = trainer.val_dataloaders
-        batch = next(iter(loader[0] if isinstance(loader, Sequence) else loader))
+        batch = next(iter(validation_loaders(trainer)[0]))
         batch = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch, pl_module.device))
         select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
         images = select(batch)[0][: self.count]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
 from lightning_struct.optim.shf import SHF
@@ -27,7 +26,8 @@ class ValidationMeritStopping(Callback):
     own step, so that a run resumed from them goes on as if it had not been stopped; a
     ``ModelCheckpoint(save_last=True)`` that has not saved anything until then writes the best weights, as does
     ``Trainer.save_checkpoint`` after ``fit``. The copy is part of the callback's state: a resumed run knows the best
-    weights of before.
+    weights of before. A callback that is given to another Trainer begins anew, as with the next fold of a
+    cross-validation.
 
     With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
     loss on the validation data: it is read once when training starts, by the module's ``inputs_and_targets(batch)``,
@@ -76,13 +76,19 @@ class ValidationMeritStopping(Callback):
             raise MisconfigurationException(f"merit_samples must be at least 1, but is {merit_samples}")
         self.monitor, self.patience, self.restore_best = monitor, patience, restore_best
         self.mode, self.min_delta, self.merit_samples = mode, min_delta, merit_samples
+        self._begin()
+
+    def _begin(self) -> None:
+        self._forget()
+        self._validated_weights: dict[str, Any] | None = None
+        self._validation = DueValidation()
+        self._has_trained = False
+
+    def _forget(self) -> None:
         self.best_value: float | None = None
         self.best_step = 0
         self.wait = 0
         self._best_weights: dict[str, Any] | None = None
-        self._validated_weights: dict[str, Any] | None = None
-        self._validation = DueValidation()
-        self._fitted: weakref.ref[nn.Module] | None = None
 
     @property
     def state_key(self) -> str:
@@ -105,10 +111,9 @@ class ValidationMeritStopping(Callback):
             self._give_merit(trainer, pl_module, optimizers)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            if self._fitted is not None and self._fitted() is not pl_module:
-                self._forget()
-            self._fitted = weakref.ref(pl_module)
+        # before the state of a checkpoint is loaded
+        if stage == "fit" and self._has_trained and trainer.fit_loop.total_batch_idx < 0:  # of another Trainer
+            self._begin()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
@@ -128,6 +133,7 @@ class ValidationMeritStopping(Callback):
         optimizers = _shf_optimizers(trainer)
         if optimizers:
             self._give_merit(trainer, pl_module, optimizers)
+        self._has_trained = True
         self._validation.on_train_start(trainer)
 
     def on_train_batch_end(
@@ -187,9 +193,6 @@ class ValidationMeritStopping(Callback):
         self.wait = state_dict["wait"]
         self._best_weights = state_dict["best_weights"]
         self._validation.load_state_dict(state_dict["validation"])
-
-    def _forget(self) -> None:
-        self.best_value, self.best_step, self.wait, self._best_weights = None, 0, 0, None
 
     def _give_merit(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizers: list[SHF]) -> None:
         read = getattr(pl_module, "inputs_and_targets", None)

@@ -75,6 +75,20 @@ def test_module_says_where_the_images_are_in_a_batch(tmp_path):
     assert torch.allclose(shown(callback.plot(run, module)[1][0]), IMAGES[:4])
 
 
+@pytest.mark.parametrize("shape", [(16,), (1, 4, 4)])
+def test_images_may_have_a_channel_and_loaders_names(tmp_path, shape):
+    images = IMAGES.view(12, *shape)
+    callback = ReconstructionPlot(count=3)
+    loader = DataLoader(TensorDataset(images), batch_size=5)
+    trainer(tmp_path, callback).fit(Darken(), loader, {"clean": loader})
+    assert callback.paths[0].exists()
+
+
+def test_reconstructions_of_another_size_are_refused():
+    with pytest.raises(MisconfigurationException, match="16 pixels, but their reconstructions 9"):
+        plot_reconstructions(IMAGES, IMAGES[:, :9])
+
+
 def test_picture_is_written_and_its_path_kept(tmp_path):
     callback = ReconstructionPlot()
     trainer(tmp_path, callback).fit(Darken())

@@ -163,6 +163,23 @@ def test_the_last_weights_can_be_kept(tmp_path):
     assert module.layers.bias.item() == 3
 
 
+def test_another_trainer_begins_anew(tmp_path):
+    """As with the next fold of a cross-validation, whose module must not get the weights of the one before."""
+    callback = ValidationMeritStopping(patience=3)
+    fit(tmp_path, ScriptedNetwork([0.1]), callback, max_epochs=1)
+    module = ScriptedNetwork([0.5, 0.4, 0.6])
+    fit(tmp_path, module, callback, max_epochs=3)
+    assert (callback.best_value, callback.best_step, module.steps.item()) == (pytest.approx(0.4), 2, 2)
+
+
+def test_a_second_fit_of_one_trainer_goes_on(tmp_path):
+    callback, module = ValidationMeritStopping(patience=3), ScriptedNetwork([0.1, 0.5])
+    trainer = fit(tmp_path, module, callback, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+    assert (callback.best_value, callback.wait, module.steps.item()) == (pytest.approx(0.1), 1, 1)
+
+
 def test_checkpoints_of_the_course_hold_their_own_weights(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
     module = ScriptedNetwork([3, 1, 2])

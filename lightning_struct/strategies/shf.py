@@ -11,7 +11,10 @@ from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF, OutputSettings, StepReport
 from lightning_struct.strategies.manual import ManualOptimization
 from lightning_struct.strategies.requirements import Requirements
+from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
+# Callbacks that read or set ``lr`` in the groups of the optimizer, some of them only after epochs.
+_NEED_RATES = ("LearningRateMonitor", "LearningRateFinder", "StochasticWeightAveraging", "BackboneFinetuning")
 SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iterations")
 
 
@@ -27,15 +30,16 @@ class SHFOptimization(ManualOptimization):
     An SHF that measures itself by the next batch, as that of two arguments, has ``step_scale`` and ``next_batch_ratio``
     too. All are of the whole batch, over all processes.
 
-    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. A learning-rate scheduler has
-    nothing to do here; clipping and accumulation of gradients are refused by Lightning.
+    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. There is no learning rate:
+    schedulers and the callbacks that need one have nothing to do here. Clipping and accumulation of gradients are
+    refused by Lightning.
 
     A ``training_step`` that the module has for another optimizer can stay: SHF's is the one that runs, and
     :meth:`on_shf_step` is the place for what should happen in each step.
 
     Raises:
-        MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights, or
-            anything but one SHF from ``configure_optimizers``.
+        MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights, a
+            callback that needs a learning rate, or anything but one SHF from ``configure_optimizers``.
         ValueError: in a step, for NaN or infinity in the batch, the outputs or the loss, with the index of the batch;
             the weights are unchanged.
 
@@ -133,6 +137,18 @@ class SHFOptimization(ManualOptimization):
             MisconfigurationException: it returned anything but one SHF.
         """
         return self._requirements.only_optimizer(self)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage != "fit":
+            return
+        for name in _NEED_RATES:
+            if any(isinstance(c, lightning_classes(f"callbacks.{name}")) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
+                raise MisconfigurationException(
+                    f"{name} needs the learning rate of an optimizer, and SHF has none: leave the callback out. The "
+                    "length of its steps follows from the damping, which is logged; for averaged weights there are "
+                    "WeightAveraging and EMAWeightAveraging"
+                )
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -339,6 +346,37 @@ def test_automatic_optimization_is_refused(tmp_path):
 def test_clipping_and_accumulation_are_refused(tmp_path, options):
     with pytest.raises(MisconfigurationException, match="not supported for manual optimization"):
         make_trainer(tmp_path, **options).fit(SHFNetwork(), draw_loader())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        LearningRateMonitor,
+        LearningRateFinder,
+        partial(StochasticWeightAveraging, swa_lrs=0.1, swa_epoch_start=1),
+        BackboneFinetuning,
+    ],
+)
+def test_callbacks_that_need_a_learning_rate_are_refused_at_the_start(tmp_path, make):
+    module, steps = SHFNetwork(), []
+    module.on_shf_step = steps.append
+    module.backbone = module.layers
+    with pytest.raises(MisconfigurationException, match="needs the learning rate of an optimizer, and SHF has none"):
+        make_trainer(tmp_path, callbacks=[make()], max_epochs=3).fit(module, draw_loader())
+    assert not steps
+
+
+def test_the_batch_size_is_found_and_training_begins_anew(tmp_path):
+    class Sized(SHFNetwork):
+        batch_size = 4
+
+        def train_dataloader(self):
+            return DataLoader(regression_data(), batch_size=self.batch_size)
+
+    module = Sized()
+    trainer = make_trainer(tmp_path, callbacks=[BatchSizeFinder(init_val=4, steps_per_trial=1, max_trials=2)], max_epochs=1)
+    trainer.fit(module, val_dataloaders=validation_loader())
+    assert module.batch_size == 8 and trainer.global_step > 0
 
 
 # Precision and strategies

@@ -206,9 +206,10 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
 
     leaves = [layer for layer in module.modules() if next(layer.children(), None) is None]
     handles = [layer.register_forward_hook(hook) for layer in leaves]
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
     try:
         with torch.no_grad():
-            outputs = call_with(module, params, args)
+            outputs = call_with(module, {**buffers, **params}, args)
     finally:
         for handle in handles:
             handle.remove()

@@ -374,7 +374,8 @@ def test_the_batch_size_is_found_and_training_begins_anew(tmp_path):
             return DataLoader(regression_data(), batch_size=self.batch_size)
 
     module = Sized()
-    trainer = make_trainer(tmp_path, callbacks=[BatchSizeFinder(init_val=4, steps_per_trial=1, max_trials=2)], max_epochs=1)
+    finder = BatchSizeFinder(init_val=4, steps_per_trial=1, max_trials=2)
+    trainer = make_trainer(tmp_path, callbacks=[finder], max_epochs=1)
     trainer.fit(module, val_dataloaders=validation_loader())
     assert module.batch_size == 8 and trainer.global_step > 0
 

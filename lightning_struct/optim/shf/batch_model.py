@@ -41,8 +41,8 @@ class BatchModel:
     vectors in the space of the weights are the same on all of them.
 
     Args:
-        module: the network; its weights are not changed, nor its buffers but for the statistics of batch normalisation,
-            which are updated once.
+        module: the network; its weights are not changed. What its forward writes into buffers in training, as batch and
+            spectral normalisation do, it writes once.
         loss: f is its mean over the n samples.
         weights: name -> the trainable weights, detached.
         inputs: this process's samples, a tensor or a tuple of tensors.
@@ -102,8 +102,7 @@ class BatchModel:
         self.objective = Objective(
             module, loss, self.weights, batch, held, self._random_state, l2=l2, chunk_size=chunk_size
         )
-        batch_normalised = coupling_layer(module) is not None
-        if batch_normalised:
+        if updates_buffers(module):
             with restored_random_state(self._random_state):
                 module(*batch.args)
         versions = _versions(batch.args)
@@ -113,7 +112,7 @@ class BatchModel:
                 "the forward of the module changes its inputs in place, and each evaluation in a step would change "
                 "them again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
             )
-        self._measure(per_sample=not batch_normalised)
+        self._measure(per_sample=coupling_layer(module) is None)
         if curvature_share < 1.0:
             self._linearize(batch.split(tuple(math.ceil(curvature_share * count) for count in batch.counts))[0])
         self.right_hand_side = -self._residual
@@ -269,6 +268,11 @@ class BatchModel:
         generator = torch.Generator(self._device).manual_seed(seed)
         signs = random_signs(self.curvature_n, *self.outputs.shape[1:], like=self.outputs, generator=generator)
         return signs[self._rows_of.first_row :][: len(self.targets)]
+
+
+def updates_buffers(module: nn.Module) -> bool:
+    """Whether a forward may write into buffers: some layer in training has one of its own."""
+    return any(layer.training and next(layer.buffers(recurse=False), None) is not None for layer in module.modules())
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:

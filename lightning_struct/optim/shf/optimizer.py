@@ -26,8 +26,8 @@ class SHF(torch.optim.Optimizer):
     """Stochastic Hessian-free optimization: each step solves a damped Gauss-Newton model of the batch.
 
     It trains every parameter below ``module`` that requires a gradient when it is made. Under torch.distributed each
-    process passes its own share of the batch, and all take the step of the whole. Batch-norm statistics are updated
-    once per step. Draw the batch of each step afresh.
+    process passes its own share of the batch, and all take the step of the whole. What a forward writes into
+    buffers, as batch-norm statistics, is written once per step. Draw the batch of each step afresh.
 
     ``SHF(module, loss)`` is enough: without ``damping``, what is not given is chosen from sizes, layers and data, and
     adapted while training; the log says at the first step what was chosen. With ``damping``, what is not given is the

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
 from lightning_struct.functional.gradient_norms import required_batch_size
-from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import seeded
-from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.batch_model import BatchModel, updates_buffers
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
 from lightning_struct.optim.shf.complete_settings import check_settings_of_outputs
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
@@ -101,8 +100,7 @@ class OutputSteps:
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
                 "LightningModule: automatic optimization gives an optimizer no batch"
             )
-        coupled = coupling_layer(self._module) is not None
-        buffers = {name: b.clone() for name, b in self._module.named_buffers()} if coupled else {}
+        buffers = {name: b.clone() for name, b in self._module.named_buffers()} if updates_buffers(self._module) else {}
         model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
         self._choose_damping(now, model)
         if self._took_back(now, model):  # beyond the paper

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.prune import l1_unstructured
 
 from lightning_struct.functional import CrossEntropy, SquaredError
@@ -231,6 +232,47 @@ def test_chunks_are_refused_where_the_batch_is_normalised_in_eval_mode_too() -> 
     optimizer = SHF(module.eval(), "mse", damping=1.0, preconditioner=None, chunk_size=5)
     with pytest.raises(ValueError, match="1 normalises over the batch.*leave chunk_size out"):
         take(optimizer, batch())
+
+
+class Counting(nn.Module):
+    """Counts its forwards in training."""
+
+    def __init__(self, in_place: bool, activation: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), activation, nn.Linear(5, 2)).double()
+        self.in_place = in_place
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.in_place:
+            self.calls += 1
+        elif self.training:
+            self.calls = self.calls + 1
+        return self.net(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.PReLU])  # with layer rules and without
+def test_buffers_are_written_once_a_step(in_place: bool, activation: type[nn.Module]) -> None:
+    module = Counting(in_place, activation())
+    module.double()
+    optimizer = SHF(module, "mse")
+    for seed in range(3):
+        take(optimizer, batch(seed=seed))
+    assert module.calls == 3
+    module.eval()
+    take(optimizer, batch())
+    assert module.calls == 3
+
+
+def test_spectral_normalisation_follows_the_weights() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(spectral_norm(nn.Linear(4, 20)), nn.Tanh(), nn.Linear(20, 2)).double()
+    optimizer = SHF(module, "mse")
+    for seed in range(30):
+        take(optimizer, batch(40, seed=seed))
+    module.eval()
+    assert torch.linalg.matrix_norm(module[0].weight, 2).item() == pytest.approx(1.0, abs=0.02)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("preconditioner", ["diagonal", "diagonal_sum", "fisher"])

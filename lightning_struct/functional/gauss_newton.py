@@ -26,6 +26,7 @@ from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_struct.functional.layer_call import tensors_in
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.per_sample.contributions import sample_chunks
@@ -83,7 +84,8 @@ def linearize(
             ``(params, *args)``. It returns one tensor (n, ...) whose row i depends on row i of the tensors in ``args``.
             A module's buffers are left as they are, and its parameters outside ``params`` are constants.
         params: name -> tensor, float32 or float64: the point, and what is differentiated.
-        *args: passed on; tensors among them have the batch as their first dimension.
+        *args: passed on; tensors among them, and those in dicts that have as many rows, have the batch as their first
+            dimension.
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
             the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
             to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian
@@ -219,18 +221,26 @@ class _Autograd(Linearization):
             return torch_vjp(lambda p: self._call(p, *batch_of_one), point)[1](u_i[None])[0]
 
         in_dims = (0, *(0 if isinstance(a, Tensor) else None for a in self._args))
-        for rows in sample_chunks(u.shape[0], sum(p.numel() for p in point.values())):
-            arguments = (u[rows], *(a[rows] if isinstance(a, Tensor) else a for a in self._args))
+        count = u.shape[0]
+        for rows in sample_chunks(count, sum(p.numel() for p in point.values())):
+            arguments = (u[rows], *rows_of_arguments(self._args, rows, count))
             with _twice_differentiable(self._module), restored_random_state(self._random_state):
                 try:
+                    if any(isinstance(a, dict) for a in self._args):
+                        raise NotImplementedError("vmap would have to know which entries have a row for each sample")
                     gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
                 except (RuntimeError, NotImplementedError):  # a layer without a batching rule: one sample at a time
-                    singles = [
-                        one(u_i, *(a[i] if isinstance(a, Tensor) else a for a in arguments[1:]))
-                        for i, u_i in enumerate(arguments[0])
-                    ]
-                    gradients = {name: torch.stack([s[name] for s in singles]) for name in point}
+                    singles = [self._vjp_of_sample(u, i) for i in range(count)[rows]]
+                    gradients = {
+                        name: torch.stack(g) for name, g in zip(point, zip(*singles, strict=True), strict=True)
+                    }
             yield gradients
+
+    def _vjp_of_sample(self, u: Tensor, i: int) -> tuple[Tensor, ...]:
+        row = slice(i, i + 1)
+        with torch.enable_grad():
+            outputs = self._call(self._point, *rows_of_arguments(self._args, row, len(u)))
+        return torch.autograd.grad(outputs, list(self._point.values()), u[row], materialize_grads=True)
 
     def _refuse_coupled_samples(self) -> None:
         name = None if self._module is None else coupling_layer(self._module)
@@ -354,6 +364,7 @@ class _Chunked(Linearization):
             )
         self._function, self._params = function, params
         sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}
+        sizes = sizes or {t.shape[0] for t in tensors_in(args) if t.ndim}  # of dicts
         if len(sizes) != 1:
             raise ValueError(f"chunks need tensors with one common batch size among the arguments, got {sorted(sizes)}")
         (self._n,) = sizes
@@ -375,7 +386,7 @@ class _Chunked(Linearization):
     def _draw(self) -> Iterator[tuple[slice, Linearization]]:
         """The chunks with the random numbers that come next."""
         for rows in self._rows:
-            args = tuple(a[rows] if isinstance(a, Tensor) else a for a in self._args)
+            args = rows_of_arguments(self._args, rows, self._n)
             if self._backend is None:
                 chain = _layer_chain(self._function, self._params, args)
                 yield rows, _LayerRules(chain) if chain else _DoubleBackward(self._function, self._params, args)
@@ -393,6 +404,20 @@ class _Chunked(Linearization):
 
     def squared_norms(self, u: Tensor) -> Tensor:
         return torch.cat([chunk.squared_norms(u[rows]) for rows, chunk in self._chunks()])
+
+
+def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple[Any, ...]:
+    """Rows of a module's arguments: of tensors, and of those entries of dicts that have a row for each of the samples.
+
+    What else there is stays whole.
+    """
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: cut(entry) for name, entry in value.items()}
+        return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (samples,) else value
+
+    return tuple(cut(arg) for arg in args)
 
 
 def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:

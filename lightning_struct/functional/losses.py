@@ -115,7 +115,9 @@ class CrossEntropy:
             and not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]
         ):
             raise ValueError(
-                f"class indices must be in [0, {outputs.shape[-1]}), got {int(targets.min())} to {int(targets.max())}"
+                f"class indices must be in [0, {outputs.shape[-1]}), got {int(targets.min())} to {int(targets.max())}. "
+                "There is no ignore_index: where positions do not count, give a loss of your own, with the methods of "
+                "GaussNewtonLoss, that is 0 there"
             )
 
 

@@ -253,7 +253,7 @@ class SHF(torch.optim.Optimizer):
         Args:
             closure: called once before the step, its result unused (Lightning's hooks hang on it).
             inputs: this process's share of the batch: a tensor (n, ...), or a tuple or list of them for a module of
-                several.
+                several. A dict, or a packed sequence, is one argument; entries with n rows have one for each sample.
             targets: what the loss compares the outputs with; row i belongs to row i of the inputs.
 
         Returns:

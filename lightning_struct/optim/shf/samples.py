@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.collective import all_gather_rows, rank
+from lightning_struct.functional.gauss_newton import rows_of_arguments
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Samples:
     """Inputs and targets on this process, and the number of samples on each process.
 
     Attributes:
-        args: the module's arguments; of those that are tensors row i belongs to sample i.
+        args: the module's arguments; row i of tensors among them, and of those in dicts that have as many rows as there
+            are samples, belongs to sample i.
         targets: row i belongs to sample i.
         counts: samples of each process, by rank.
     """
@@ -98,9 +101,10 @@ class Samples:
             yield self._rows_of_args(rows), self.targets[rows], rows
 
     def _rows_of_args(self, rows: slice) -> tuple[Any, ...]:
-        return tuple(a[rows] if isinstance(a, Tensor) else a for a in self.args)
+        return rows_of_arguments(self.args, rows, len(self.targets))
 
 
 def arguments(inputs: Any) -> tuple[Any, ...]:
     """The module's arguments: the inputs themselves, or what a tuple or list (torch's collate makes lists) holds."""
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
+    return tuple(inputs) if several else (inputs,)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.prune import l1_unstructured
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
 from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
@@ -302,6 +303,79 @@ def test_tied_weights_stay_tied_and_move_by_the_sum_of_their_uses() -> None:
     report = take(SHF(module, "mse", damping=3.0), batch())
     assert module[2].weight is module[0].weight
     assert report.reduction_ratio == pytest.approx(1.0, abs=0.2)
+
+
+class OfDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.net(batch["x"]) + batch["shift"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"damping": 1.0},
+        {"damping": 1.0, "chunk_size": 5},
+        {"damping": 1.0, "held_out": 0.3},
+        {"damping": 1.0, "solver": "cg", "curvature_share": 0.5},
+    ],
+    ids=str,
+)
+def test_a_dict_of_inputs_is_one_argument(options: dict[str, Any]) -> None:
+    module, reference = OfDict(), network()
+    inputs, targets = batch()
+    shift = torch.tensor([0.5, -0.5], dtype=torch.float64)  # for all samples
+    if "chunk_size" in options:
+        shift = shift.expand(12, 2)
+    report = take(SHF(module, "mse", **options), ({"x": inputs, "shift": shift}, targets))
+    expected = take(SHF(reference, "mse", **options), (inputs, targets - shift))
+    assert report.loss_after == pytest.approx(expected.loss_after, rel=1e-6)
+    assert report.gradient_variance == pytest.approx(expected.gradient_variance, rel=1e-6)
+
+
+class OfSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 5), nn.Linear(5, 2)
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        return self.head(self.lstm(sequences)[1][0][-1])
+
+
+class OfPadded(OfSequences):
+    def forward(self, padded: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(pack_padded_sequence(padded, lengths, enforce_sorted=False))
+
+
+def test_a_packed_sequence_is_one_argument() -> None:
+    torch.manual_seed(0)
+    module = OfSequences().double()
+    sequences = pack_sequence([gaussian(length, 3, seed=length) for length in (2, 5, 1)], enforce_sorted=False)
+    report = take(SHF(module, "mse"), (sequences, gaussian(3, 2, seed=9)))
+    assert report.loss_after < report.loss_before
+
+
+class PaddedFirst(OfPadded):
+    def forward(self, padded: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(padded.transpose(0, 1), lengths)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_single_samples_of_padded_sequences_have_gradients() -> None:
+    torch.manual_seed(0)
+    module = PaddedFirst().double()
+    inputs, targets = (gaussian(4, 5, 3, seed=1), torch.tensor([2, 5, 1, 3])), gaussian(4, 2, seed=9)
+    of_samples = []
+    for i in range(4):
+        row = slice(i, i + 1)
+        loss = 0.5 * (module(inputs[0][row], inputs[1][row]) - targets[row]).square().sum()
+        of_samples.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))]))
+    report = take(SHF.paper(module, "mse", maxiter=5), (inputs, targets))
+    assert report.gradient_variance == pytest.approx(torch.stack(of_samples).var(0).sum().item(), rel=1e-6)
 
 
 def test_a_module_of_several_inputs_takes_a_tuple() -> None:

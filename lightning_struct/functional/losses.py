@@ -146,5 +146,8 @@ def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | Le
         if not callable(getattr(loss, name, None))
     ]
     if missing:
-        raise TypeError(f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss)")
+        raise TypeError(
+            f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss); torch's "
+            "squared error and cross-entropy are called 'mse', half the sum over outputs, and 'cross_entropy'"
+        )
     return loss

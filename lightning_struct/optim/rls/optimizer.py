@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.optim.pickling import state_without_hooks
+from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
 from lightning_struct.optim.rls.all_weights import clip_coefficient, forget_statistics, gain_limits, mean_inputs
 from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
@@ -21,7 +22,6 @@ from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import (
     WeightTable,
     affine_layers,
-    check_module,
     layers_to_train,
     linear_layer,
 )
@@ -33,7 +33,6 @@ from lightning_struct.optim.rls.state import (
     refuse_rows_of_processes,
 )
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
-from lightning_struct.optim.sharding import refuse_distributed_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +136,7 @@ class RLS(torch.optim.Optimizer):
         exclude: Sequence[str | nn.Module] = (),
         auxiliary: AuxiliaryFactory | None = None,
     ) -> None:
-        check_module(module)
+        check_module(module, "RLS", "whose layers it watches")
         check_options(
             lr=lr, ratio=ratio, forgetting=forgetting, gradient_scale=gradient_scale, momentum=momentum, l1=l1,
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, max_gain=max_gain, interval=interval, rank=rank,
@@ -213,7 +212,7 @@ class RLS(torch.optim.Optimizer):
             >>> torch.allclose(layer.weight, torch.tensor([[3.0, -1.0]], dtype=torch.float64), atol=1e-3)
             True
         """
-        check_module(module)
+        check_module(module, "RLS", "whose layers it watches")
         check_options(regularization=regularization, gradient_scale={})
         chosen = linear_layer(module, layer)
         others = [other for other in module.modules() if chosen not in other.modules()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -125,20 +124,6 @@ def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: 
             "float32 weights and use autocast to bfloat16 (bf16-mixed)"
         )
     return TrainedWeight(name, parameter, groups=matrix.groups, transposed=matrix.transposed, forgetting=forgetting)
-
-
-def check_module(module: Any) -> None:
-    """Raise unless this is a module.
-
-    Raises:
-        TypeError: see above; the message says what to give instead.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            "RLS takes the module, whose layers it watches, not its parameters: RLS(model, ...), got "
-            f"{type(module).__name__}. In Lightning return RLS(self, ...) from configure_optimizers, also with "
-            "LightningCLI or hydra, which hand parameters to the optimizers that they configure themselves"
-        )
 
 
 def affine_layers(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.pickling import state_without_hooks
-from lightning_struct.optim.sharding import refuse_distributed_tensors
+from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
 from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.output_steps import OutputSteps
@@ -120,6 +120,7 @@ class SHF(torch.optim.Optimizer):
         ValueError: an argument out of range, or without a meaning beside the loss; no parameter that requires a
             gradient; weights that are neither float32 nor float64, or of mixed dtype, or on several devices, or spread
             over processes (FSDP2).
+        TypeError: ``module`` is none, as where its parameters are given; a loss that lacks methods.
         MemoryError: the Kronecker factors take more than is free.
 
     Example:
@@ -176,6 +177,7 @@ class SHF(torch.optim.Optimizer):
         seed: int = 0,
         geodesic_acceleration: bool | None = None,
     ) -> None:
+        check_module(module, "SHF", "which it calls itself")
         objective = get_loss(loss)
         given = Settings(
             damping=damping,

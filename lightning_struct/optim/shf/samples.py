@@ -39,11 +39,16 @@ class Samples:
             device: where processes exchange their counts.
 
         Raises:
-            ValueError: on any process the batch is empty, its rows do not match, or it holds NaN or infinity. All
-                processes raise alike.
+            ValueError: a tensor without dimensions; on any process the batch is empty, its rows do not match, or it
+                holds NaN or infinity. All processes raise alike.
         """
         args = arguments(inputs)
         tensors = [t for t in (*args, targets) if isinstance(t, Tensor)]
+        if not all(t.ndim for t in tensors):
+            raise ValueError(
+                "a tensor without dimensions is among inputs and targets, whose rows belong to samples: give a number, "
+                "or one for each sample"
+            )
         rows = len(targets)
         rows_of_inputs = next((len(t) for t in tensors if len(t) != rows), rows)
         finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())

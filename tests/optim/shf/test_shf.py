@@ -1059,6 +1059,22 @@ def test_inputs_and_targets_of_different_length_are_an_error() -> None:
         take(SHF(network(), "mse", damping=1.0), (batch(6)[0], batch(5)[1]))
 
 
+def test_a_tensor_without_rows_is_an_error() -> None:
+    inputs, targets = batch()
+    with pytest.raises(ValueError, match="a tensor without dimensions is among inputs and targets"):
+        take(SHF(network(), "mse"), ((inputs, torch.tensor(2.0)), targets))
+
+
+def test_parameters_in_place_of_a_module_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"SHF takes the module, which it calls itself.* return SHF\(self, \.\.\.\)"):
+        SHF(network().parameters(), "mse")  # type: ignore[arg-type]
+
+
+def test_a_loss_of_torch_is_refused_with_the_name_of_ours() -> None:
+    with pytest.raises(TypeError, match=r"CrossEntropyLoss lacks value, .* 'cross_entropy'"):
+        SHF(network(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
+
+
 def test_targets_of_another_shape_are_an_error() -> None:
     inputs, targets = batch()
     with pytest.raises(ValueError, match=r"\(12, 2\) but targets \(12, 1\)"):

@@ -57,7 +57,9 @@ def validate_now(trainer: L.Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False
     trainer.validating = True
+    has_run = loop._has_run
     loop.run()
+    loop._has_run = has_run  # by which a resumed epoch tells whether it is over: all that are left would be passed over
     trainer.training = True
 
 

@@ -86,6 +86,11 @@ class SHFOptimization(ManualOptimization):
         Returns:
             The loss before the step: (), detached.
         """
+        if torch.compiler.is_compiling():  # to trace all that a step does takes a minute, and gains nothing
+            return torch.compiler.disable(self._shf_step)(batch, batch_idx)
+        return self._shf_step(batch, batch_idx)
+
+    def _shf_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = self.inputs_and_targets(batch)
         optimizer: Any = self.optimizers()
         try:

@@ -380,6 +380,21 @@ def test_the_batch_size_is_found_and_training_begins_anew(tmp_path):
     assert module.batch_size == 8 and trainer.global_step > 0
 
 
+@pytest.mark.slow
+def test_a_compiled_module_compiles_its_network_and_not_the_step(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    module, reference = SHFNetwork(), SHFNetwork()
+    make_trainer(tmp_path, max_steps=3).fit(torch.compile(module, backend=backend), draw_loader())
+    make_trainer(tmp_path, max_steps=3).fit(reference, draw_loader())
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-6)
+    assert len(graphs) < 20
+
+
 # Precision and strategies
 
 

@@ -150,7 +150,8 @@ class Membership:
         if list(map(_is_own, saved)) != list(map(_is_own, groups)):
             raise ValueError(
                 "the state is of another optimizer than RLS, or of one with other groups: load it into an RLS that is "
-                "made as the one that was saved"
+                "made as the one that was saved. To go on from weights that another one trained, load these alone: "
+                "load_from_checkpoint, and no ckpt_path"
             )
 
     def check_parameters(self) -> None:

@@ -86,7 +86,10 @@ def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weigh
     """
     groups = state_dict["param_groups"]
     if len(groups) != 1 or not groups[0].keys() >= options.keys():
-        raise ValueError("the state is of another optimizer than SHF: load it into one like that which was saved")
+        raise ValueError(
+            "the state is of another optimizer than SHF. To go on from weights that another one trained, load these "
+            "alone: load_from_checkpoint, and no ckpt_path"
+        )
     direction = state_dict["state"].get(_KEY, {}).get("direction")
     if direction is not None and len(direction) != weights:
         raise ValueError(

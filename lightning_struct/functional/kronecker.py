@@ -378,11 +378,9 @@ def probe_layers(
             handle.remove()
 
     wanted: list[Any] = [edge for probed in calls for edge in probed.edges if edge is not None]
-    found = iter(
-        torch.autograd.grad(
-            outputs, [*wanted, *parameters.values()], cotangent(outputs.detach()).to(outputs.dtype), allow_unused=True
-        )
-    )
+    wanted += parameters.values()
+    cotangents_of_outputs = cotangent(outputs.detach()).to(outputs.dtype)
+    found = iter(torch.autograd.grad(outputs, wanted, cotangents_of_outputs, allow_unused=True) if wanted else ())
     uses = []
     for probed in calls:
         cotangents = [None if edge is None else next(found) for edge in probed.edges]

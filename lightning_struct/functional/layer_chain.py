@@ -199,8 +199,11 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
     owned = {layer: (names[id(layer.weight)], names.get(id(layer.bias))) for layer in _linears(module)}
     calls: list[tuple[nn.Module, tuple[Any, ...], Any, int]] = []
     weights: list[Tensor | None] = []
+    cut_off = False  # some layer is called under torch.no_grad, where no derivative passes
 
     def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        nonlocal cut_off
+        cut_off = cut_off or not torch.is_grad_enabled()
         calls.append((layer, inputs, output, output._version if isinstance(output, Tensor) else 0))
         weights.append(layer.weight if type(layer) is nn.Linear else None)
 
@@ -208,12 +211,14 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
     handles = [layer.register_forward_hook(hook) for layer in leaves]
     buffers = {name: b.clone() for name, b in module.named_buffers()}
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             outputs = call_with(module, {**buffers, **params}, args)
     finally:
         for handle in handles:
             handle.remove()
 
+    if cut_off:
+        return None
     steps: list[_Linear | _Elementwise | _Reshape] = []
     value: Any = args[0]
     dtype = torch.get_autocast_dtype(value.device.type) if torch.is_autocast_enabled(value.device.type) else None
@@ -226,7 +231,7 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
             assert weight is not None
             compute = dtype or weight.dtype
             weight_name, bias_name = (name if name in params else None for name in owned[layer])
-            steps.append(_Linear(value.to(compute), weight.detach().to(compute), weight_name, bias_name))
+            steps.append(_Linear(value.detach().to(compute), weight.detach().to(compute), weight_name, bias_name))
         elif type(layer) in _ELEMENTWISE and _has_rule(layer):
             steps.append(_Elementwise(_derivative(layer, value).to(dtype or output.dtype)))
         elif _has_rule(layer):
@@ -236,7 +241,7 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
         value = output
     if value is not outputs or not any(isinstance(step, _Linear) for step in steps):
         return None
-    return LayerChain(steps, outputs, params)
+    return LayerChain(steps, outputs.detach(), params)
 
 
 def _may_be_chain(module: nn.Module, params: Mapping[str, Tensor]) -> bool:

@@ -176,10 +176,14 @@ class BatchResiduals:
             rows.record.forget_products()
             return rows.has_derivative_of(residuals, point)
 
-        if as_recorded() or without_detachments() or without_outer_products():
-            rows.record.derivative_is_checked = True
-            return rows
-        self._records.refuse(name, "the derivative of a single row is not that of the batch")
+        reason = "the derivative of a single row is not that of the batch"
+        try:
+            if as_recorded() or without_detachments() or without_outer_products():
+                rows.record.derivative_is_checked = True
+                return rows
+        except RuntimeError as error:  # as of an operation that writes to a given tensor
+            reason = f"a single row cannot be differentiated ({str(error).splitlines()[0]})"
+        self._records.refuse(name, reason)
         self._rows = {**self._by_rows(), name: None}
         return None
 

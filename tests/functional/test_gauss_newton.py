@@ -183,6 +183,24 @@ def test_layer_rules_are_not_used_where_a_value_is_changed_in_place() -> None:
     assert linearize(module, trainable(module), torch.randn(3, 4)).backend != "layer_rules"
 
 
+def test_layer_rules_are_not_used_through_layers_without_gradients() -> None:
+    class HalfTrained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                features = self.features(x)
+            return self.head(features)
+
+    module = HalfTrained().double()
+    linearization = linearize(module, trainable(module), torch.ones(5, 3, dtype=torch.float64))
+    assert linearization.backend == "double_backward"
+    products = linearization.vjp(torch.ones(5, 2, dtype=torch.float64))
+    assert not products["features.weight"].any() and products["head.weight"].any()
+
+
 def test_bfloat16_autocast_products_are_near_the_float32_ones() -> None:
     torch.manual_seed(0)
     module, inputs = mlp(), torch.randn(6, 4)

@@ -18,11 +18,12 @@ from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.batch_model import updates_buffers
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
-from lightning_struct.optim.shf.residual_model import ResidualModel
+from lightning_struct.optim.shf.residual_model import ResidualModel, arguments_of
 from lightning_struct.optim.shf.residual_solvers import make_solver
 from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
@@ -116,7 +117,7 @@ class ResidualSteps:
         self.loss = loss
         self._adapts_warm_start = given.is_left("warm_start")
         self.settings = ResidualSettings.of(given.filled(_FILLED))
-        self._records = RowRecords(module)
+        self._module, self._records = module, RowRecords(module)
         self._warned: set[str] = set()
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
@@ -134,7 +135,8 @@ class ResidualSteps:
             raise TypeError("SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none")
         group, memory, weights = now.group, now.memory, now.weights
         like = group["params"][0]
-        with seeded(now.seed(f"network on rank {rank()}"), like.device):
+        seed = now.seed(f"network on rank {rank()}")
+        with seeded(seed, like.device):
             update = self._update(
                 weights,
                 inputs,
@@ -144,6 +146,9 @@ class ResidualSteps:
                 counts=memory.get("blocks"),
                 timed=now.timed,
             )
+        if updates_buffers(self._module):
+            with seeded(seed, like.device), torch.enable_grad():  # residuals may be derivatives in the inputs
+                self._module(*arguments_of(inputs))
         if update.direction is not None:
             for name, change in update.model.weights.unflat(update.direction).items():
                 weights[name].add_(change)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, vmap
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
@@ -335,6 +336,24 @@ def test_random_numbers_of_a_step_stay_the_same(solver: str) -> None:
             report = optimizer.step(inputs=(x, measured))
         loss = 0.5 * (module.net(x * module.dropped) - measured).square().sum().item() / len(x)
         assert report.loss_after == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+@pytest.mark.parametrize("name", ["batch norm", "spectral norm"])
+def test_buffers_that_a_forward_writes_are_updated_once_a_step(name: str) -> None:
+    module = Fit()
+    first = spectral_norm(nn.Linear(2, 6)) if name == "spectral norm" else nn.Linear(2, 6)
+    between: list[nn.Module] = [nn.BatchNorm1d(6)] if name == "batch norm" else []
+    module.net = nn.Sequential(first, *between, nn.Tanh(), nn.Linear(6, 2))
+    module.double()
+    optimizer = SHF(module, "least_squares")
+    for _ in range(12):
+        optimizer.step(inputs=measurements())
+    if name == "batch norm":
+        assert module.net[1].num_batches_tracked == 12
+    else:
+        module.eval()
+        assert torch.linalg.matrix_norm(first.weight, 2).item() == pytest.approx(1.0, abs=0.1)
 
 
 def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:

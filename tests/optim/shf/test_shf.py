@@ -378,6 +378,20 @@ def test_single_samples_of_padded_sequences_have_gradients() -> None:
     assert report.gradient_variance == pytest.approx(torch.stack(of_samples).var(0).sum().item(), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:preconditioner='kronecker'. nothing came back")
+def test_layers_that_are_never_called_do_not_end_a_step() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.layer.weight, self.layer.bias)
+
+    report = take(SHF(Direct(), "mse"), batch())
+    assert report.loss_after < report.loss_before
+
+
 def test_a_module_of_several_inputs_takes_a_tuple() -> None:
     class Difference(nn.Module):
         def __init__(self) -> None:

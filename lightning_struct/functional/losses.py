@@ -121,6 +121,31 @@ class CrossEntropy:
             )
 
 
+def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> float:
+    """Distance of S r from the derivative of each sample's loss, as a share of the larger of both.
+
+    It is 0 where autograd does not differentiate the value.
+
+    Example:
+        >>> class Doubled(SquaredError):
+        ...     def value(self, outputs, targets):
+        ...         return 2 * (outputs - targets).square().sum(1).mean()
+        >>> derivative_error(Doubled(), torch.ones(3, 2), torch.zeros(3, 2))
+        0.75
+    """
+    with torch.enable_grad():
+        point = outputs.detach().requires_grad_()
+        try:
+            (mean,) = torch.autograd.grad(loss.value(point, targets), point)
+        except RuntimeError:
+            return 0.0
+    found = loss.sqrt_hessian(outputs, targets, loss.residual(outputs, targets))
+    derivative = mean * len(outputs)
+    largest = max(inner(t, t).item() for t in (found, derivative))
+    error = inner(found - derivative, found - derivative).item()
+    return (error / largest) ** 0.5 if largest > 0.0 else 0.0
+
+
 def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | LeastSquares:
     """The loss of a name: ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`) or
     ``"least_squares"`` (:class:`~lightning_struct.functional.LeastSquares` with weights of 1); an object with the

@@ -71,8 +71,10 @@ class BatchModel:
         right_hand_side: b = -r of these.
 
     Raises:
-        ValueError: a forward that changes its inputs in place; an empty batch, or one too small to hold samples out;
-            NaN or infinity in the data or in f, on any of the processes.
+        TypeError: a loss whose value is no tensor without dimensions.
+        ValueError: a loss whose residual is not shaped like the outputs; a forward that changes its inputs in place; an
+            empty batch, or one too small to hold samples out; NaN or infinity in the data or in f, on any of the
+            processes.
     """
 
     def __init__(
@@ -141,12 +143,23 @@ class BatchModel:
             )
         self.outputs = self.linearization.outputs.to(self._dtype)
         self._residual = self._loss.residual(self.outputs, self.targets)
+        if self._residual.shape != self.outputs.shape:
+            raise ValueError(
+                f"{type(self._loss).__name__}.residual returned {tuple(self._residual.shape)} for outputs of "
+                f"{tuple(self.outputs.shape)}: it must be shaped like them"
+            )
 
     def _measure(self, per_sample: bool) -> None:
         """f, ∇f, and ‖Var‖₁ where samples have gradients of their own (section 4.3)."""
         cotangent = self._loss.sqrt_hessian(self.outputs, self.targets, self._residual)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        sums[0] = self._loss.value(self.outputs, self.targets).to(torch.float64) * len(self.targets)
+        value_here = self._loss.value(self.outputs, self.targets)
+        if not isinstance(value_here, Tensor) or value_here.ndim:
+            raise TypeError(
+                f"{type(self._loss).__name__}.value returned {_described(value_here)}: it must be a tensor without "
+                "dimensions, the mean over samples"
+            )
+        sums[0] = value_here.to(torch.float64) * len(self.targets)
         self.uncovered: str | None = None
         if per_sample and bool(sums[0].isfinite()):
             sums[1] = self._sum_of_squared_norms(cotangent)
@@ -273,6 +286,10 @@ class BatchModel:
 def updates_buffers(module: nn.Module) -> bool:
     """Whether a forward may write into buffers: some layer in training has one of its own."""
     return any(layer.training and next(layer.buffers(recurse=False), None) is not None for layer in module.modules())
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
 from lightning_struct.functional.gradient_norms import required_batch_size
-from lightning_struct.functional.losses import GaussNewtonLoss
+from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError, derivative_error
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.optim.shf.batch_model import BatchModel, updates_buffers
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
@@ -45,6 +45,8 @@ _CALLER_OF_STEP = 6
 _RATIO_DECAY = 0.8
 # The loss of the next batch rises by more than this share: the step is taken back.
 _HARM = 0.1
+# S r of a loss differs by more than this share from the derivative of its value: a warning.
+_LARGEST_DERIVATIVE_ERROR = 0.01
 # Bound on the tolerance of the solver, which is loosened where steps are shortened.
 _LOOSEST_TOLERANCE = 0.3
 
@@ -88,6 +90,7 @@ class OutputSteps:
             )
         self._validation: Batches | None = None
         self._uncovered = False
+        self._checked_loss: GaussNewtonLoss | None = None
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
         """One step of the weights.
@@ -102,6 +105,7 @@ class OutputSteps:
             )
         buffers = {name: b.clone() for name, b in self._module.named_buffers()} if updates_buffers(self._module) else {}
         model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
+        self._check_loss(model)
         self._choose_damping(now, model)
         if self._took_back(now, model):  # beyond the paper
             for name, buffer in buffers.items():
@@ -165,6 +169,20 @@ class OutputSteps:
             )
         self._uncovered = self._uncovered or model.uncovered is not None
         return model
+
+    def _check_loss(self, model: BatchModel) -> None:
+        """Warn once of a loss of somebody's own whose parts do not belong together."""
+        if self._checked_loss is self.loss or type(self.loss) in (SquaredError, CrossEntropy):
+            return
+        self._checked_loss = self.loss
+        error = derivative_error(self.loss, model.outputs, model.targets)
+        if error > _LARGEST_DERIVATIVE_ERROR:
+            warnings.warn(
+                f"SHF: sqrt_hessian of the residual, S r, differs by {error:.0%} from the derivative of the value of "
+                f"{type(self.loss).__name__}. S r must be the derivative of each sample's loss in its outputs, and the "
+                "value the mean over samples; else steps and their measure belong to different losses",
+                stacklevel=_CALLER_OF_STEP,
+            )
 
     def _took_back(self, now: StepState, model: BatchModel) -> bool:
         """Measure by this batch what the last step gained, and adapt σ and λ; a harmful step is taken back.

@@ -1084,6 +1084,74 @@ def test_parameters_in_place_of_a_module_are_refused() -> None:
         SHF(network().parameters(), "mse")  # type: ignore[arg-type]
 
 
+class Bernoulli(SquaredError):
+    """Binary cross-entropy of logits, summed over outputs."""
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").sum(1).mean()
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return (p - targets) / (p * (1 - p)).sqrt()
+
+    def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return (p * (1 - p)).sqrt() * vector
+
+    sqrt_hessian_transpose = sqrt_hessian
+
+
+class OfSums(Bernoulli):
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().value(outputs, targets) * len(outputs)
+
+
+class OfGradients(Bernoulli):
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sigmoid() - targets
+
+
+class OfSamples(Bernoulli):
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").sum(1)
+
+
+class OfMeans(Bernoulli):
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().residual(outputs, targets).mean(1)
+
+
+def bits() -> tuple[Tensor, Tensor]:
+    inputs, targets = batch()
+    return inputs, (targets > 0).double()
+
+
+def test_a_loss_of_ones_own_trains_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = take(SHF(network(), Bernoulli()), bits())
+    assert report.loss_after < report.loss_before
+
+
+@pytest.mark.parametrize("loss", [OfSums, OfGradients])
+def test_a_loss_whose_parts_do_not_belong_together_is_warned_of_once(loss: type[Bernoulli]) -> None:
+    optimizer = SHF(network(), loss())
+    with pytest.warns(UserWarning, match=rf"differs by \d+% from the derivative of the value of {loss.__name__}"):
+        take(optimizer, bits())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take(optimizer, bits())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(OfSamples, r"OfSamples.value returned a tensor of \(12,\)"), (OfMeans, r"OfMeans.residual returned \(12,\)")],
+)
+def test_parts_of_a_loss_with_another_shape_are_named(loss: type[Bernoulli], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        take(SHF(network(), loss()), bits())
+
+
 def test_a_loss_of_torch_is_refused_with_the_name_of_ours() -> None:
     with pytest.raises(TypeError, match=r"CrossEntropyLoss lacks value, .* 'cross_entropy'"):
         SHF(network(), nn.CrossEntropyLoss())  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.losses import SquaredError
 from lightning_struct.optim.rls import RLS
 from lightning_struct.strategies.manual import ManualOptimization
@@ -30,7 +31,8 @@ class RLSOptimization(ManualOptimization):
 
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,
-            ``ReduceLROnPlateau``, or anything but one RLS from ``configure_optimizers``.
+            ``ReduceLROnPlateau``, ``StochasticWeightAveraging`` with batch normalisation, or anything but one RLS from
+            ``configure_optimizers``.
         ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers,
             or under the paper's loss outputs that are not shaped as their targets; the weights and P are unchanged.
 
@@ -100,6 +102,13 @@ class RLSOptimization(ManualOptimization):
             raise MisconfigurationException(
                 "In manual optimization Lightning drops the monitor of ReduceLROnPlateau: leave RLSOptimization out, "
                 "RLS works in automatic optimization too"
+            )
+        averages = lightning_classes("callbacks.StochasticWeightAveraging")
+        averaged = any(isinstance(callback, averages) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if averaged and (layer := coupling_layer(self)) is not None:
+            raise MisconfigurationException(
+                f"StochasticWeightAveraging ends with an epoch for the statistics of {layer}, in which manual "
+                "optimization trains on: leave RLSOptimization out, RLS works in automatic optimization too"
             )
 
     def on_fit_end(self) -> None:

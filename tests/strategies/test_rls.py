@@ -3,7 +3,12 @@ import functools
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -159,6 +164,30 @@ def test_reduction_on_a_plateau_works_in_automatic_and_is_refused_in_manual_opti
     assert trainer.optimizers[0].param_groups[0]["lr"] < 1
     with pytest.raises(MisconfigurationException, match="drops the monitor of ReduceLROnPlateau"):
         fit(ManualNetwork(scheduler=scheduler), tmp_path)
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def test_averages_of_weights_are_those_that_training_ends_with(tmp_path):
+    """With batch normalisation Lightning makes another epoch, and at its end a step without a backward pass."""
+    module = AutomaticNetwork(exclude=["layers.1"], auxiliary=functools.partial(torch.optim.SGD, lr=0.0))
+    module.layers = normalised()
+    averaging = StochasticWeightAveraging(swa_lrs=[1.0, 0.1], swa_epoch_start=1)
+    trainer = make_trainer(tmp_path, callbacks=[averaging], max_epochs=4, limit_val_batches=0)
+    trainer.fit(module, loader())
+    for layer, average in zip(module.layers, averaging._average_model.layers, strict=True):
+        if isinstance(layer, nn.Linear):
+            assert torch.equal(weights(layer), weights(average))
+
+
+def test_averages_with_batch_normalisation_are_refused_in_manual_optimization(tmp_path):
+    module = ManualNetwork(exclude=["layers.1"], auxiliary=functools.partial(torch.optim.SGD, lr=0.0))
+    module.layers = normalised()
+    with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging ends with an epoch .* trains on"):
+        fit(module, tmp_path, callbacks=[StochasticWeightAveraging(swa_lrs=[1.0, 0.1], swa_epoch_start=1)])
 
 
 def test_learning_rate_monitor_finds_the_groups(tmp_path):

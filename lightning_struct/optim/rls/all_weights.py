@@ -16,6 +16,8 @@ from lightning_struct.optim.rls.weights import TrainedWeight
 
 # The states of weights by their names, of those that have one.
 States: TypeAlias = Mapping[str, Mapping[str, Any]]
+# Attribute of a gradient: its version when a step was made with it.
+_STEPPED = "version_stepped_by_rls"
 
 
 def forget_statistics(weights: Iterable[TrainedWeight]) -> None:
@@ -33,11 +35,24 @@ def mean_inputs(weights: Iterable[TrainedWeight], states: States) -> dict[Traine
     return {weight: weight.statistics.mean() for weight in weights if _takes_part(weight, states)}
 
 
+def is_of_last_step(gradient: Tensor) -> bool:
+    """Whether a step was made with this gradient, and nobody has written to it since."""
+    return getattr(gradient, _STEPPED, None) == gradient._version
+
+
+def mark_as_stepped(gradients: Iterable[Tensor]) -> None:
+    """Let :func:`is_of_last_step` hold of these gradients."""
+    for gradient in gradients:
+        setattr(gradient, _STEPPED, gradient._version)
+
+
 def _takes_part(weight: TrainedWeight, states: States) -> bool:
     gradients = [parameter.grad for parameter in weight.parameters if parameter.grad is not None]
     if not gradients or weight.statistics.total is not None:
         return bool(gradients)
     if not any(gradient.any() for gradient in gradients):  # filled with zeros, and nobody called it
+        return False
+    if all(is_of_last_step(gradient) for gradient in gradients):  # Lightning's SWA steps once without a backward pass
         return False
     raise ValueError(
         f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen to read "

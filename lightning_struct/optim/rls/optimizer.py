@@ -14,7 +14,13 @@ from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
-from lightning_struct.optim.rls.all_weights import clip_coefficient, forget_statistics, gain_limits, mean_inputs
+from lightning_struct.optim.rls.all_weights import (
+    clip_coefficient,
+    forget_statistics,
+    gain_limits,
+    mark_as_stepped,
+    mean_inputs,
+)
 from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
 from lightning_struct.optim.rls.memory import check_memory, summary_table
@@ -291,6 +297,7 @@ class RLS(torch.optim.Optimizer):
                 clip=coefficient, momentum=group["momentum"], l1=group["l1"], decay=group["lr"] * group["weight_decay"],
                 limit=limits.get(weight), changes_at_most=changes_at_most,
             )  # fmt: skip
+        mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
         forget_statistics(self._weights)
         return coefficient
 

@@ -135,6 +135,19 @@ def test_a_layer_used_twice_in_a_pass_is_not_taken_for_a_cleared_one() -> None:
         module.zero_grad()
 
 
+def test_a_gradient_that_a_step_was_made_with_is_none_for_the_next() -> None:
+    module = network()
+    optimizer = RLS(module, auxiliary=partial(torch.optim.SGD, lr=0.0))
+    loss_of(module, 0).backward()
+    optimizer.step()
+    before = weights(module)
+    optimizer.step()
+    assert torch.equal(weights(module), before)
+    module[0].weight.grad.mul_(2.0)
+    with pytest.raises(ValueError, match="0.weight has a gradient, but its layer was not seen"):
+        optimizer.step()
+
+
 # --- unfreezing ------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ from lightning_struct.nn import (
     Circulant,
     LDRSubdiagonal,
     LowRank,
+    RandomizedHadamard,
     ToeplitzLike,
     adapter_parameter_groups,
     add_adapters,
@@ -252,6 +253,9 @@ WAYS: dict[str, Callable] = {
     "LDR-SD by diagonals": of_ours(lambda rank: partial(ToeplitzLike, rank=rank - 1), diagonals=("both", "both")),
     "Toeplitz-like": of_ours(lambda rank: partial(ToeplitzLike, rank=rank)),
     "circulant, learned diagonals": of_ours(lambda rank: Circulant, diagonals=("outputs", "both")),
+    "Hadamard, learned outputs' diagonal": of_ours(
+        lambda rank: partial(RandomizedHadamard, terms=2 * rank - 1), diagonals=("outputs", "outputs")
+    ),
     "LoRA": of_peft("LoraConfig", lambda width, rank: {"r": rank, "lora_alpha": 2 * rank}),
     "C3A": of_peft("C3AConfig", lambda width, rank: {"block_size": width // (2 * rank)}),
     "OFT": of_peft("OFTConfig", lambda width, rank: {"r": 0, "oft_block_size": 4 * rank}),

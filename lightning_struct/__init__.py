@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.nn import LowRank as LowRank
     from lightning_struct.nn import Monarch as Monarch
     from lightning_struct.nn import PrunedLinear as PrunedLinear
+    from lightning_struct.nn import RandomizedHadamard as RandomizedHadamard
     from lightning_struct.nn import StructuredLinear as StructuredLinear
     from lightning_struct.nn import StructuredLSTM as StructuredLSTM
     from lightning_struct.nn import ToeplitzLike as ToeplitzLike
@@ -75,6 +76,7 @@ _HOME_OF = {
     "OperatorMonitor": "lightning_struct.callbacks",
     "PredictionWriter": "lightning_struct.callbacks",
     "PrunedLinear": "lightning_struct.nn",
+    "RandomizedHadamard": "lightning_struct.nn",
     "RLS": "lightning_struct.optim",
     "RLSOptimization": "lightning_struct.strategies",
     "ReconstructionPlot": "lightning_struct.callbacks",

@@ -17,6 +17,7 @@ from lightning_struct.nn.compress import compress
 from lightning_struct.nn.convolutions import replace_conv
 from lightning_struct.nn.freezing import freeze
 from lightning_struct.nn.frozen import FrozenLinear
+from lightning_struct.nn.hadamard import RandomizedHadamard
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.nn.jacobian import jacobian_norms
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
@@ -44,6 +45,7 @@ __all__ = [
     "Monarch",
     "PatchLinear",
     "PrunedLinear",
+    "RandomizedHadamard",
     "StructuredAttention",
     "StructuredLSTM",
     "StructuredLinear",

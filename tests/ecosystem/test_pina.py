@@ -37,4 +37,4 @@ def test_growing_batches() -> None:
     # its loader takes one batch of each condition, and makes them itself: more of them are accumulated
     row = train_thrice("PINA: PINN, accumulated", "pina-mathlab", fit, samples_of=points)
     assert "a _Aggregator, which is not a torch DataLoader" in row.grown.messages[0]
-    assert_batches_grow(row, announced=("a _Aggregator",))
+    assert_batches_grow(row, announced=("a _Aggregator", "estimator='layers'"))

@@ -16,6 +16,7 @@ from lightning_struct.nn import (
     LowRank,
     Monarch,
     PrunedLinear,
+    RandomizedHadamard,
     ToeplitzLike,
     VandermondeLike,
 )
@@ -35,6 +36,7 @@ FACTORIES = {
     "cauchy_like": partial(CauchyLike, rank=2),
     "circulant": partial(Circulant),
     "fastfood": partial(Fastfood),
+    "randomized_hadamard": partial(RandomizedHadamard, terms=2),
     "low_rank": partial(LowRank, rank=2),
     "low_rank_padded": partial(LowRank, rank=2, pad="square"),
     "monarch": partial(Monarch, blocks=3),

@@ -13,6 +13,7 @@ from lightning_struct.nn import (
     HankelLike,
     LowRank,
     PrunedLinear,
+    RandomizedHadamard,
     ToeplitzLike,
     VandermondeLike,
 )
@@ -30,6 +31,13 @@ def krylov(operator, v, count):
     return krylov_matrix(operator, v, count)
 
 
+def hadamard(size):
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
 def by_definition(layer):
     """M of a layer of rank 1, from the formula of its class."""
     m, n = layer.out_features, layer.in_features
@@ -40,18 +48,17 @@ def by_definition(layer):
         return torch.tensor(
             [[layer.column.detach()[(a - b) % max(m, n)] for b in range(n)] for a in range(m)], dtype=torch.float64
         )
-    if isinstance(layer, Fastfood):
-        N = layer.length
-        hadamard = torch.ones(1, 1, dtype=torch.float64)
-        while len(hadamard) < N:
-            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-        hadamard = hadamard / math.sqrt(N)
-        selection = torch.eye(N, dtype=torch.float64)[layer.order]
-        return (
-            layer.S[:, None]
-            * hadamard[:m, : len(selection)]
-            @ (layer.G[:, None] * selection @ hadamard[:, :n] * layer.B)
+    if isinstance(layer, RandomizedHadamard):
+        left, right = hadamard(layer.length)[:m], hadamard(layer.length)[:, :n]
+        k = layer.G.shape[1]
+        return sum(
+            T[:, None] * left[:, :k] @ (g[:, None] * right[order % layer.length] * S)
+            for T, S, g, order in zip(layer.output_signs, layer.input_signs, layer.G, layer.order, strict=True)
         )
+    if isinstance(layer, Fastfood):
+        selection = torch.eye(layer.length, dtype=torch.float64)[layer.order]
+        left, right = hadamard(layer.length)[:m, : len(selection)], hadamard(layer.length)[:, :n]
+        return layer.S[:, None] * left @ (layer.G[:, None] * selection @ right * layer.B)
     g, h = layer.G[:, 0], layer.H[:, 0]
     if isinstance(layer, HankelLike):
         return krylov(shift(m, 1.0), g, p) @ krylov(shift(n, -1.0).T, h, p).T
@@ -64,7 +71,9 @@ def by_definition(layer):
     return torch.outer(g, h)
 
 
-@pytest.mark.parametrize("cls", [*GENERATED, Circulant, Fastfood, partial(PrunedLinear, parameters=1)])
+@pytest.mark.parametrize(
+    "cls", [*GENERATED, Circulant, Fastfood, RandomizedHadamard, partial(PrunedLinear, parameters=1)]
+)
 def test_matrix_is_that_of_the_formula(cls):
     torch.manual_seed(0)
     for sizes in SIZES:
@@ -72,7 +81,9 @@ def test_matrix_is_that_of_the_formula(cls):
         torch.testing.assert_close(layer.to_dense(), by_definition(layer), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("cls", [ToeplitzLike, HankelLike, Circulant, Fastfood, partial(ToeplitzLike, pad="square")])
+@pytest.mark.parametrize(
+    "cls", [ToeplitzLike, HankelLike, Circulant, Fastfood, RandomizedHadamard, partial(ToeplitzLike, pad="square")]
+)
 def test_large_matrices_are_kept_as_spectra(cls):
     torch.manual_seed(0)
     layer = cls(1030, 1040)
@@ -258,3 +269,24 @@ def test_rounded_nodes_of_older_checkpoints_are_dealt_anew(assign):
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("sizes", "error"), [((16, 16), 1e-12), ((12, 9), 1e-5), ((5, 12), 1e-5)])
+def test_terms_of_hadamard_transforms_are_found_again(sizes, error):
+    torch.manual_seed(0)
+    weight = RandomizedHadamard(*sizes, terms=3, dtype=torch.float64).to_dense().detach()
+    assert RandomizedHadamard.from_linear(linear_of(weight), terms=3).approximation_error < 1e-5
+    one = RandomizedHadamard(*sizes, dtype=torch.float64)
+    found = RandomizedHadamard.from_linear(linear_of(one.to_dense().detach()))
+    assert found.approximation_error < error
+    torch.testing.assert_close(found.G, one.G, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_random_in_hadamard_terms_is_always_the_same_and_is_not_saved():
+    first, second = (RandomizedHadamard(6, 4, terms=2, bias=False) for _ in range(2))
+    for name in ("output_signs", "input_signs", "order"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert first.output_signs.tolist() == [[-1, -1, 1, 1], [1, -1, -1, 1]]
+    assert list(first.state_dict()) == ["G"] and not torch.equal(first.G, second.G)
+    assert not torch.equal(first.input_signs[0], first.input_signs[1])
+    assert [sorted(order.tolist()) != order.tolist() for order in first.order] == [True, True]

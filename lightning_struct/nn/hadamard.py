@@ -1,0 +1,149 @@
+"""RandomizedHadamard: a layer of learned diagonals between random Walsh-Hadamard transforms."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster
+from lightning_struct.functional.structured.prepared import PreparedMatrix
+from lightning_struct.functional.transforms import hadamard_transform
+from lightning_struct.nn.structured import StructuredLinear, positive_size
+
+
+@dataclass(frozen=True)
+class HadamardTerms:
+    """M = Σ T_j H G_j Π_j H S_j by its factors: a
+    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+
+    Args:
+        G: (t, k), the diagonals.
+        output_signs, input_signs: (t, m) and (t, n), T and S.
+        order: (t, k) int64, the coordinates that Π_j picks of the t N of all terms.
+        length: N, the size of H.
+    """
+
+    G: Tensor
+    output_signs: Tensor
+    input_signs: Tensor
+    order: Tensor
+    length: int
+
+    def matmul(self, x: Tensor) -> Tensor:
+        picked = self._spread(x).flatten(-2)[..., self.order] * self.G
+        return (self._transformed(picked)[..., : self.output_signs.shape[1]] * self.output_signs).sum(-2)
+
+    def inner_products(self, term: int, weight: Tensor) -> Tensor:
+        """⟨M_i, W⟩ for W (m, n), (k,), where M_i is M with G = 1 at entry i of a term, and zero elsewhere."""
+        columns = self._spread(weight).flatten(-2)[..., self.order[term]] * self.output_signs[term][:, None]
+        return self._transformed(columns.T).diagonal()
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """H S_j x, (..., t, N)."""
+        return self._transformed(x.unsqueeze(-2) * self.input_signs)
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        return hadamard_transform(F.pad(x, (0, self.length - x.shape[-1])), normalize=True)
+
+
+class RandomizedHadamard(StructuredLinear):
+    """A layer with M = Σ T_j H G_j Π_j H S_j, j = 1 ... t: learned diagonals G_j between random orthogonal transforms.
+
+    H is the orthonormal Walsh-Hadamard transform of the smallest power of two N ≥ k = max(m, n), S_j and T_j are random
+    signs, and Π_j picks k of the N coordinates in a random order. Where n, k or m is less than N, vectors are filled up
+    with zeros before a transform, and cut after it. There are t k parameters, and M is linear in them.
+
+    Randomised Hadamard transforms are those of Ailon and Chazelle (2006); with learned S and T besides, and one term, M
+    is :class:`Fastfood`. What is random is the same in each layer of the same size, and is not saved. It is meant for
+    :func:`add_adapters`, where VeRA (`arXiv 2310.11454 <https://arxiv.org/abs/2310.11454>`__) has frozen random
+    matrices: here a product takes O(n log n), and nothing frozen is stored.
+
+    Args:
+        in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
+        terms: t.
+
+    Raises:
+        ValueError: a size or ``terms`` is not positive.
+
+    Example:
+        >>> layer = RandomizedHadamard(100, 50, terms=2)
+        >>> layer(torch.randn(8, 100)).shape, layer.weight_parameters
+        (torch.Size([8, 50]), 200)
+    """
+
+    weight_names: ClassVar[tuple[str, ...]] = ("G",)
+
+    G: nn.Parameter
+    """(t, k), the diagonals."""
+    output_signs: Tensor
+    input_signs: Tensor
+    order: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        terms: int = 1,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.terms = positive_size("terms", terms)
+        k = max(in_features, out_features)
+        self.length = 1 << (k - 1).bit_length()
+        self.G = nn.Parameter(torch.empty(terms, k, device=device, dtype=dtype))
+        for name, size, kind in (
+            ("output_signs", out_features, torch.int8),
+            ("input_signs", in_features, torch.int8),
+            ("order", k, torch.int64),
+        ):
+            self.register_buffer(name, torch.empty(terms, size, device=device, dtype=kind), persistent=False)
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, terms={self.terms}"
+
+    @torch.no_grad()
+    def _draw_weights(self) -> None:
+        """Draw G from a normal distribution that keeps the variance of the input; set what is always the same."""
+        # The variance rises by n/N in the first transform, and by k/N in the second.
+        nn.init.normal_(self.G, std=self.length / math.sqrt(self.G.numel() * self.in_features))
+        if self.G.is_meta:
+            return
+        for term in range(self.terms):
+            numbers = random.Random(term)  # whose random() is the same in all versions of Python
+            for signs in (self.output_signs[term], self.input_signs[term]):
+                signs.copy_(torch.tensor([1 if numbers.random() < 0.5 else -1 for _ in range(len(signs))]))
+            shuffled = torch.tensor([numbers.random() for _ in range(self.length)], dtype=torch.float64).argsort()
+            self.order[term] = shuffled[: self.order.shape[1]] + term * self.length
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return self._factors().matmul(x)
+
+    def _keeps_dense(self, batch: int) -> bool:
+        return kept_matrix_is_faster(self.out_features, self.in_features, self.terms - 1, batch)
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        return super()._prepare(dense) if dense else self._factors()
+
+    def _compressed(self) -> PreparedMatrix:
+        return self._factors()
+
+    def _start_near(self, weight: Tensor) -> None:
+        """Project what is left of the weight on one term after the other, which are nearly orthogonal."""
+        self.G.zero_()
+        squared_norm = self.in_features * self.out_features / self.length**2  # of M with a single one in G
+        for term in range(self.terms):
+            rest = weight - self.to_dense()
+            self.G[term] = self._factors().inner_products(term, rest) / squared_norm
+
+    def _factors(self) -> HadamardTerms:
+        return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)

@@ -80,7 +80,8 @@ class GrowingBatchSize(Callback):
     workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on an iterable data
     set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts with the first
     size. The samples left of an epoch that is resumed come in the order they would have come in; later epochs are
-    shuffled as Lightning shuffles them after any resume.
+    shuffled as Lightning shuffles them after any resume. Another fit of the same Trainer goes on with the size it has;
+    given to another Trainer, as for the next fold of a cross-validation, the callback begins anew.
 
     Override :meth:`decide` for another rule.
 
@@ -170,12 +171,17 @@ class GrowingBatchSize(Callback):
         self.max_device_batch_size, self.mode = max_device_batch_size, mode
         self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
         self.growth, self.window, self.allow_shrinking, self.probes = growth, window, allow_shrinking, probes
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with nothing seen."""
         self.predictions: list[int] = []
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
+        self._has_trained = False
         self._samples = 0
         self._steps = 0
-        self._theta = theta
+        self._theta = self.theta
         self._ratio_bound: float | None = None
         self._last_step = self._resized_at = 0
         self._batch_size: float | None = None
@@ -191,7 +197,7 @@ class GrowingBatchSize(Callback):
         self._logged_here: tuple[str, ...] | None = None
         self._told = False
         self._validation = DueValidation()
-        self._rate = None if scale_lr is None else LearningRateScale(scale_lr)
+        self._rate = None if self.scale_lr is None else LearningRateScale(self.scale_lr)
         self._clock: SchedulerClock | None = None
         self._raw_steps: RawSteps | None = None
 
@@ -222,6 +228,8 @@ class GrowingBatchSize(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
+            if self._has_trained and trainer.fit_loop.total_batch_idx < 0:  # by another Trainer
+                self._begin()
             if self._schedule is not None:
                 self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
             if self.mode == "accumulate":
@@ -273,7 +281,7 @@ class GrowingBatchSize(Callback):
                 "has no length: set max_batch_size to what memory allows"
             )
         self._last_step = optimizer_steps(trainer, pl_module)
-        self._logged_here, self._told = None, False
+        self._logged_here, self._told, self._has_trained = None, False, True
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
 

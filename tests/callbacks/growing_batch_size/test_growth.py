@@ -89,8 +89,31 @@ def test_a_stop_in_mid_epoch_leaves_the_loader_as_it_was(tmp_path):
 
 def test_a_second_fit_begins_with_the_grown_size(tmp_path):
     growing = Growing([20])
-    fit(tmp_path, loader(), growing=growing)
-    assert fit(tmp_path, loader(), growing=growing).sizes == [20, 20]
+    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
+    trainer.fit(Reader(), loader())
+    trainer.fit_loop.max_epochs, module = 2, Reader()
+    trainer.fit(module, loader())
+    assert module.sizes == [20, 20]
+
+
+def test_another_trainer_begins_with_the_first_size(tmp_path):
+    """As with the next fold of a cross-validation."""
+    growing = Growing([20])
+    first = fit(tmp_path, loader(), growing=growing)
+    assert fit(tmp_path, loader(), growing=growing).sizes == first.sizes == [4, 20, 16]
+    assert [record["samples"] for record in growing.records] == [4, 24, 40]
+
+
+@pytest.mark.parametrize("schedule", [None, "0:4 12:8"])
+def test_a_checkpoint_goes_before_what_a_callback_has_seen(tmp_path, schedule):
+    options = {"schedule": "0:4 12:8"} if schedule else {"theta": 0.1, "every_n_steps": 1, "window": 2}
+    once = fit(tmp_path, loader(), growing=GrowingBatchSize(**options), max_epochs=2).sizes
+    growing = GrowingBatchSize(**options)
+    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
+    trainer.fit(Reader(), loader())
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    again = fit(tmp_path, loader(), growing=growing, max_epochs=2, ckpt_path=tmp_path / "half.ckpt").sizes
+    assert again == once[-len(again) :] and again
 
 
 # Validation

@@ -140,6 +140,9 @@ class Compression(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"is_done": self._is_done}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fitted": None}  # weak references cannot be copied
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._is_done = state_dict["is_done"]
 

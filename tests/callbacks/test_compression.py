@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
 
 import pytest
@@ -142,6 +143,12 @@ def test_an_object_compresses_each_module_that_it_is_in_the_fit_of(pl):
     assert sizes[0] == sizes[1] <= 0.5 * size(module(pl))
     silent_trainer(pl, 2, callback).fit(models[1], loader())
     assert size(models[1]) == sizes[1]  # once
+
+
+def test_an_object_can_be_copied_after_a_fit(pl):
+    compression = Compression(budget=0.5)
+    silent_trainer(pl, 1, compression).fit(module(pl), loader())
+    assert copy.deepcopy(compression).state_dict() == {"is_done": True}
 
 
 def test_training_that_ends_before_the_epoch_is_warned_of(pl):

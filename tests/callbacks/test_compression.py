@@ -146,7 +146,7 @@ def test_an_object_compresses_each_module_that_it_is_in_the_fit_of(pl):
 
 
 def test_an_object_can_be_copied_after_a_fit(pl):
-    compression = Compression(budget=0.5)
+    compression = Compression(budget=0.5, epoch=0, samples=16)
     silent_trainer(pl, 1, compression).fit(module(pl), loader())
     assert copy.deepcopy(compression).state_dict() == {"is_done": True}
 

@@ -435,6 +435,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
@@ -452,6 +453,8 @@ def main() -> None:
         for way in options.ways
         if is_for(way, TASKS[name])
     ]
+    if options.report:
+        jobs = [job for job in jobs if job.file.exists()]
     if runs := harness.run_jobs(jobs, options.jobs):
         report(runs)
         draw(runs).savefig(output / "growing_batch_size.png")

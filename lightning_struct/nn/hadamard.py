@@ -16,6 +16,11 @@ from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
+# Entries of a matrix that is made for a product with more rows than it has columns. Forward and backward on a CPU that
+# took 0.13 of the time of transforming all rows with 64 units and 512 rows, 0.26 with 256 and 1,024, 0.54 with 512 and
+# 1,024, and 0.68 with 1,024 and 2,048.
+_LARGEST_MADE = 1024**2
+
 
 @dataclass(frozen=True)
 class HadamardTerms:
@@ -126,6 +131,9 @@ class RandomizedHadamard(StructuredLinear):
             self.order[term] = shuffled[: self.order.shape[1]] + term * self.length
 
     def _multiply(self, x: Tensor) -> Tensor:
+        is_small = self.in_features * self.out_features <= _LARGEST_MADE and not torch.compiler.is_compiling()
+        if is_small and x.shape[:-1].numel() > self.in_features:
+            return F.linear(x, self.to_dense())
         return self._factors().matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:

@@ -290,3 +290,13 @@ def test_what_is_random_in_hadamard_terms_is_always_the_same_and_is_not_saved():
     assert list(first.state_dict()) == ["G"] and not torch.equal(first.G, second.G)
     assert not torch.equal(first.input_signs[0], first.input_signs[1])
     assert [sorted(order.tolist()) != order.tolist() for order in first.order] == [True, True]
+
+
+def test_many_rows_are_multiplied_by_the_matrix_of_hadamard_terms():
+    torch.manual_seed(0)
+    layer = RandomizedHadamard(12, 9, terms=2, dtype=torch.float64)
+    x, u = torch.randn(40, 12, dtype=torch.float64, requires_grad=True), torch.randn(40, 9, dtype=torch.float64)
+    at_once, in_pieces = layer(x), torch.cat([layer(rows) for rows in x.split(5)])
+    torch.testing.assert_close(at_once, in_pieces)
+    gradients = [torch.autograd.grad(y, [x, layer.G], u) for y in (at_once, in_pieces)]
+    torch.testing.assert_close(*gradients)

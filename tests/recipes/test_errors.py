@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning as L
@@ -103,7 +104,14 @@ def test_truncated_checkpoint_is_one_error():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model.network.layer_sizes=[784]"], "error: layer_sizes must name the pixels, the classes"),
+        pytest.param(
+            ["--model.network.layer_sizes=[784]"],
+            "error: layer_sizes must name the pixels, the classes",
+            marks=pytest.mark.skipif(
+                version("jsonargparse").startswith("4.40."),
+                reason="its errors do not keep what a class has said",
+            ),
+        ),
         (
             ["--trainer.callbacks=TrainingCurves", "--trainer.callbacks.every_n_steps=0"],
             "error: every_n_steps must be at",

@@ -629,3 +629,31 @@ def test_the_outputs_of_a_step_do_not_outlive_it() -> None:
     optimizer.step()
     del outputs
     assert watched() is None
+
+
+def test_state_of_version_0_2_is_taken_over():
+    """Its groups had no weight decay."""
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 4), torch.randn(16, 2)
+
+    def made():
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        return network, RLS(network, weight_decay=0.01)
+
+    def step(network, optimizer):
+        optimizer.zero_grad()
+        (network(x) - y).square().sum().div(32).backward()
+        optimizer.step()
+
+    network, optimizer = made()
+    step(network, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        del group["weight_decay"]
+    again, loaded = made()
+    again.load_state_dict(network.state_dict())
+    loaded.load_state_dict(state)
+    step(network, optimizer)
+    step(again, loaded)
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), again.parameters(), strict=True))

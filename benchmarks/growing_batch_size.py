@@ -24,7 +24,8 @@ in a run. The two last tables hold what is claimed: (a) after the same seconds t
 own batch; (b) with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
-where it was. With three seeds and the default bounds it takes an hour and a half of one core.
+where it was. With three seeds and the default bounds it takes an hour and a half of one core. ``--report`` prints
+the tables of the runs that are there.
 """
 
 from __future__ import annotations

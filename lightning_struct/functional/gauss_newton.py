@@ -407,7 +407,7 @@ class _Chunked(Linearization):
 
 
 def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple[Any, ...]:
-    """Rows of a module's arguments: of tensors, and of those entries of dicts that have a row for each of the samples.
+    """Rows of a module's arguments: of tensors, also in dicts, that have a row for each of the samples.
 
     What else there is stays whole.
     """

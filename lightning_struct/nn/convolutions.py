@@ -43,7 +43,8 @@ def replace_conv(
     With n pixels in a channel that goes in and m in one that comes out, each block is a matrix m x n between two
     channels, where a convolution has the Toeplitz matrix of a filter. So the sizes of images must be known: the model
     is run once on an example, in eval mode and without gradients. From then on it takes images of that size alone.
-    A filter of 3 x 3 has 9 numbers, a block at least m + n: the blocks can do more, and are not smaller.
+    A filter of 3 x 3 has 9 numbers, a block of most classes more than its images have pixels: the blocks can do more,
+    and are not smaller.
 
     Left as they are: convolutions of images of several sizes, and those of 1 x 1 pixels, which :func:`replace_linear`
     takes. :func:`~lightning_struct.nn.replacement_report` names them. New layers have the device, the dtype, the mode

@@ -57,6 +57,7 @@ class Keep(L.Callback):
 
 def records(directory, estimator, module, growing=None, **options):
     most = None if "max_steps" in options else 4 * options.get("accumulate_grad_batches", 1)
+    directory.mkdir(exist_ok=True)
     growing = GrowingBatchSize(estimator=estimator, every_n_steps=1, **(growing or {"max_batch_size": most}))
     trainer = L.Trainer(
         accelerator="cpu",
@@ -117,25 +118,25 @@ class ShardedInTwoProcesses(ModelParallelStrategy):
         self._launcher = LeavingWeights(self, start_method=START_METHOD)
 
 
+def two_sharded_processes(data_parallel_size=2):
+    strategy = ShardedInTwoProcesses(data_parallel_size)
+    return {"strategy": strategy, "devices": 2, "plugins": [LightningEnvironment()]}
+
+
 def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    (of_one,) = records(one, "steps", Network(rate=0.05), devices=1)
-    options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
-    sharded = records(two, "steps", Network(rate=0.05), **options)
+    (of_one,) = records(tmp_path / "one", "steps", Network(rate=0.05), devices=1)
+    sharded = records(tmp_path / "two", "steps", Network(rate=0.05), **two_sharded_processes())
     assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4)
     assert sharded[0] == sharded[1] and len(sharded[0]) == 9
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_sharded_processes_are_compared_as_whole_ones(tmp_path, batches):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-    of_whole = records(whole, "ranks", Network(rate=0.05), accumulate_grad_batches=batches, **two_processes())
-    options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
-    sharded = records(parts, "auto", Network(rate=0.05), accumulate_grad_batches=batches, **options)
+    of_whole = records(
+        tmp_path / "whole", "ranks", Network(rate=0.05), accumulate_grad_batches=batches, **two_processes()
+    )
+    options = two_sharded_processes() | {"accumulate_grad_batches": batches}
+    sharded = records(tmp_path / "parts", "auto", Network(rate=0.05), **options)
     assert ratios(sharded[0]) == pytest.approx(ratios(of_whole[0]), rel=1e-4)
     assert sharded[0] == sharded[1] and len(sharded[0]) == 10 // batches
 
@@ -173,13 +174,9 @@ class TensorParallel(Network):
 
 
 def test_processes_that_share_a_batch_count_its_samples_once(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
     growing = {"theta": 0.02, "window": 2, "max_batch_size": 8}
-    (of_one,) = records(one, "steps", TensorParallel(rate=0.05), growing, devices=1)
-    options = {"strategy": ShardedInTwoProcesses(1), "devices": 2, "plugins": [LightningEnvironment()]}
-    parallel = records(two, "auto", TensorParallel(rate=0.05), growing, **options)
+    (of_one,) = records(tmp_path / "one", "steps", TensorParallel(rate=0.05), growing, devices=1)
+    parallel = records(tmp_path / "two", "auto", TensorParallel(rate=0.05), growing, **two_sharded_processes(1))
     assert [record["batch_size"] for record in parallel[1]] == [record["batch_size"] for record in of_one]
     assert [of_one[0]["batch_size"], of_one[-1]["batch_size"]] == [4, 8] and parallel[0] == parallel[1]
     assert ratios(parallel[0]) == pytest.approx(ratios(of_one), rel=1e-4)
@@ -218,12 +215,8 @@ def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, proces
 
 
 def test_a_compiled_and_sharded_network_is_measured_by_steps(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    (of_one,) = records(one, "steps", Network(rate=0.05), devices=1)
-    options = {"strategy": ShardedInTwoProcesses(), "devices": 2, "plugins": [LightningEnvironment()]}
-    sharded = records(two, "auto", Compiled(rate=0.05), **options)
+    (of_one,) = records(tmp_path / "one", "steps", Network(rate=0.05), devices=1)
+    sharded = records(tmp_path / "two", "auto", Compiled(rate=0.05), **two_sharded_processes())
     assert ratios(sharded[0]) == pytest.approx(ratios(of_one), rel=1e-4) and sharded[0] == sharded[1]
 
 

@@ -221,7 +221,7 @@ def check_correlation(correlation: float) -> None:
         raise MisconfigurationException(f"noise_correlation must be in [0, 1], but is {correlation}")
 
 
-def picture_patches(count: int, *, generator: Generator) -> Tensor:
+def picture_patches(count: int, size: int = SIZE, *, generator: Generator) -> Tensor:
     """Grounds cut at random places from 20 pictures.
 
     Larochelle et al. took 20 pictures from the internet and left out pieces with little texture. Here the pictures are
@@ -230,17 +230,18 @@ def picture_patches(count: int, *, generator: Generator) -> Tensor:
 
     Args:
         count: number of grounds.
+        size: height and width in pixels.
         generator: source of the random numbers.
 
     Returns:
-        (count, 784), float32, values in [0, 1].
+        (count, size * size), float32, values in [0, 1].
     """
     pictures = make_pictures(generator)
-    patches = torch.empty(0, SIZE * SIZE)
+    patches = torch.empty(0, size * size)
     while len(patches) < count:
         which = torch.randint(PICTURES, (count, 1, 1), generator=generator)
-        top, left = torch.randint(PICTURE_SIZE - SIZE + 1, (2, count, 1, 1), generator=generator)
-        span = torch.arange(SIZE)
+        top, left = torch.randint(PICTURE_SIZE - size + 1, (2, count, 1, 1), generator=generator)
+        span = torch.arange(size)
         drawn = pictures[which, top + span[:, None], left + span].flatten(1)
         patches = torch.cat([patches, drawn[drawn.std(dim=1) >= LEAST_TEXTURE]])
     return patches[:count]

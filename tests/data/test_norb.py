@@ -82,9 +82,19 @@ def test_images_are_made_smaller_by_averaging():
     assert small.shape == (1, 1024) and small[0, 0] == 100 and small[0, 1:].sum() == 0
 
 
-def test_synthetic_images_have_six_classes():
-    splits = prepared("nowhere", synthetic=True, train_size=200, test_size=20)
+def test_made_images_are_always_the_same_and_synthetic_ones_follow_the_seed():
+    sizes = {"train_size": 40, "test_size": 20}
+    made, again = (prepared("nowhere", generate=True, seed=seed, **sizes) for seed in (0, 1))
+    torch.testing.assert_close(made.test.tensors[0], again.test.tensors[0])
+    first, other = (prepared("nowhere", synthetic=True, seed=seed, **sizes) for seed in (0, 1))
+    assert not torch.equal(first.test.tensors[0], other.test.tensors[0])
+
+
+def test_made_images_have_the_classes_of_their_edition():
+    splits = prepared("nowhere", generate=True, train_size=200, test_size=20)
     assert set(splits.train.tensors[1].tolist()) == set(range(6)) and splits.test.tensors[0].shape == (20, 1024)
+    splits = prepared("nowhere", generate=True, edition="small", train_size=100, test_size=20)
+    assert set(splits.train.tensors[1].tolist()) == set(range(5))
 
 
 def damaged(directory, damage):

@@ -44,7 +44,12 @@ SEEDS = re.compile(r"(?<=--seeds )\d+(?: \d+)*")
 SWEEP = rls.columns_of("sweep", rls.TASKS["mnist"])  # the same for all tasks
 SWEPT = ("mnist", "cifar", "imdb")
 RATE = 0.001  # of most runs on images
-VARIANTS = {"noise": "noise", "background_rotation": "background and rotation", "cifar": "CIFAR-10 in grey"}
+VARIANTS = {
+    "noise": "noise",
+    "background_rotation": "background and rotation",
+    "cifar": "CIFAR-10 in grey",
+    "norb": "toys as in NORB",
+}
 
 
 @dataclass(frozen=True)
@@ -264,11 +269,12 @@ def tables_8_and_9(network: str, variant: str = "noise") -> Table:
     return Table(["rank of LDR-SD", "parameters", *columns], rows, used)
 
 
-def tables_10_and_11(network: str) -> Table:
-    columns = {fraction: image_runs("noise", fraction, network) for fraction in FRACTIONS}
+def tables_10_and_11(network: str, variant: str = "noise") -> Table:
+    columns = {fraction: image_runs(variant, fraction, network) for fraction in FRACTIONS}
     columns = {fraction: runs for fraction, runs in columns.items() if runs}
     rows, used = [], []
-    for way, (_, papers) in (TABLE_10 if network == "shl" else TABLE_11).items():
+    for way, of_variants in (TABLE_10 if network == "shl" else TABLE_11).items():
+        papers = of_variants[IMAGES.index(variant)]
         if not any(of_way(runs, way) for runs in columns.values()):
             continue
         cells = []
@@ -309,8 +315,11 @@ TABLES: dict[str, Callable[[], Table]] = {
     "ldr_table_8": partial(tables_8_and_9, "shl"),
     "ldr_table_8_background_rotation": partial(tables_8_and_9, "shl", "background_rotation"),
     "ldr_table_9": partial(tables_8_and_9, "lenet"),
+    "ldr_table_9_background_rotation": partial(tables_8_and_9, "lenet", "background_rotation"),
     "ldr_table_10": partial(tables_10_and_11, "shl"),
+    "ldr_table_10_background_rotation": partial(tables_10_and_11, "shl", "background_rotation"),
     "ldr_table_11": partial(tables_10_and_11, "lenet"),
+    "ldr_table_11_background_rotation": partial(tables_10_and_11, "lenet", "background_rotation"),
     "ldr_table_12": table_12,
     "ldr_table_13": partial(best_rates, {"rectangles": "rectangles"}),
 }

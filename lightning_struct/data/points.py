@@ -271,17 +271,18 @@ class PointsDataModule(LightningDataModule):
         return self.evaluation_dataloader("test")
 
     def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> DataLoader:
-        """The points of a set as one batch; of the training set those of the last step."""
-        if part == "train":
-            if self._draws is None:
-                self.train_dataloader()
-            assert self._draws is not None
-            points = self._draws.points
+        """The points of a set as one batch; of the training set those of the last step.
+
+        In a process that made no step, as one that has spawned others for it, those are uniformly distributed.
+        """
+        held = self._draws.points if self._draws is not None else (self._held or {}).get("points")
+        if part == "train" and held:
+            points = held
         else:
+            counts = self.counts if part == "train" else dict.fromkeys(self.counts, self.eval_count)
+            of_part = {"train": _TRAIN, "val": _VAL, "test": _TEST}[part]
             points = {
-                block: region.sample(
-                    self.eval_count, seeded_generator(self.seed, _VAL if part == "val" else _TEST, index)
-                )
+                block: region.sample(counts[block], seeded_generator(self.seed, of_part, index))
                 for index, (block, region) in enumerate(self.equation.regions.items())
             }
         return DataLoader(_OneBatch(self._in_dtype_of_module(points)), batch_size=None, collate_fn=keep_batch)

@@ -167,7 +167,7 @@ class PhysicsInformedNetwork(L.LightningModule):
         if self._squared_error is not None:
             error, size = all_reduce(self._squared_error)
             self._squared_error = None
-            self.log("relative_l2_error", (error / size).sqrt(), prog_bar=True)
+            self.log("relative_l2_error", (error / size).sqrt(), prog_bar=True, sync_dist=True)  # the same on all
 
 
 def shf_of_residuals(module: nn.Module) -> SHF:

@@ -240,3 +240,9 @@ def test_numbers_out_of_range_are_refused_when_the_data_module_is_made(name, num
 def test_residual_share_needs_a_trainer():
     with pytest.raises(MisconfigurationException, match="train with a Trainer"):
         points_of_heat(residual_share=0.5).train_dataloader()
+
+
+def test_a_process_that_made_no_step_evaluates_on_uniform_points():
+    data = PointsDataModule(Poisson(), {"interior": 8, "boundary": 4}, residual_share=0.5)
+    (points,) = data.evaluation_dataloader("train")
+    assert {block: len(of_block) for block, of_block in points.items()} == {"interior": 8, "boundary": 4}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-CONFIG_IN_CHECKPOINT = "recipe_config"
+CONFIG_IN_CHECKPOINT, RECIPE_IN_CHECKPOINT = "recipe_config", "recipe"
 WORDS_FOR_CHECKPOINTS = ("last", "hpc")  # Lightning finds these itself; "best" it knows in the process of the fit alone
 PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
 
@@ -76,13 +76,17 @@ PINN_RESULTS = Results(
 class RunConfigCallback(SaveConfigCallback):
     """Saves the config of a run beside its results and in its checkpoints: each says itself how to resume it."""
 
+    def __init__(self, *arguments: Any, recipe: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.recipe = recipe
+
     @cached_property
     def text(self) -> str:
         """The config as YAML."""
         return self.parser.dump(self.config, skip_none=False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CONFIG_IN_CHECKPOINT] = self.text
+        checkpoint |= {CONFIG_IN_CHECKPOINT: self.text, RECIPE_IN_CHECKPOINT: self.recipe}
 
 
 class RecipeCLI(LightningCLI):
@@ -327,7 +331,7 @@ def run_recipe(
             auto_configure_optimizers=False,
             seed_everything_default=0,
             save_config_callback=RunConfigCallback,
-            save_config_kwargs={"overwrite": True},
+            save_config_kwargs={"overwrite": True, "recipe": name},
             parser_kwargs={"prog": program, "allow_abbrev": False, **parsers},
             trainer_defaults={
                 "logger": {
@@ -340,11 +344,11 @@ def run_recipe(
         )
 
 
-def config_of_checkpoint(path: str | Path) -> dict[str, Any] | None:
-    """The config of the run that wrote a checkpoint, None if there is none in it.
+def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None:
+    """The config of the run of a recipe that wrote a checkpoint, None if there is none in it.
 
     Raises:
-        MisconfigurationException: if it is an archive of something else.
+        MisconfigurationException: if it is an archive of something else, or a checkpoint of another recipe.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -352,6 +356,12 @@ def config_of_checkpoint(path: str | Path) -> dict[str, Any] | None:
         return None
     except RuntimeError as error:
         raise MisconfigurationException(f"{path} is no checkpoint: name another file. ({error})") from error
+    written_by = checkpoint.get(RECIPE_IN_CHECKPOINT, recipe)  # version 0.2 does not say
+    if written_by != recipe:
+        raise MisconfigurationException(
+            f"{path} is a checkpoint of the recipe {written_by}, not of {recipe}: run lightning-struct {written_by}, "
+            "or say by --config which model its weights are to go into"
+        )
     text = checkpoint.get(CONFIG_IN_CHECKPOINT)
     return (
         None
@@ -368,7 +378,7 @@ def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[
     named, _ = options.parse_known_args(arguments)
     if named.config is not None:
         return []
-    config = config_of_checkpoint(named.ckpt_path) if named.ckpt_path and is_zipfile(named.ckpt_path) else None
+    config = config_of_checkpoint(named.ckpt_path, name) if named.ckpt_path and is_zipfile(named.ckpt_path) else None
     if config is None:
         return [str(default_config(name))]
     file = folder / "config_of_checkpoint.yaml"

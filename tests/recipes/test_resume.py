@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
 from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
@@ -89,6 +90,15 @@ def test_options_and_a_named_config_win_over_the_checkpoint(capsys):
     other = printed_config(capsys, "mnist_fnn", "--ckpt_path", "some.ckpt", "--config", "hrls")
     assert longer["trainer"] == original["trainer"] | {"max_epochs": 7} and longer["model"] == original["model"]
     assert other["model"]["class_path"] == "lightning_struct.models.RLSClassifier"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_pictures")
+def test_a_checkpoint_of_another_recipe_is_refused_by_name():
+    run("mnist_fnn", *LITTLE["mnist_fnn"], *QUIET, "--data.synthetic=true", "--trainer.max_epochs=1")
+    written = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
+    with pytest.raises(MisconfigurationException, match=f"{written} is a checkpoint of the recipe mnist_fnn, not of"):
+        run("cifar_cnn", "--ckpt_path", written, *QUIET)
 
 
 @pytest.mark.slow

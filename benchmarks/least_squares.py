@@ -1,7 +1,7 @@
 """Errors of physics-informed networks over CPU time, by SHF, Adam, L-BFGS and torch-levenberg-marquardt.
 
-    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60] [--seeds 0 1 2]
-    [--methods ...]
+    OMP_NUM_THREADS=1 python benchmarks/least_squares.py [--problems poisson2d ...] [--seconds 60]
+        [--seeds 0 1 2] [--methods ...]
 
 Each run trains one network on one problem, in float64, in a process of its own, for ``--seconds`` of CPU time; what
 measures the error is not counted. The error is the relative L2 error on 10,000 points of the domain, against the known

@@ -1,7 +1,7 @@
 """RLS against what people use now, in equal CPU time: the command ``rivals`` of ``benchmarks/rls.py``.
 
-    OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY [--seeds 0
-    1 2]
+    OMP_NUM_THREADS=1 python benchmarks/rls.py rivals vgg resnet lstm mnist transformer --data-dir DIRECTORY
+        [--seeds 0 1 2]
 
 Every run gets the CPU seconds of its task, making the optimizer included, evaluations not; so who takes longer for a
 step takes fewer of them. The rate of each way is chosen by one seed and fewer seconds, on validation samples, from the

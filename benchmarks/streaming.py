@@ -6,9 +6,11 @@
 Every sample is predicted first and learnt afterwards, once (prequential error), in batches of ``--batch`` samples, by
 all but river one at a time. The tasks need no files; river brings the first two, and makes the third:
 
-    trump approval of a president, 1,001 days in their order, from the date and five polls: absolute error segments
-    patches of images, 18 features, seven classes; a seed draws 1,000 of the 2,310 in an order: wrong answers hyperplane
-    two classes on the sides of a plane that turns, 1,000 samples of 10 features, 5 % noise; a seed is a stream
+- ``trump``: approval of a president, 1,001 days in their order, from the date and five polls; absolute error;
+- ``segments``: patches of images, 18 features, seven classes; a seed draws 1,000 of the 2,310 in an order; wrong
+  answers;
+- ``hyperplane``: two classes on the sides of a plane that turns, 1,000 samples of 10 features, 5 % noise; a seed is a
+  stream; wrong answers.
 
 Features are standardised by the mean and the variance so far, but for exact linear models, which read them less those
 of the first sample: their scale does not matter there. Targets of a regression are less the first one, too. Exact

@@ -13,8 +13,7 @@ Above 1, ours is faster. Tables go to standard output, the picture to ``--output
 ``--classes`` times other classes of structured layers beside, at equal numbers of parameters, and in evaluation the
 dense layer in int8 (``torch.ao.quantization.quantize_dynamic``):
 
-    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --batches 1 64 256
-    --rounds 5
+    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --rounds 5
 
 ``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
 differentiable, which is timed beside.

@@ -62,8 +62,7 @@ DRAWN = {
 
 
 class PrintedNormTest(SHFAutoencoder):
-    """The norm test as equations 13 and 14 of the paper have it: the norm of the gradient, where Byrd et al. have its
-    square."""
+    """The norm test as printed (equations 13 and 14): the norm of the gradient where Byrd et al. square it."""
 
     def gradient_statistics(self) -> GradientStatistics | None:
         found = super().gradient_statistics()

@@ -1,5 +1,4 @@
-"""A growing batch against the batches and schedules that a user would take: six tasks with the optimizers and rates
-usual there.
+"""A growing batch against the batches and schedules that a user would take: six tasks with their usual optimizers.
 
     OMP_NUM_THREADS=1 python benchmarks/growing_batch_size.py --data-dir DIRECTORY [--tasks mnist ...] [--jobs 2]
 
@@ -344,8 +343,7 @@ def report(runs: Sequence[Run]) -> None:
 
 
 def predicted_growth(runs: Sequence[Run], task: str) -> str:
-    """The batch that the default predicts over the user's own: the gradient noise scale, as far as there are
-    samples."""
+    """The batch that the default predicts over the user's own: the noise scale, as far as there are samples."""
     predicted = [
         [check["predicted"] for check in run["sizes"] if "predicted" in check] for run in of(runs, task, DEFAULT)
     ]
@@ -378,8 +376,7 @@ def lowest_so_far(run: Run) -> Iterator[float]:
 
 
 def median_curve(runs: Sequence[Run], measure: str) -> tuple[list[float], list[list[float]]]:
-    """The medians of a measure at each validation, and of the lowest losses until then the lowest, median and
-    highest."""
+    """The medians of a measure at each validation; of the lowest losses so far the lowest, median and highest."""
     at = [
         statistics.median(points)
         for points in zip(*([p[measure] for p in run["points"]] for run in runs), strict=False)

@@ -370,8 +370,7 @@ def legend_below(figure: Figure, axes: Axes, title: str, columns: int) -> None:
 
 
 def plain_ticks(*axes: Axis, unit: str = "") -> None:
-    """Ticks of logarithmic axes as numbers (20, 5k, 1M) instead of powers of ten, three a decade where there is
-    room."""
+    """Ticks of logarithmic axes as numbers (20, 5k, 1M), not powers of ten; three a decade if there is room."""
 
     def short(value: float, _: int) -> str:
         for size, letter in ((1e6, "M"), (1e3, "k")):

@@ -97,8 +97,7 @@ class Residuals(nn.Module):
 
 
 class ScaledRows(nn.Module):
-    """The same for points of all blocks in one tensor: coordinates, then for each block 1/√n_b at its points and 0
-    elsewhere."""
+    """The same for points of all blocks in one tensor: coordinates, then per block 1/√n_b at its points, else 0."""
 
     def __init__(self, residuals: Residuals, blocks: Sequence[str]) -> None:
         super().__init__()
@@ -243,8 +242,7 @@ def train(problem: str, method: str, seed: int, seconds: float) -> harness.Run:
 
 
 def error_at(run: harness.Run, seconds: float) -> float | None:
-    """The error when the time had come, or that of the weights that were kept by then; None where the run is
-    shorter."""
+    """The error when the time had come, or of the weights kept by then; None where the run is shorter."""
     curve = run["curve"]
     end = next((i for i, point in enumerate(curve) if point["seconds"] >= 0.999 * seconds), None)
     if end is None:

@@ -1,5 +1,4 @@
-"""What a preconditioner would gain in LSMR on residuals: distance to the solution of a damped step after so many
-products.
+"""What a preconditioner would gain in LSMR on residuals: distance to a damped step's solution after some products.
 
     OMP_NUM_THREADS=1 python benchmarks/residual_preconditioners.py [--steps 6 18 30] [--seed 0]
 

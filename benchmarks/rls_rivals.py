@@ -149,8 +149,7 @@ def from_module(make: Callable[..., InMemoryDataModule], options: argparse.Names
 
 
 def next_characters(options: argparse.Namespace) -> Data:
-    """Texts of the first 90 %, the next 5 % and the last 5 % of tinyshakespeare; of a rule of arithmetic without
-    files."""
+    """Texts of the first 90 %, next 5 % and last 5 % of tinyshakespeare; without files, of a rule of arithmetic."""
     if options.synthetic:
         numbers = torch.arange(100_000).square() % CHARACTERS
     else:
@@ -489,8 +488,7 @@ def print_tables(runs: dict[str, Sequence[Run]]) -> None:
 
 @harness.readable
 def draw(runs: dict[str, Sequence[Run]]) -> Figure:
-    """Validation accuracy over CPU seconds, a panel for each task; medians of the seeds, with the lowest and
-    highest."""
+    """Validation accuracy over CPU seconds, a panel per task; medians of the seeds, lowest and highest."""
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)
     figure = Figure(figsize=(harness.WIDTH, 3.2 * rows), layout="constrained")

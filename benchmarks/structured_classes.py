@@ -1,5 +1,4 @@
-"""What the two tasks of ``structured_tasks.py`` share: the classes of matrices, and the weights that were best in
-validation."""
+"""What the tasks of ``structured_tasks.py`` share: classes of matrices, and the weights best in validation."""
 
 from __future__ import annotations
 

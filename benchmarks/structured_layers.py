@@ -52,8 +52,7 @@ def layer_of(size: int, rank: int, deviation: float) -> LDRSubdiagonal:
 
 
 def seconds(product: Product, at_least: float) -> float:
-    """CPU seconds of one call, or with several threads passed ones, on average over as many as take ``at_least``
-    seconds."""
+    """Seconds of one call, CPU time or with several threads passed time: the mean over ``at_least`` seconds."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     calls, begin = 0, clock()
     while (passed := clock() - begin) < at_least or not calls:

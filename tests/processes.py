@@ -55,8 +55,7 @@ class _EndingLauncher(_MultiProcessingLauncher):
 
 
 class TwoProcesses(DDPStrategy):
-    """DDP in processes as above. They have their weights for themselves: Lightning parts the memory of spawned ones
-    only."""
+    """DDP in processes as above, which have their weights for themselves: Lightning does so for spawned ones only."""
 
     def __init__(self):
         super().__init__(start_method=START_METHOD)

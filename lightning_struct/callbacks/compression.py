@@ -24,8 +24,7 @@ _STRUCTURE = "layer_structure"
 
 
 class Compression(Callback):
-    """Compresses the module at the beginning of an epoch, and trains on: :func:`~lightning_struct.nn.compress` within
-    one fit. ::
+    """Compresses the module at the beginning of an epoch by :func:`~lightning_struct.nn.compress`, and trains on. ::
 
         Trainer(max_epochs=12, callbacks=[Compression(budget=0.25, epoch=8)]).fit(module, data)
 

@@ -71,8 +71,7 @@ def plot_solution(
 
 
 class SolutionPlot(Callback):
-    """Draws the solution that a physics-informed network found, its error, and how the error fell, at the end of
-    ``fit``.
+    """Draws the solution of a physics-informed network, its error, and how that fell, at the end of ``fit``.
 
     ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third
     panel has ``relative_l2_error``, or ``val_loss`` where the solution is not known, of all validations; a resumed run

@@ -70,8 +70,9 @@ class TrainingCurves(Callback):
         return self._seconds_before + running
 
     def plot(self) -> tuple[Figure, list[Axes]]:
-        """Draw the losses over the seconds of training (training dotted, validation solid, as in figure 2 of
-        Emirahmetoglu & Stewart) and, if it was logged, the batch size over them (figure 3).
+        """Draw the losses over the seconds of training and, if it was logged, the batch size over them.
+
+        Training is dotted, validation solid, as in figures 2 and 3 of Emirahmetoglu & Stewart.
 
         Returns:
             The figure, and its one or two axes.

@@ -103,8 +103,7 @@ class ValidationMeritStopping(Callback):
         return gain > self.min_delta
 
     def begin_anew(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the best so far, and give the optimizers that there are now the merit: within a fit, where the module
-        has become another one."""
+        """Forget the best so far, where the module has become another one; give present optimizers the merit."""
         self._forget()
         optimizers = _shf_optimizers(trainer)
         if optimizers:

@@ -1,5 +1,4 @@
-"""Data sets as LightningDataModules, samplers whose batches change size, and differential equations with their
-points."""
+"""Data sets as LightningDataModules, samplers whose batches change size, differential equations with their points."""
 
 from lightning_struct.data.characters import CharactersDataModule
 from lightning_struct.data.cifar import CIFAR10DataModule

@@ -38,10 +38,10 @@ TEST_SIZES = {"rotation": 50_000, "background": 50_000, "background_rotation": 5
 
 
 class MNISTVariantDataModule(FlatImagesDataModule):
-    """MNIST-bg-rot, MNIST-noise and their relatives: 10,200 / 1,800 / 50,000 images of 28 x 28 (2,000 test images of
-    noise).
+    """MNIST-bg-rot, MNIST-noise and their relatives: 10,200 / 1,800 / 50,000 images of 28 x 28.
 
-    Samples are (pixels, label): (784,) float32, standardised (:class:`FlatImagesDataModule`), and int64. ::
+    Of noise there are 2,000 test images. Samples are (pixels, label): (784,) float32, standardised
+    (:class:`FlatImagesDataModule`), and int64. ::
 
         data = MNISTVariantDataModule(variant="noise", generate=True, data_dir="data")
         Trainer().fit(Classifier(single_hidden_layer(784, 10)), datamodule=data)

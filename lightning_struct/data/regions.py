@@ -76,11 +76,10 @@ class Box(Region):
         )
 
     def grid(self, count: int) -> Tensor:
-        """Points of a regular grid, corners included: ``count`` of them, or as many fewer as equal numbers along all
-        coordinates make.
+        """Points of a regular grid, corners included, as many along each coordinate.
 
         Args:
-            count: of points, at least two along each coordinate.
+            count: the most points that the grid may have, at least two along each coordinate.
 
         Returns:
             (n, d), float64, the last coordinate changing first.
@@ -107,8 +106,9 @@ class Box(Region):
 
 
 class Faces(Region):
-    """Faces of a box, its boundary: points where one of the coordinates is at its lowest or highest value. Faces are
-    drawn from in proportion to their areas.
+    """Faces of a box, its boundary: points where one of the coordinates is at its lowest or highest value.
+
+    Faces are drawn from in proportion to their areas.
 
     Args:
         box: the box.

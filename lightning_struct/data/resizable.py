@@ -263,8 +263,7 @@ class ResizableLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of the next batch. Setting it rounds to whole samples, or whole batches of a batch sampler not
-        torch's."""
+        """Samples of the next batch. Setting it rounds to whole samples, or batches of a sampler not torch's."""
         return self.sampler.batch_size
 
     @batch_size.setter

@@ -14,13 +14,13 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class IndependentDraws(DistributedSampler):
-    """Lists of indices: each is ``batch_size`` samples without replacement, drawn independently of all other draws
-    (Emirahmetoglu & Stewart, Algorithm 1).
+    """Lists of indices: each is ``batch_size`` samples without replacement, drawn independently of the others.
 
-    Every process draws the same indices and takes its block of them, so that the blocks in the order of ranks are the
-    draw of one process. A draw depends on the seed and on its number alone, and numbers go on from epoch to epoch. An
-    iterator that is left in the middle of an epoch is continued by the next one, unless another epoch was named by
-    ``set_epoch``: then the rest of the epoch is passed over.
+    So Algorithm 1 of Emirahmetoglu & Stewart draws its batches. Every process draws the same indices and takes its
+    block of them, so that the blocks in the order of ranks are the draw of one process. A draw depends on the seed and
+    on its number alone, and numbers go on from epoch to epoch. An iterator that is left in the middle of an epoch is
+    continued by the next one, unless another epoch was named by ``set_epoch``: then the rest of the epoch is passed
+    over.
 
     It derives from torch's ``DistributedSampler`` so that Lightning leaves it in its place under DDP.
 

@@ -277,8 +277,7 @@ def read_parts(data_dir: Path) -> list[list[str]]:
 
 
 def cut_text(words: Sequence[str], least_count: int) -> list[list[str]]:
-    """The three parts of one text. Words that the first has less often than ``least_count`` are ``<unk>`` in all of
-    them."""
+    """The three parts of a text; words that are in the first less often than ``least_count`` become ``<unk>``."""
     first, second = (round(len(words) * share) for share in (SHARES["train"], SHARES["train"] + SHARES["val"]))
     counts = Counter(words[:first])
     known = [word if counts[word] >= least_count else UNKNOWN for word in words]

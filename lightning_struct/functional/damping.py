@@ -78,8 +78,7 @@ def next_batch_rule(
     min_damping: float = 0.0,
     max_damping: float = MAX_DAMPING,
 ) -> ScaledDamping:
-    """The next step scale σ and damping λ from how much of a step's gain the next batch shows too (not in the SHF
-    paper).
+    """The next step scale σ and damping λ, from how much of a step's gain the next batch shows (not in the SHF paper).
 
     A step lowers the loss of the batch that it was made of, and that of the next batch by r times as much: r is 1 where
     the step is all signal, and near 0 or below where it fits the noise of its batch. Along a Newton step of noisy data

@@ -164,8 +164,7 @@ class GramLeastSquares(_AllDampings):
 
     @staticmethod
     def smallest_share(size: int, dtype: torch.dtype) -> float:
-        """``smallest_damping`` in units of σ₁, for a matrix of ``size`` rows: there rounding, of about √n ε σ₁², is
-        small beside λ²."""
+        """``smallest_damping`` over σ₁: rounding, of about √n ε σ₁² for n = ``size`` rows, is small beside λ²."""
         return math.sqrt(8 * (size + 64) * torch.finfo(dtype).eps)
 
     def product(self, d: Tensor) -> Tensor:

@@ -57,8 +57,7 @@ class Linearization(ABC):
 
     @abstractmethod
     def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
-        """Jᵀ u: ``u`` is shaped like ``outputs``; the result has a tensor for each parameter, written to ``out`` if
-        given."""
+        """Jᵀ u, a tensor for each parameter, written to ``out`` if given; ``u`` is shaped like ``outputs``."""
 
     @abstractmethod
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:

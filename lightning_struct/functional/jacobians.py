@@ -207,8 +207,7 @@ class FactoredJacobian(Jacobian):
         return torch.cat(parts)
 
     def gram_of_rows(self) -> Tensor:
-        """In float64: what float32 would lose by squaring, a factorisation of J as a matrix would have to bring
-        back."""
+        """J Jᵀ in float64: what float32 loses by squaring, only a factorisation of J itself could bring back."""
         gram = lower_gram(self._columns.double())
         for products in self._products.values():
             blocks = [OuterProducts(block.left.double(), block.right.double()) for block in products]
@@ -293,8 +292,7 @@ class FactoredJacobian(Jacobian):
 
 
 def lower_gram(matrix: Tensor) -> Tensor:
-    """The lower triangle of A Aᵀ, in blocks that reach beyond it: half of the multiplications. Torch has no
-    ``syrk``."""
+    """The lower triangle of A Aᵀ, in blocks that reach beyond it: half of the products. Torch has no ``syrk``."""
     rows = len(matrix)
     gram = matrix.new_zeros(rows, rows)
     size = max(64, -(-rows // _BLOCKS))

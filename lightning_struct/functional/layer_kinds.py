@@ -47,8 +47,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class ElementwiseForm:
-    """An output y = a(x) + Σ_p p ⊙ b_p(x) of the shape of the input x, in parameters p that scale or shift its
-    features.
+    """An output y = a(x) + Σ_p p ⊙ b_p(x) of the shape of the input x: parameters p scale or shift its features.
 
     Attributes:
         channels_first: the features are in the second dimension, else in the last.
@@ -94,8 +93,7 @@ class LayerKind:
 
 
 def recurrent_places(layer: nn.RNNBase, level: int | None = None) -> list[str]:
-    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: of each direction of all levels, or of one
-    level."""
+    """Ends of the parameters' names, ``"l0"``, ``"l0_reverse"``, ...: by direction, of all levels or of one."""
     levels = range(layer.num_layers) if level is None else [level]
     return [f"l{i}{end}" for i in levels for end in ("", "_reverse")[: 1 + layer.bidirectional]]
 

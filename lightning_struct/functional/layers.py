@@ -49,8 +49,7 @@ __all__ = [
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:
-    """The kind of the layer's type, of the base whose ``forward`` it has, or by what it computes; None if there is
-    none.
+    """The kind of the layer's type, of the base whose ``forward`` it has, or by what it computes; None without one.
 
     Raises:
         ValueError: the type was declared by a matrix that the layer does not have.
@@ -65,8 +64,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
 
 
 def _check_matrix(layer: nn.Module, matrix: Matrix) -> None:
-    """Raise unless the layer has the matrix; other things than a parameter, as pruning leaves, may stand in its
-    place."""
+    """Raise unless the layer has the matrix. Pruning leaves other things in place of parameters."""
     declared = f"{type(layer).__name__} was declared by {matrix}"
     for name in (matrix.weight, matrix.bias):
         if name is not None and not hasattr(layer, name):
@@ -121,8 +119,7 @@ def as_linear(layer: nn.Module) -> nn.Linear:
 
 
 def coupling_layer(module: nn.Module) -> str | None:
-    """The name of the first layer that couples the samples of a batch, or its type if it is ``module``; None
-    without."""
+    """The name of the first layer that couples samples of a batch, or its type if it is ``module``; or None."""
     for name, layer in module.named_modules():
         if couples_samples(layer):
             return name or type(layer).__name__
@@ -153,8 +150,7 @@ def called_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def owned_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a call of ``layer`` uses itself, by their names below it; not those of layers that it
-    calls."""
+    """The parameters that a call of ``layer`` uses itself, by name; not those of layers that it calls."""
     own = dict(layer.named_parameters(recurse=False))
     if (parametrizations := getattr(layer, "parametrizations", None)) is not None:
         own.update(parametrizations.named_parameters("parametrizations"))

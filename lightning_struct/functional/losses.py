@@ -147,9 +147,10 @@ def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) ->
 
 
 def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | LeastSquares:
-    """The loss of a name: ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`) or
-    ``"least_squares"`` (:class:`~lightning_struct.functional.LeastSquares` with weights of 1); an object with the
-    methods of the first two, or a ``LeastSquares``, as it is.
+    """The loss of a name; an object with the methods of a loss as it is.
+
+    Names are ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`) and ``"least_squares"``
+    (:class:`~lightning_struct.functional.LeastSquares` with weights of 1).
 
     Raises:
         ValueError: an unknown name.

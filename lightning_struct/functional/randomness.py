@@ -15,8 +15,7 @@ RandomState: TypeAlias = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers that depend on ``seed`` alone, on the CPU and on ``device``; afterwards the generators go on where
-    they were."""
+    """Random numbers, on the CPU and ``device``, by ``seed`` alone; afterwards the generators go on as before."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
         if device.type == "cuda":

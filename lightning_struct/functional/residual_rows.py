@@ -142,8 +142,7 @@ class BatchResiduals:
     def _write_rows(
         self, name: str, params: Parameters, out: Tensor, kept: Collection[str]
     ) -> dict[str, OuterProducts] | None:
-        """Write the rows of a block to ``out``, and return those of the kept weights; None where they cannot be told
-        apart."""
+        """Write the rows of a block to ``out``; return those of the kept weights, None if they cannot be parted."""
         rows = self._known_rows(name)
         if rows is not None:
             values, products = rows.jacobian(params, out, kept)  # the values come with the rows
@@ -285,8 +284,7 @@ class _Record:
         self.derivative_is_checked = False
 
     def remove_detachments(self, example: Example) -> None:
-        """Let derivatives pass where the graph detaches: what autograd kept for a backward pass is recorded so in torch
-        2.6."""
+        """Let derivatives pass where the graph detaches what autograd kept for a backward pass (torch 2.6)."""
         for node in self.graph.graph.nodes:
             if node.target is torch.ops.aten.detach.default:
                 node.replace_all_uses_with(node.args[0])
@@ -356,8 +354,7 @@ class _Rows:
         return torch.cat(values), {name: _joined(parts) for name, parts in products.items()}
 
     def has_derivative_of(self, residuals: Tensor, point: Parameters) -> bool:
-        """Whether uᵀJ is that of autograd, for one random u, which is zero but at some of the points where J is
-        large."""
+        """Whether uᵀJ is that of autograd, for one random u that is zero but at points where J is large."""
         params = {name: p.detach() for name, p in point.items()}
         count = next(len(t) for t, dim in zip(self._inputs.tensors, self._inputs.dims, strict=True) if dim == 0)
         shape, columns = (count, len(residuals) // count), sum(p.numel() for p in point.values())

@@ -140,8 +140,7 @@ def _uses_of(name: str, node: Node, turned: bool = False) -> Iterator[tuple[Node
 
 
 def _probed(module: GraphModule, uses: Mapping[Node, _Use]) -> GraphModule:
-    """A record of (all leaves of its arguments, a probe for each use) with the probes added to the products with
-    weights.
+    """A record of (all leaves of its arguments, a probe per use), the probes added to the products with weights.
 
     It returns the residuals, and what was multiplied.
     """

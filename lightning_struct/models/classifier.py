@@ -1,5 +1,4 @@
-"""Classifiers, trained by any optimizer, by RLS or by SHF: LightningModules around any network, and those of the
-tasks."""
+"""Classifiers as LightningModules around any network, trained by any optimizer, RLS or SHF; the tasks' networks."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -88,8 +87,7 @@ def mini_vgg(channels: int = 64, hidden: int = 1024, num_classes: int = 10, imag
 
 
 def _with_output(layers: nn.Sequential, features: int, num_classes: int) -> nn.Sequential:
-    """The layers and an output layer named ``output``, whatever their number, so that optimizers can exclude it by
-    name."""
+    """The layers, and an output layer that is always named ``output``, so that optimizers can exclude it."""
     layers.add_module("output", nn.Linear(features, num_classes))
     return layers
 

@@ -32,8 +32,7 @@ class ResidualBlock(nn.Module):
 
 
 def residual_network(channels: int = 16, blocks: int = 1, num_classes: int = 10) -> nn.Sequential:
-    """A ResNet for images of 32 x 32 (He et al., section 4.2), three stages of residual blocks: 8 layers with one block
-    each.
+    """A ResNet for images of 32 x 32 (He et al., section 4.2), three stages: 8 layers with one block in each.
 
     Args:
         channels: of the first stage; the others have two and four times as many.

@@ -20,8 +20,7 @@ INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
 
 
 class LanguageModel(L.LightningModule):
-    """Language model that reads a text in columns and predicts the next words (section 5.1 and appendix F.2, Table 2).
-    ::
+    """Language model that reads a text in columns, predicting the next words (section 5.1, appendix F.2, Table 2). ::
 
         data = TextCorpusDataModule(data_dir="data")
         Trainer(gradient_clip_val=0.25).fit(LanguageModel(data.vocabulary_size), datamodule=data)
@@ -187,8 +186,7 @@ class LanguageModel(L.LightningModule):
             self._random_states = random_states
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups: one per name of a structured parameter, with its average Jacobian norm, and one of all
-        others."""
+        """Groups: one per name of a structured parameter, with its mean Jacobian norm, and one of all others."""
         layers = [layer for layer in self.modules() if self.balanced and isinstance(layer, StructuredLinear)]
         norms = [jacobian_norms(layer) for layer in layers]
         names = dict.fromkeys(name for of_layer in norms for name in of_layer)  # the layers may be of several classes
@@ -204,8 +202,7 @@ class LanguageModel(L.LightningModule):
         return [{"params": others, "jacobian_norm": 1.0}, *groups]
 
     def _next_logits(self, stage: str, words: Tensor, batch_idx: int) -> Tensor:
-        """Logits of a batch that continues the previous one of this stage; the first batch begins with a state of
-        zeros."""
+        """Logits of a batch that continues the last one of this stage; the first begins with zeros as state."""
         state = self._state_before(stage) if batch_idx else None
         if state is not None and state[0].shape[1] != words.shape[1]:
             raise MisconfigurationException(

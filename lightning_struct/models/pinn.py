@@ -1,5 +1,4 @@
-"""Physics-informed networks: the solution of a differential equation as a network, trained on the equation's
-residuals."""
+"""Physics-informed networks: the solution of an equation as a network, trained on the equation's residuals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -108,8 +107,7 @@ class PhysicsInformedNetwork(L.LightningModule):
         self._squared_error: Tensor | None = None
 
     def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Residuals at points of some or all blocks: by block (n, d) to (n,), or (n, k) where a point has k
-        conditions."""
+        """Residuals at points (n, d) by block: (n,), or (n, k) where a point has k conditions."""
         return self.equation.residuals(self.network, points)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

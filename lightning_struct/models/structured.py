@@ -1,5 +1,4 @@
-"""Networks with structured matrices: those of Thomas et al., "Learning compressed transforms with low displacement
-rank"."""
+"""Networks with structured matrices (Thomas et al., "Learning compressed transforms with low displacement rank")."""
 
 from collections.abc import Callable
 from pickle import UnpicklingError

@@ -289,8 +289,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def frozen_parameter_names(model: nn.Module) -> set[str]:
-    """The names of the frozen parameters of the base, without what torch.compile puts into them; tied ones by all
-    names."""
+    """The names of the frozen parameters of the base, as before torch.compile; tied ones by all names."""
     of_adapters = {
         id(parameter)
         for update in model.modules()
@@ -309,8 +308,7 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _has_updated_weights(module: nn.Module) -> bool:
-    """Whether weights of the module are parametrized by an :class:`UpdatedWeight`, and then all that are
-    parametrized."""
+    """Whether an :class:`UpdatedWeight` parametrizes a weight of the module; then all that are parametrized."""
     if not parametrize.is_parametrized(module):
         return False
     return any(isinstance(part, UpdatedWeight) for part in module.parametrizations.modules())  # type: ignore[union-attr]
@@ -349,8 +347,7 @@ def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Se
 def _adapted(
     layer: nn.Module, factory: LayerFactory, parts: list[str], dropout: float, **options: Any
 ) -> AdaptedLinear | dict[str, UpdatedWeight]:
-    """The layer that takes the place of ``layer``; or the parametrizations of an attention's weights, for these
-    parts."""
+    """The layer that takes the place of ``layer``, or the parametrizations of an attention's weights."""
 
     def adapter(weight: Tensor, in_features: int, out_features: int) -> StructuredLinear:
         made = factory(in_features, out_features, bias=False)

@@ -21,8 +21,7 @@ from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 @dataclass(frozen=True)
 class CirculantSpectrum:
-    """A square circulant matrix by the transform of its first column: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A square circulant matrix by the transform of its first column: a ``PreparedMatrix``.
 
     Args:
         spectrum: (size // 2 + 1,).
@@ -212,8 +211,7 @@ class Fastfood(StructuredLinear):
 
 @dataclass(frozen=True)
 class SparseEntries:
-    """A matrix by its entries that are not zero: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A matrix by its entries that are not zero: a ``PreparedMatrix``.
 
     Args:
         values: (k,).

@@ -118,8 +118,9 @@ class BlockStructured(nn.Module):
         return torch.block_diag(*(torch.cat(rows[at : at + in_group]) for at in range(0, len(rows), in_group)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The products: (batch, l, ...) for x (batch, k, ...), where ... is (n,) or (height, width) of n entries, and
-        comes out as ``out_size`` if that is given; without the batch if x has none.
+        """The products: (batch, l, ...) for x (batch, k, ...); without the batch if x has none.
+
+        ... is (n,) or (height, width) of n entries, and comes out as ``out_size`` if that is given.
 
         Raises:
             ValueError: x has another shape.

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReorderedMonarch:
-    """A part of a Monarch matrix that takes its inputs in another order: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A part of a Monarch matrix that takes its inputs in another order: a ``PreparedMatrix``.
 
     Args:
         monarch: the matrix, with all of its columns.

@@ -39,8 +39,7 @@ class ChannelLinear(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., out_channels, height, width) for x (..., in_channels, height, width), with as many dimensions as
-        strides."""
+        """(..., out_channels, height, width) for x (..., in_channels, height, width); a dimension for each stride."""
         return of_channels(self.linear, x, self.stride)
 
     def extra_repr(self) -> str:
@@ -48,8 +47,7 @@ class ChannelLinear(nn.Module):
 
 
 def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A map of the last dimension for the channels of each pixel that is kept: (..., out_channels, *pixels) for x
-    likewise."""
+    """A map of the last dimension for the channels of each pixel: (..., out_channels, *pixels) for x likewise."""
     channels = -len(stride) - 1
     for dim, step in enumerate(stride, channels + 1):
         x = x[(..., slice(None, None, step)) + (slice(None),) * (-1 - dim)]
@@ -57,8 +55,7 @@ def of_channels(linear: Callable[[Tensor], Tensor], x: Tensor, stride: tuple[int
 
 
 class PatchLinear(nn.Module):
-    """A linear layer from the patches of images to new channels: it stands where a convolution with a larger kernel
-    stood.
+    """A linear layer from patches of images to new channels, in place of a convolution with a larger kernel.
 
     :func:`~lightning_struct.nn.compress` makes it. A matrix of low rank G Hᵀ is two convolutions, with r filters and
     then 1 x 1; of other classes the matrix is made for each call, and its rows are the filters.
@@ -90,8 +87,7 @@ class PatchLinear(nn.Module):
         self.dilation = dilation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, out_channels, height, width) for x (n, in_channels, height, width), with as many dimensions as the
-        kernel."""
+        """(n, out_channels, height, width) for x (n, in_channels, height, width), or with the kernel's dimensions."""
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
         bias: Any = self.linear.bias
         factors = low_rank_factors(self.linear)
@@ -138,8 +134,7 @@ def has_linear_weight(layer: nn.Module) -> bool:
 
 
 def why_not_linear(layer: nn.Module) -> str | None:
-    """The reason for which a layer with such a weight is not known to compute what ``nn.Linear`` does; None if it
-    is."""
+    """The reason why a layer with such a weight may not compute what ``nn.Linear`` does; None if it does."""
     if is_affine(layer):
         return None
     return (
@@ -149,8 +144,7 @@ def why_not_linear(layer: nn.Module) -> str | None:
 
 
 def in_place_of(layer: nn.Module, linear: nn.Module) -> nn.Module:
-    """What stands where ``layer`` stood and computes with ``linear``, whose matrix is near to that of
-    :func:`as_matrix`."""
+    """What stands where ``layer`` stood, around ``linear``, whose matrix is near to that of :func:`as_matrix`."""
     if type(layer) not in CONVOLUTIONS:
         return linear
     convolution: Any = layer
@@ -176,8 +170,7 @@ def is_pointwise(layer: nn.Module) -> bool:
 
 
 def why_not_pointwise(convolution: Any) -> str | None:
-    """The reason for which a convolution is no map of the channels of each pixel, and what takes it; None if it is
-    one."""
+    """The reason why a convolution is no map of each pixel's channels, and what takes it; None if it is one."""
     if type(convolution) not in CONVOLUTIONS:
         return f"{type(convolution).__name__} is a class of its own, which may compute something else"
     if set(convolution.kernel_size) != {1}:

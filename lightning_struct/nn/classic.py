@@ -185,8 +185,7 @@ class HankelLike(ToeplitzLike):
 
 @dataclass(frozen=True)
 class VandermondeFactors:
-    """A Vandermonde-like matrix by its nodes and generators: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A Vandermonde-like matrix by its nodes and generators: a ``PreparedMatrix``.
 
     Args:
         nodes: (rows,).
@@ -207,8 +206,7 @@ class VandermondeFactors:
 
 @dataclass(frozen=True)
 class CauchyFactors:
-    """A Cauchy-like matrix by its nodes and generators: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A Cauchy-like matrix by its nodes and generators: a ``PreparedMatrix``.
 
     Args:
         row_nodes: (rows,).
@@ -231,8 +229,7 @@ class CauchyFactors:
 
 
 class _FixedNodesLinear(GeneratorLinear):
-    """A layer with diagonal operators, whose nodes are buffers in float32 at least: rounded to half precision they
-    coincide."""
+    """A layer with diagonal operators. Nodes are buffers, float32 at least: half precision would merge them."""
 
     node_names: ClassVar[tuple[str, ...]]
     """The buffers: those of the rows, then those of the columns if these have any."""

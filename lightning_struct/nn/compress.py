@@ -1,5 +1,4 @@
-"""Compression of a trained model to a size or to a loss: which layers, which class and which rank, by what they
-cost."""
+"""Compression of a trained model to a size or a loss: which layers, which class and which rank, by their cost."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def compress(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Make a trained model smaller by structured layers: to a number of parameters, or until its loss has risen so far.
-    ::
+    """Make a trained model smaller by structured layers: to a number of parameters, or within a rise of its loss. ::
 
         batches = list(itertools.islice(loader, 8))
         model = compress(model, batches, budget=0.25)    # a quarter of its parameters

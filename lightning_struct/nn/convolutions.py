@@ -33,8 +33,7 @@ def replace_conv(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Put a :class:`~lightning_struct.nn.BlockStructured` where each convolution stands, in place (Thomas et al.,
-    section 5.2). ::
+    """Put a ``BlockStructured`` where each convolution stands, in place (Thomas et al., section 5.2). ::
 
         layer = functools.partial(LDRSubdiagonal, rank=2)
         model = replace_conv(model, layer, torch.zeros(1, 3, 32, 32), include="layer1")

@@ -24,8 +24,7 @@ _LARGEST_MADE = 1024**2
 
 @dataclass(frozen=True)
 class HadamardTerms:
-    """M = Σ T_j H G_j Π_j H S_j by its factors: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """M = Σ T_j H G_j Π_j H S_j by its factors: a ``PreparedMatrix``.
 
     Args:
         G: (t, k), the diagonals.

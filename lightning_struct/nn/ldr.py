@@ -241,10 +241,10 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         return SubdiagonalOperator(self.subdiagonal_a, corner_a), SubdiagonalOperator(self.subdiagonal_b, corner_b)
 
     def log_ranges(self) -> tuple[Tensor, Tensor]:
-        """The detrended log-ranges of A and B, () each: max - min of log|P| less its trend, P the cumulative products
-        of the subdiagonal.
+        """The detrended log-ranges of A and B, () each.
 
-        By e to its power the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
+        That is max - min of log|P| less its trend, with P the cumulative products of the subdiagonal. By e to its power
+        the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
         """
         a, b = (_detrended_log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
         return a, b
@@ -349,8 +349,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     @choice.setter
     def choice(self, value: Tensor) -> None:
-        """Left aside: ``torch.func.functional_call`` sets it, for a call with the ``state_dict`` of a layer, and takes
-        it back."""
+        """Ignored: ``torch.func.functional_call`` sets it from the ``state_dict`` of a layer, and takes it back."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -16,8 +16,7 @@ from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
 class Monarch(StructuredLinear):
-    """A layer with M = P L Pᵀ R: L and R block-diagonal with b blocks each, P the permutation that interleaves the
-    blocks.
+    """A layer with M = P L Pᵀ R: L and R block-diagonal with b blocks each, P the order that interleaves them.
 
     Dao et al., "Monarch: expressive structured matrices for efficient and accurate training"
     (`arXiv 2204.00595 <https://arxiv.org/abs/2204.00595>`__), section 3.1. Columns go one after the other into b

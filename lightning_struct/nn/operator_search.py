@@ -30,8 +30,7 @@ _LARGEST_LOG_RANGE = 12.0
 
 
 def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """G (m, rank) and H (n, rank) with G Hᵀ near to R (m, n): the nearest for small R, by random projections for
-    large."""
+    """G (m, rank) and H (n, rank) with G Hᵀ near to R (m, n): nearest if R is small, else by random projections."""
     if min(R.shape) <= _LARGEST_DECOMPOSED:
         U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)
         U, singular_values, V = U[:, :rank], singular_values[:rank], Vh[:rank].T
@@ -137,8 +136,7 @@ class LearnedOperators(Protocol):
 
 
 class BalancedCoordinates:
-    """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a, whose subdiagonal is constant, and B'
-    likewise.
+    """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a of constant subdiagonal, and B' likewise.
 
     Args:
         layer: in float64. No entry of its subdiagonals may be zero.

@@ -20,8 +20,7 @@ _WEIGHT_SHARE = 0.01  # of the moment of outputs under white inputs: directions 
 
 @contextmanager
 def observed_outputs(layers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """The sums of y yᵀ over the outputs y = W x of layers, the bias taken off, while they are called. (m, m),
-    float64."""
+    """The sums of y yᵀ, (m, m) in float64, over outputs y = W x of layers, without bias, while they are called."""
     moments: dict[nn.Module, Tensor] = {}
 
     def note(layer: Any, args: Any, y: Any) -> None:

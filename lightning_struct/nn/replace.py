@@ -35,14 +35,16 @@ def replace_linear(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Put a structured layer where each ``nn.Linear`` stands, in place; also where a layer stands that was declared by
-    its matrix (see :func:`~lightning_struct.functional.layers.register_layer`) or computes what ``nn.Linear`` does, as
-    ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
-    unless ``include`` has the full name of the layer, or the layer itself. ::
+    """Put a structured layer where each ``nn.Linear`` stands, in place. ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
         print(replacement_report(model))
+
+    So are layers replaced that were declared by their matrix
+    (:func:`~lightning_struct.functional.layers.register_layer`) or compute what ``nn.Linear`` does, as ``Conv1D`` of
+    transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays, unless ``include``
+    has the full name of the layer, or the layer itself.
 
     An ``nn.MultiheadAttention``, which reads the weights of its projections, becomes a
     :class:`~lightning_struct.nn.StructuredAttention`, which calls them: ``q_proj``, ``k_proj``, ``v_proj`` and

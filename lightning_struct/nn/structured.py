@@ -297,13 +297,11 @@ class StructuredLinear(nn.Module, ABC):
         """x Mᵀ, with gradients to x and the parameters."""
 
     def _keeps_dense(self, batch: int) -> bool:
-        """Whether what is kept in eval mode for products with so many rows is the dense matrix, if there is a
-        choice."""
+        """Whether the dense matrix is kept in eval mode for products with so many rows, if there is a choice."""
         return True
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
-        """M as it is kept in eval mode, in the form that ``_keeps_dense`` named. Without gradients, of finite
-        parameters."""
+        """M as kept in eval mode, in the form that ``_keeps_dense`` named; no gradients, finite parameters."""
         return DenseMatrix(self.to_dense())
 
     @classmethod
@@ -328,8 +326,7 @@ class StructuredLinear(nn.Module, ABC):
         refine_(weights, self.to_dense, weight, iterations)
 
     def _refinement(self) -> int:
-        """The iterations of ``from_linear`` where it is not told: 200 up to 1,024 x 1,024, then as many as in that
-        time."""
+        """The default iterations of ``from_linear``: 200 up to 1,024 x 1,024, then as many as in that time."""
         # An iteration takes longer in proportion to the entries, and some more where these leave the cache.
         return int(200 * min(1.0, 1024**2 / (self.in_features * self.out_features)) ** 1.25)
 

@@ -83,8 +83,7 @@ class StructuredUpdate(nn.Module):
             self._start()
 
     def reset_parameters(self) -> None:
-        """Start anew: draw new factors of M, with the first one zero. After ``to_empty``, where it was made without
-        values."""
+        """Draw new factors of M, the first one zero: after ``to_empty``, where it was made without values."""
         self.adapter.gain = 1.0
         self.adapter.reset_parameters()
         self._start()

@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
-    """All attributes but torch's hooks: a copy of the optimizer, together with its module, goes on as the original
-    would.
+    """All attributes but torch's hooks: a copy of the optimizer with its module goes on as the original would.
 
     Torch's own ``__getstate__`` leaves out what a subclass adds.
     """

@@ -1,5 +1,4 @@
-"""The list of recipes: what each trains, its configs, and how they are found by name. Imports the standard library
-alone."""
+"""The list of recipes: what each trains, its configs, how they are found. Imports the standard library alone."""
 
 import difflib
 from collections.abc import Iterable, Mapping

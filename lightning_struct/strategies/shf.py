@@ -19,16 +19,15 @@ SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iteratio
 
 
 class SHFOptimization(ManualOptimization):
-    """Trains a LightningModule by :class:`~lightning_struct.optim.SHF`. Put it before the module's own base, and return
-    an SHF from ``configure_optimizers``.
+    """Trains a LightningModule by :class:`~lightning_struct.optim.SHF`.
 
-    Every batch is one iteration of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. Logged in
-    each step are ``train_loss`` (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``,
-    ``step_length``, ``batch_size``, and where they are defined ``gradient_variance`` and ``batch_size_predicted`` (a
-    ``GrowingBatchSize`` logs its own prediction instead); with ``loss="least_squares"`` and several blocks of residuals
-    also ``train_loss_NAME`` of each, ½ mean r² without its weight.
-    An SHF that measures itself by the next batch, as that of two arguments, has ``step_scale`` and ``next_batch_ratio``
-    too. All are of the whole batch, over all processes.
+    Put it before the module's own base, and return an SHF from ``configure_optimizers``. Every batch is one iteration
+    of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. Logged in each step are ``train_loss``
+    (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``, ``step_length``, ``batch_size``, and
+    where they are defined ``gradient_variance`` and ``batch_size_predicted`` (a ``GrowingBatchSize`` logs its own
+    prediction instead); with ``loss="least_squares"`` and several blocks of residuals also ``train_loss_NAME`` of each,
+    ½ mean r² without its weight. An SHF that measures itself by the next batch, as that of two arguments, has
+    ``step_scale`` and ``next_batch_ratio`` too. All are of the whole batch, over all processes.
 
     It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. There is no learning rate:
     schedulers and the callbacks that need one have nothing to do here. Clipping and accumulation of gradients are

@@ -216,8 +216,7 @@ def optimizer_steps(trainer: L.Trainer, module: L.LightningModule) -> int:
 
 
 def logs_now(trainer: L.Trainer) -> bool:
-    """Whether the loggers get what is logged in this training step: Lightning's ``should_update_logs``, without the
-    search for the loop that runs."""
+    """Whether loggers get what is logged in this training step: Lightning's ``should_update_logs``."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every != 0 and ((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
 
@@ -234,7 +233,6 @@ def loss_scale(trainer: L.Trainer) -> float | None:
 
 
 def gradient_scale(trainer: L.Trainer, optimizer: Optimizer) -> float:
-    """Factor in the gradients in ``on_before_optimizer_step``: 1 unless the optimizer takes that of a GradScaler
-    itself."""
+    """Factor in the gradients in ``on_before_optimizer_step``: 1 unless the optimizer unscales them itself."""
     scale = loss_scale(trainer)
     return scale if scale is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0

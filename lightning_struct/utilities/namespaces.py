@@ -47,8 +47,7 @@ else:
         """The same for exceptions, whose built-in base is ``Exception``."""
 
     class MisconfigurationException(_UnjoinedException):
-        """A ``MisconfigurationException`` of each namespace that is imported: whatever a project catches, this is
-        one."""
+        """A ``MisconfigurationException`` of each imported namespace, so that a project catches its own."""
 
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")

@@ -43,8 +43,7 @@ def gathers_parameters(trainer: L.Trainer) -> bool:
 
 
 def gathering_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules to which ``fully_shard`` was applied, with their names. In their forward pass their parameters are
-    whole."""
+    """The modules that ``fully_shard`` was applied to, with their names. In their forward pass parameters are whole."""
     if not distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule

@@ -1,5 +1,4 @@
-"""Checkpoints without the frozen weights: with both namespaces, and a run that is resumed as one that was not
-stopped."""
+"""Checkpoints without the frozen weights: both namespaces, and a resumed run like one that was not stopped."""
 
 from __future__ import annotations
 

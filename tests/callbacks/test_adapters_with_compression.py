@@ -1,5 +1,4 @@
-"""AdapterCheckpoint and Compression in one Trainer, in both orders: what is left out of a checkpoint comes back on
-load."""
+"""AdapterCheckpoint and Compression in one Trainer, in both orders: what a checkpoint lacks comes back on load."""
 
 from __future__ import annotations
 

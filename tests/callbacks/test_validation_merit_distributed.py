@@ -18,8 +18,7 @@ SHARDS = [
 
 
 class Scripted(L.LightningModule):
-    """Its weight is the number of steps so far; each sample of the validation data is the values to log in the
-    epochs."""
+    """Its weight is the number of steps so far; validation samples are the values to log in the epochs."""
 
     def __init__(self, first_only):
         super().__init__()

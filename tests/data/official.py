@@ -4,8 +4,7 @@ import numpy as np
 
 
 def write_mnist(directory, train=30, test=8, label=None):
-    """Image number n is n + 1 in the middle and n in its first pixel; its label is n % 10, or ``label`` in the last
-    one."""
+    """Image number n is n + 1 in the middle and n in its first pixel; its label is n % 10; ``label`` is the last's."""
     raw = directory / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     for part, count, start in (("train", train, 0), ("t10k", test, train)):

@@ -277,8 +277,7 @@ def test_a_stream_without_length_stays_without():
 
 
 def resumed(make, sizes, read):
-    """The batches after ``read`` ones, of a pass that is left there and gone on with by another loader, and of the
-    whole one."""
+    """The batches after ``read`` ones, of a pass that another loader goes on with, and of the whole pass."""
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)

@@ -144,8 +144,7 @@ def test_martens_rule_looks_back_a_tenth_of_the_iterations_in_a_long_solve() -> 
 
 
 def test_a_zero_tolerance_turns_martens_rule_off() -> None:
-    """Past convergence rounding makes the quadratic rise a little, which a bare comparison with 0 would take for a
-    stop."""
+    """Past convergence rounding makes the quadratic rise a little, which comparing with 0 would take for a stop."""
     matrix, b = positive_definite(8, seed=3, condition=1e3), gaussian(8, seed=4)
     result = conjugate_gradient(product(matrix), b, maxiter=40, progress_tolerance=0.0)
     assert (result.iterations, result.stop_reason) == (40, "maxiter")

@@ -1,5 +1,4 @@
-"""Layers of unknown types are served by the rules of what they compute, and by none where they compute something
-else."""
+"""Layers of unknown types are served by the rules of what they compute, and else by none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What layers keep in eval mode between calls: made anew after any change of the parameters, and no larger than
-said."""
+"""What layers keep in eval mode between calls: made anew after any change of parameters, no larger than said."""
 
 import copy
 

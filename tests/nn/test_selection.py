@@ -1,5 +1,4 @@
-"""Names, patterns, modules and functions by which modules are selected; the same for all that replaces or adapts
-layers."""
+"""Names, patterns, modules and functions that select modules: the same for all that replaces or adapts layers."""
 
 from functools import partial
 

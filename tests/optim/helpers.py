@@ -104,8 +104,7 @@ def dense_direction(
 
 
 def dense_cg_iterates(matrix: Tensor, right: Tensor, start: Tensor, inverse: Tensor, iterations: int) -> list[Tensor]:
-    """The iterates 1, 2, ... of preconditioned conjugate gradients from ``start``; ``inverse`` is the
-    preconditioner."""
+    """The iterates 1, 2, ... of conjugate gradients from ``start``, preconditioned by ``inverse``."""
     x, r = start, right - matrix @ start
     p, iterates = inverse @ r, []
     for _ in range(iterations):
@@ -117,8 +116,7 @@ def dense_cg_iterates(matrix: Tensor, right: Tensor, start: Tensor, inverse: Ten
 
 
 def best_going_back(iterates: list[Tensor], value: Callable[[Tensor], float]) -> Tensor:
-    """Martens (2010): iterates are kept at 1.3-fold intervals, and one goes back over them while the loss gets
-    lower."""
+    """Martens (2010): iterates are kept at 1.3-fold intervals; one goes back over them while the loss falls."""
     kept, next_kept = [], 1.0
     for i, x in enumerate(iterates, start=1):
         if i >= next_kept:

@@ -1,5 +1,4 @@
-"""Every recipe is resumed by the checkpoint alone: with the config of its run, to the weights of the uninterrupted
-run."""
+"""Every recipe is resumed by its checkpoint alone: to the config and the weights of the uninterrupted run."""
 
 from importlib import import_module
 

@@ -1,5 +1,4 @@
-"""Projects on lightning.pytorch and on pytorch_lightning: both are imported here, each alone in a process of its
-own."""
+"""Projects on lightning.pytorch and on pytorch_lightning: both imported here, each alone in a process of its own."""
 
 import subprocess
 import sys

@@ -63,8 +63,7 @@ def statistics_of_pair(first: float, second: float, difference: float, sizes: tu
 
 
 def statistics_of_parts(of_part: float, of_whole: float, parts: int, samples: int) -> GradientStatistics:
-    """Statistics from the gradients of the equal parts of a batch and their mean (McCandlish et al. 2018, appendix
-    A.1).
+    """Statistics from the gradients of equal parts of a batch and their mean (McCandlish et al. 2018, appendix A.1).
 
     Args:
         of_part: mean of ‖g_b‖² over the parts.

@@ -13,8 +13,7 @@ class BatchGrowth(Protocol):
 
     @property
     def batch_size(self) -> float:
-        """Samples of the next step, as decided; it gets a whole number near that, of which all processes get as
-        many."""
+        """Samples of the next step, as decided. It gets a whole number near that, the same on all processes."""
 
     @property
     def dataset_size(self) -> int | None:
@@ -26,8 +25,7 @@ class BatchGrowth(Protocol):
 
     @property
     def relative_size(self) -> float | None:
-        """Size of the batch under way, in batches of the first size; None where that does not bring the epoch nearer to
-        its end: where an epoch is a number of batches."""
+        """Size of the batch under way over the first size; None where an epoch is a number of batches."""
 
     def expected_sizes(self) -> list[int]:
         """Samples that this process reads of each loader for the batch under way; empty if that is not known."""

@@ -114,8 +114,7 @@ class Measurement:
 
     @property
     def noise_limits(self) -> bool:
-        """Whether the noise of the steps undoes what they descend, for every optimizer; true where that is not
-        tested."""
+        """Whether the noise of the steps undoes what they descend, for every optimizer; true if not tested."""
         return all(test.holds for test in self._stationarity)
 
     def restart(self) -> None:

@@ -74,8 +74,7 @@ class StationarityTest:
         self._begin_window()
 
     def before_step(self) -> None:
-        """Look at the weights, and at the gradients by which the optimizer is about to step, before they are
-        clipped."""
+        """Look at the weights, and at the gradients of the optimizer's coming step before they are clipped."""
         if self._end == 0 or self._steps >= self._end:
             self._look()
         self._steps += 1

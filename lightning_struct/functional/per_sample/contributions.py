@@ -28,8 +28,7 @@ _FREE_PART = 0.1
 
 
 def sample_chunks(samples: int, numbers: int) -> Iterator[slice]:
-    """Slices of the samples, so many at a time that they hold :data:`NUMBERS_AT_A_TIME` numbers, of ``numbers`` for
-    each."""
+    """Slices of the samples with at most :data:`NUMBERS_AT_A_TIME` numbers, ``numbers`` for each sample."""
     size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     return (slice(start, start + size) for start in range(0, samples, size))
 
@@ -362,8 +361,7 @@ def _concatenated(outers: Sequence[Outer]) -> Outer:
 
 
 def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> Tensor:
-    """Squared norms of a table that is also the weight of a matrix product, as a language model's embedding and
-    decoder.
+    """Squared norms of a table that is also a matrix product's weight, as a language model's embedding and decoder.
 
     ⟨Σ_t δ_t a_tᵀ, Σ_s e_{k_s} γ_sᵀ⟩ = Σ_{t,s} δ_t[k_s] a_t·γ_s: the table's V × d numbers are not formed for any
     sample.
@@ -383,8 +381,7 @@ def _tied_squared_norms(outers: Sequence[Outer], lookups: Sequence[Lookup]) -> T
 
 
 def _without_denormal_squares(delta: Tensor) -> Tensor:
-    """Zero for numbers whose squares vanish beside others: a saturated softmax makes many, and processors are slow on
-    them."""
+    """Zero for numbers whose squares are nothing beside others: processors are slow on denormal numbers."""
     return F.hardshrink(delta, math.sqrt(torch.finfo(delta.dtype).tiny))
 
 

@@ -15,8 +15,7 @@ from lightning_struct.functional.per_sample.contributions import Contribution, C
 
 @dataclass(frozen=True, eq=False)
 class Convolution(Contribution):
-    """Shares of a convolution's weight (out, in / groups, *kernel): an outer product for each output position and
-    group.
+    """Shares of a convolution's weight (out, in / groups, *kernel): an outer product by output position and group.
 
     Patches are formed for a few samples at a time, of whichever of the two images has fewer channels.
 

@@ -115,8 +115,7 @@ class _SequenceLayout:
             sequences[self.present.sum(0) - 1, torch.arange(final.shape[0], device=final.device)] += final
 
     def dropout(self, like: Tensor, probability: float) -> Tensor:
-        """Mask by which the next dropout multiplies sequences (T, N, features); it draws for the steps that there
-        are."""
+        """Mask by which the next dropout multiplies sequences (T, N, features), drawn for the present steps."""
         if self.present is None:
             return F.dropout(torch.ones_like(like, memory_format=torch.contiguous_format), probability)
         return self.time_first(F.dropout(torch.ones_like(like[self.present]), probability))

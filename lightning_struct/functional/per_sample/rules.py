@@ -1,5 +1,4 @@
-"""Rules for each sample's share of the gradients that one call of a layer gives its parameters, by the type of the
-layer.
+"""Rules for each sample's share of the gradients that one call of a layer gives its parameters, by layer type.
 
 A rule reads each sample's share off the layer's inputs and the cotangents of its outputs. A layer without a rule is run
 again, see :mod:`~lightning_struct.functional.per_sample.vmapped`.
@@ -88,15 +87,13 @@ def runs_again(layer: nn.Module) -> bool:
 
 
 def may_run_again(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` runs the layer again, or would after a call with arguments that its rule does not
-    know."""
+    """Whether :func:`contributions` runs the layer again, or would where its rule does not know an argument."""
     reader = _reader(layer)
     return reader is None or reader.runs_again or reader.recognized
 
 
 def draws_random_numbers(layer: nn.Module) -> bool:
-    """Whether :func:`contributions` runs the layer again and needs the random generators as they were before the
-    call."""
+    """Whether :func:`contributions` runs the layer again, with the random generators as before the call."""
     reader = _reader(layer)
     return reader is not None and reader.has_dropout and rerun.draws_random_numbers(layer)
 

@@ -123,8 +123,7 @@ def _sizes(L: Tensor, R: Tensor) -> tuple[int, int, int, int, int]:
 
 @dataclass(frozen=True)
 class MonarchFactors:
-    """A part of a Monarch matrix by its factors, a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """A part of a Monarch matrix by its factors: a ``PreparedMatrix``.
 
     Args:
         L, R: the blocks, as :func:`monarch_matmul` takes them.

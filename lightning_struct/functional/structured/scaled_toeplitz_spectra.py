@@ -33,8 +33,7 @@ _CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 17
 
 @dataclass(frozen=True)
 class ScaledToeplitzSpectra:
-    """All of x Mᵀ that does not depend on x: a
-    :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+    """All of x Mᵀ that does not depend on x: a ``PreparedMatrix``.
 
     Args:
         left: the spectra of [gᵢ/a, 0, f gᵢ/a], (r, F).

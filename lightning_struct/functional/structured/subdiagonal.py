@@ -319,8 +319,7 @@ def choose_subdiagonal_method(
 def choose_kept_subdiagonal_method(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor
 ) -> str:
-    """The method by which a matrix is kept where the dense one multiplies more slowly: spectra where they are exact
-    enough.
+    """The method by which a matrix is kept where the dense one is slower: spectra where they are exact enough.
 
     Args:
         a_subdiagonal, a_corner, b_subdiagonal, b_corner: as for :func:`subdiagonal_matmul`.

@@ -101,8 +101,7 @@ class Membership:
         self._give_to_auxiliary({n: p for n, p in rest.items() if p.requires_grad and p not in known}, groups)
 
     def add_group(self, group: Mapping[str, Any], groups: list[Group]) -> None:
-        """Train the parameters of this group: those of layers in a group of RLS, the others in one of the auxiliary
-        optimizer.
+        """Train the parameters of this group: of layers by RLS, the others by the auxiliary optimizer.
 
         Raises:
             ValueError: one of them is no parameter of the module, or in a group already; or nobody trains it.

@@ -181,8 +181,7 @@ class RLS(torch.optim.Optimizer):
         regularization: float = 1.0,
         auxiliary: AuxiliaryFactory | None = None,
     ) -> RLS:
-        """Recursive least squares itself, for one linear layer: after each step the weights are the minimum over all
-        data.
+        """Recursive least squares itself, for one linear layer: each step ends at the minimum over all data so far.
 
         With the loss ½‖outputs - targets‖² averaged over a batch, and outputs Θx of the layer with x the input and a
         one for the bias, the weights after batches 1 to s are, to rounding, where the P below stays under its bound::
@@ -304,8 +303,7 @@ class RLS(torch.optim.Optimizer):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def _state_of(self, weight: TrainedWeight) -> dict[str, Any]:
-        """P, velocity and number of steps of a weight. Under a string key: torch casts what is stored under a
-        parameter."""
+        """P, velocity and steps of a weight. Under a string key: torch casts what is stored under a parameter."""
         states = self.state.setdefault("rls", {})  # type: ignore[call-overload]
         if not states:
             check_memory(self._weights)  # the module may have moved to another device since

@@ -43,8 +43,7 @@ class Axis(NamedTuple):
     transposed: bool
 
     def places_read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of the image, (p, kernel), that the kernel meets at output positions (p,), and whether there are
-        such."""
+        """Places of the image, (p, kernel), that the kernel meets at output positions (p,), and which exist."""
         steps = self.dilation * torch.arange(self.kernel)
         if self.transposed:
             strides = positions[:, None] + self.before - steps
@@ -118,8 +117,7 @@ def patch_sample(layer: nn.modules.conv._ConvNd, images: Tensor, positions: Sequ
 def _sampled_places(
     axes: tuple[Axis, ...], images: int, number: int, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Indices of images and of places of each dimension, that broadcast to (number, *kernel); and whether each is
-    inside."""
+    """Indices of images and of places, broadcast to (number, *kernel), and whether each place is inside."""
     counts = [axis.positions for axis in axes]
     flat = sampled_indices(number, images * math.prod(counts), torch.device("cpu"))
     coordinates = torch.unravel_index(flat, (images, *counts))

@@ -19,8 +19,7 @@ from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 class InputRecorder:
-    """Recorder of the sums behind x̄ (equations (31), (51), (72), (80), (92)): inputs of the calls whose output gets a
-    gradient.
+    """Recorder of the sums behind x̄ (equations (31), (51), (72), (80), (92)), of calls whose output gets a gradient.
 
     A call without gradients, as in validation, or whose loss is dropped, adds nothing. A copy of a layer, or a layer
     that is unpickled, keeps a hook that does nothing.
@@ -122,8 +121,7 @@ class InputRecorder:
 
 
 class _GradientHook:
-    """Tells a weight that its gradient has changed, without keeping it alive; left behind when a parameter is
-    copied."""
+    """Tells a weight that its gradient has changed, without keeping it alive; not copied with a parameter."""
 
     def __init__(self, weight: TrainedWeight) -> None:
         self._weight = weakref.ref(weight)

@@ -1,5 +1,4 @@
-"""Sums of the rows that the input and recurrent weights of ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and their cells
-multiply."""
+"""Sums of the rows that input and recurrent weights of ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and cells multiply."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class KernelRun(NamedTuple):
 
 
 class LevelByLevel(TorchFunctionMode):
-    """Runs the levels of a stack one after the other where its layer would run them in one call, and keeps their
-    outputs.
+    """Runs the levels of a stack one by one where its layer would run them in one call, and keeps their outputs.
 
     The kernels keep the states of all levels but the last to themselves. One call for each level computes the same, bit
     for bit on a CPU, and in the same time. Under cuDNN the levels no longer overlap and dropout draws other random
@@ -136,8 +134,7 @@ class RecurrentRows(NamedTuple):
 
 
 def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
-    """Sums of the rows that all weights of a layer multiplied in one run of its kernel (the sums of x̄ in (80) and
-    (92)).
+    """Sums of the rows that the weights of a layer multiplied in one run of its kernel: of x̄ in (80) and (92).
 
     The sum of h_{t-1} is that of h_t without the last, with h_0. Packed sequences count their own steps only.
     """
@@ -170,8 +167,7 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
 
 
 def cell_states(call: LayerCall) -> tuple[Tensor, ...]:
-    """The states that a call of ``nn.RNNCell``, ``nn.LSTMCell`` or ``nn.GRUCell`` was given, with their graph: h, or h
-    and c."""
+    """The states, with their graph, that a call of a recurrent cell was given: h, or h and c."""
     given = call.args[1] if len(call.args) > 1 else call.kwargs.get("hx")
     if given is None:
         return (call.input.new_zeros(*call.input.shape[:-1], call.layer.hidden_size),)

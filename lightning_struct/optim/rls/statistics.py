@@ -121,8 +121,7 @@ class Statistics:
         return torch.cat([rows, entries.expand(*rows.shape[:2], -1)], 2)
 
     def mean(self) -> Tensor:
-        """x̄ of each group, (groups, n + biases), the biases' entries being the share of rows to which they are
-        added."""
+        """x̄ of each group, (groups, n + biases); a bias's entry is the share of rows to which it is added."""
         assert self.total is not None
         rows = self.counts[: self.groups]
         if len(set(rows)) == 1:

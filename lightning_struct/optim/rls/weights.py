@@ -323,8 +323,7 @@ class TrainedWeight:
             target.mul_(beta).addcmul_(part, share)
 
     def _is_small_for_sure(self, inverse: InverseAutocorrelation, factor: Tensor, most: Tensor) -> bool:
-        """Whether the norm of ∇ alone says so: P <= I where it does not forget. To look means to wait for other
-        devices."""
+        """Whether the norm of ∇ alone says so: P <= I where it does not forget. A look waits for the device."""
         if most.device.type != "cpu" or inverse.forgetting < 1:
             return False
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -365,8 +364,7 @@ class TrainedWeight:
         return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.parameter.device)
 
     def _few_rows(self) -> tuple[Tensor, Tensor] | None:
-        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if they are too many or do not make it
-        up."""
+        """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if too many, or not the gradient."""
         pairs, weight = self.statistics.pairs, self.parameter.grad
         if not pairs or weight is None or any(bias.parameter.grad is None for bias in self.biases):
             return None

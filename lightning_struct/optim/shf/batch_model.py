@@ -31,8 +31,7 @@ from lightning_struct.optim.shf.variance import sum_of_squared_norms
 
 
 class BatchModel:
-    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/m + ½ l2 ‖d‖², with A = SᵀJ of m of the n samples; where m = n, ∇f = Aᵀ r/n + l2
-    w.
+    """f(w + d) ≈ f(w) + ∇f·d + ½‖A d‖²/m + ½ l2 ‖d‖², A = SᵀJ of m of the n samples; if m = n, ∇f = Aᵀ r/n + l2 w.
 
     The paper scales A and r by 1/√n; here the whole least-squares problem is multiplied by n instead, the damping with
     it, which spares two passes over the data per product and has the same solution.

@@ -82,8 +82,7 @@ def with_first_damping(settings: OutputSettings, damping: float, dtype: torch.dt
 
 
 def first_damping(model: BatchModel, seed: int) -> float:
-    """λ₁ from the curvature of the first batch: 1.5 times the root of the largest eigenvalue of AᵀA/m, by power
-    iteration.
+    """λ₁ = 1.5 times the root of the largest eigenvalue of AᵀA/m on the first batch, by power iteration.
 
     Args:
         model: the model of the first batch.

@@ -1,5 +1,4 @@
-"""The least-squares problem of one batch of a module that returns residuals, over all processes that hold a share of
-it."""
+"""The least-squares problem of one batch of a module that returns residuals, over all its processes."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ class ExactSolver(ResidualSolver):
 
     @property
     def _is_only_by_gram(self) -> bool:
-        """No matrix is made of outer products, unless a fixed λ calls for it: J is wide, and QR takes many times the
-        time."""
+        """Whether J is kept as outer products, of which no matrix is made: it is wide, and QR takes far longer."""
         return bool(self._model.form_for_gram.kept)
 
     def _smallest_for_gram(self) -> float:

@@ -1,5 +1,4 @@
-"""Products with LDR-SD matrices: all methods against the definition, over the families of operators that they must
-bear."""
+"""Products with LDR-SD matrices: all methods against the definition, over families of operators."""
 
 import itertools
 import math

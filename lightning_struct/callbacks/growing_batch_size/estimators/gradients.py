@@ -78,6 +78,5 @@ def summed(values: Sequence[Tensor]) -> list[float]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` or ``module.compile()`` made one function of its layers, which hooks do not
-    see."""
+    """Whether ``torch.compile(module)`` or ``module.compile()`` made one function of layers: hooks see none."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

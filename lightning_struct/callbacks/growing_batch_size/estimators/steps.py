@@ -34,8 +34,7 @@ LIKE_SIZES = 1.25
 
 @dataclass
 class _Gradients:
-    """The gradients of a step, by the places of the parameters in the optimizer, and their weights in sums over
-    processes."""
+    """The gradients of a step, by the places of the parameters in the optimizer, and their weights in sums."""
 
     tensors: dict[int, Tensor]
     shares: dict[int, float]
@@ -43,8 +42,7 @@ class _Gradients:
 
 @dataclass
 class _Kept:
-    """The gradient of a step, by the places of the parameters in the optimizer, and ‖G‖²; of a batch that may not be
-    over."""
+    """The gradient of a step, by the places of the parameters in the optimizer; the batch may not be over."""
 
     gradients: dict[int, Tensor]
     squared_norm: float

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
@@ -260,11 +261,13 @@ class RecipeCLI(LightningCLI):
 
 
 def _raise_what_a_class_has_said(error: ValueError) -> None:
-    """Raise what a model, a data module or a callback has said of its arguments, or what a package lacks.
+    """Raise what a model, a data module, a callback or an optimizer has said of its arguments, or what a package lacks.
 
     Where an argument may be of several types, as ``Optional[Classifier]``, jsonargparse makes a long error of all of
-    them: what the class has raised is a cause of it.
+    them: what the class has raised is a cause of it. Optimizers and schedulers are made in ``configure_optimizers``.
     """
+    if any(frame.name == "configure_optimizers" for frame in extract_tb(error.__traceback__)):
+        raise MisconfigurationException(str(error)) from error
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MisconfigurationException | ImportError):

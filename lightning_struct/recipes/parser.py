@@ -24,7 +24,10 @@ UNKNOWN_OPTION = re.compile(
 )
 UNKNOWN_CHOICE = re.compile(r"invalid choice: '?(?P<choice>\w+)'?")
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
-HOMES_OF_CLASSES = tuple(f"lightning_struct.{part}" for part in ("models", "data", "callbacks", "optim", "nn"))
+HOMES_OF_CLASSES = (
+    *(f"lightning_struct.{part}" for part in ("models", "data", "callbacks", "optim", "nn")),
+    *(f"lightning.pytorch.{part}" for part in ("callbacks", "loggers")),
+)
 
 
 class ConfigByName(ActionConfigFile):

@@ -78,9 +78,10 @@ def test_other_errors_keep_their_traceback(error):
         (["fit", "--data.batchsize=3"], "Did you mean --data.batch_size?"),
         (["fit", "--model.network.layer_size=[784,10]"], "Did you mean --layer_sizes?"),
         (["fit", "--model=RLSClasifier"], "Did you mean RLSClassifier?"),
+        (["fit", "--trainer.callbacks=EarlyStoping"], "Did you mean EarlyStopping?"),
         (["fit", "--config", "hrsl"], "Did you mean hrls?"),
     ],
-    ids=["subcommand", "trainer", "data", "network", "class", "config"],
+    ids=["subcommand", "trainer", "data", "network", "class", "class of Lightning", "config"],
 )
 def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
     with pytest.raises(SystemExit) as end:
@@ -120,8 +121,9 @@ def test_truncated_checkpoint_is_one_error():
             ["--trainer.logger=tests.recipes.test_errors.LoggerOfAnotherPackage"],
             "error: No module named 'another_package'",
         ),
+        (["--model.optimizer.ratio=-1"], "error: ratio must be > 0, got -1"),
     ],
-    ids=["network", "callback", "logger"],
+    ids=["network", "callback", "logger", "optimizer"],
 )
 def test_what_classes_say_of_their_arguments_is_one_message(arguments, message):
     with pytest.raises(SystemExit) as end:

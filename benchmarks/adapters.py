@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS), help="budgets, of low rank")
     parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--approximation", action="store_true", help="errors of the nearest members of the classes")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     arguments = parser.parse_args()

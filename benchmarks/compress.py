@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data", help="where the files are")
     parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="parts of the parameters")
-    parser.add_argument("--seeds", type=int, default=3, help="orders of the samples that it is trained on with")
+    parser.add_argument("--seeds", type=int, default=3, help="how many orders of the samples it is trained on with")
     parser.add_argument("--sizes", action="store_true", help="bytes of checkpoints, frozen models and ONNX files")
     parser.add_argument("--verbose", action="store_true", help="what became of which layer")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")

@@ -242,7 +242,8 @@ class OutputSteps:
         self.settings = with_first_damping(self._chosen, first, model.gradient.dtype)
         if rank() == 0:
             s, (smallest, largest) = self.settings, self.settings.damping_bounds
-            factors = f" (every {s.factor_interval} steps)" if self.kronecker is not None else ""
+            steps = "step" if s.factor_interval == 1 else f"{s.factor_interval} steps"
+            factors = f" (every {steps})" if self.kronecker is not None else ""
             _log.info(
                 f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
                 f"{model.linearization.backend!r}, damping={first:.3g} in [{smallest:.2g}, {largest:.2g}] "

@@ -102,7 +102,7 @@ def test_the_log_says_once_what_was_chosen(caplog: pytest.LogCaptureFixture) -> 
     (message,) = [record.getMessage() for record in caplog.records]
     assert all(
         word in message
-        for word in ("'cg'", "'kronecker'", "'layer_rules'", f"damping={optimizer.settings.damping:.3g}")
+        for word in ("'cg'", "'kronecker' (every step)", "'layer_rules'", f"damping={optimizer.settings.damping:.3g}")
     )
 
 

@@ -15,7 +15,7 @@ from lightning_struct.functional.layers import hidden_layers, kind_of, plain_nam
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import has_linear_weight, is_pointwise
 from lightning_struct.nn.ldr import LearnedOperatorLinear
-from lightning_struct.nn.replace import LayerFactory, is_from_linear
+from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.selection import Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, linear_of, updated
@@ -67,7 +67,7 @@ def add_adapters(
         ``model``.
 
     Raises:
-        TypeError: the factory makes something else.
+        TypeError: the factory makes something else, or is a layer.
         ValueError: nothing gets an adapter; a layer cannot have one, and is named; a name, a pattern or a module of an
             argument is not in the model.
 
@@ -78,6 +78,7 @@ def add_adapters(
         >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         256
     """
+    check_makes_layers(factory)
     if is_from_linear(factory):
         raise ValueError(
             "an adapter starts at zero, and is near to no weight: give the class instead of its from_linear"

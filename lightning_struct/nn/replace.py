@@ -73,6 +73,7 @@ def replace_linear(
         ``model``.
 
     Raises:
+        TypeError: a layer is given as the factory, or the factory refuses a layer, which is named.
         ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the
             model; or the factory refuses a layer, which is named.
 
@@ -192,8 +193,10 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
     """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
 
     Raises:
+        TypeError: a layer is given as the factory.
         TypeError, ValueError: the factory refuses the layer, which is named.
     """
+    check_makes_layers(factory)
     try:
         if is_from_linear(factory):
             layer = factory(linear)
@@ -219,6 +222,13 @@ def log_left(name: str, layer: nn.Module, reason: str) -> None:
     """Log at level INFO why a layer stays as it is, and keep that for the report."""
     _log.info("%s is left as it is: %s", name or "the model", reason)
     note_left(layer, reason)
+
+
+def check_makes_layers(factory: LayerFactory) -> None:
+    """Raise a TypeError for a layer in place of what makes one."""
+    if isinstance(factory, nn.Module):
+        name = type(factory).__name__
+        raise TypeError(f"the factory is a layer, not what makes one: give {name}, or functools.partial({name}, ...)")
 
 
 def is_from_linear(factory: LayerFactory) -> bool:

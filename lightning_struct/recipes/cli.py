@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_struct import __version__
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.denormals import denormals_flushed
-from lightning_struct.recipes.catalogue import default_config, did_you_mean
+from lightning_struct.recipes.catalogue import RECIPES, default_config, did_you_mean
 from lightning_struct.recipes.quiet import noise_filtered
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
@@ -335,7 +335,12 @@ def run_recipe(
             seed_everything_default=0,
             save_config_callback=RunConfigCallback,
             save_config_kwargs={"overwrite": True, "recipe": name},
-            parser_kwargs={"prog": program, "allow_abbrev": False, **parsers},
+            parser_kwargs={
+                "prog": program,
+                "description": f"{RECIPES[name].trains}. Its configs are listed by: lightning-struct {name}",
+                "allow_abbrev": False,
+                **parsers,
+            },
             trainer_defaults={
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.CSVLogger",

@@ -92,6 +92,12 @@ def test_class_by_itself_is_a_factory():
     assert structured(replace_linear(Net(), LowRank)) and structured(replace_linear(Net(), LowRank.from_linear))
 
 
+@pytest.mark.parametrize("put", [replace_linear, add_adapters])
+def test_layer_in_place_of_a_factory_is_an_error_that_says_so(put):
+    with pytest.raises(TypeError, match=r"^the factory is a layer.*give LowRank, or functools.partial\(LowRank, ...\)"):
+        put(Net(), LowRank(4, 3))
+
+
 def test_shared_layer_stays_shared():
     linear = nn.Linear(4, 4)
     model = replace_linear(nn.Sequential(linear, nn.ReLU(), linear), FACTORY)

@@ -89,6 +89,12 @@ def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
     assert end.value.code == 2 and question in capsys.readouterr().err
 
 
+def test_help_says_what_the_recipe_trains(capsys):
+    with pytest.raises(SystemExit):
+        mnist_fnn.main(["--help"])
+    assert "fully connected classifier 784-512-10 of MNIST" in " ".join(capsys.readouterr().out.split())
+
+
 def test_missing_checkpoint_is_one_error_before_anything_is_written():
     with pytest.raises(MisconfigurationException, match="There is no checkpoint nowhere.ckpt"):
         mnist_fnn.main(["fit", "--data.synthetic=true", "--ckpt_path", "nowhere.ckpt"])

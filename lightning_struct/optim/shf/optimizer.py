@@ -233,7 +233,7 @@ class SHF(torch.optim.Optimizer):
         super().__init__(named.values(), {name: getattr(self.settings, name) for name in in_group})
 
     @classmethod
-    def paper(cls, module: nn.Module, loss: str | GaussNewtonLoss, **overrides: Any) -> SHF:
+    def paper(cls, module: nn.Module, loss: str | GaussNewtonLoss | LeastSquares, **overrides: Any) -> SHF:
         """SHF with the paper's settings: LSMR, the diagonal preconditioner, Levenberg and Marquardt's rule, λ₁ = 10.
 
         Args:

@@ -12,7 +12,7 @@ Each way takes the largest adapter of its kind that has no more parameters than 
 is the best for the turned digits, on images that are neither trained nor tested on, for each network and budget; rates
 go from 0.01 up, two to a decade, until the largest is not the best.
 
---approximation has instead how near each class comes to the update of a full fine-tuning, at equal numbers of
+``--approximation`` has instead how near each class comes to the update of a full fine-tuning, at equal numbers of
 parameters.
 """
 

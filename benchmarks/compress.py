@@ -11,7 +11,7 @@ the characters of a text (data/tinyshakespeare.txt), a perceptron MNIST at 16 x 
 - magnitude pruning of these layers, one share for all (the places of the weights that are left are not counted), and
 - rounding of all weights to 8 bits, with a scale for each row: a quarter of the bytes.
 
-and trained on for 80 to 200 steps of 32 samples. --sizes has the bytes of checkpoint, frozen model and ONNX file
+and trained on for 80 to 200 steps of 32 samples. ``--sizes`` has the bytes of checkpoint, frozen model and ONNX file
 instead.
 """
 

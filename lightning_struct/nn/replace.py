@@ -41,7 +41,7 @@ def replace_linear(
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
         print(replacement_report(model))
 
-    So are layers replaced that were declared by their matrix
+    Replaced, too, are layers that were declared by their matrix
     (:func:`~lightning_struct.functional.layers.register_layer`) or compute what ``nn.Linear`` does, as ``Conv1D`` of
     transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays, unless ``include``
     has the full name of the layer, or the layer itself.

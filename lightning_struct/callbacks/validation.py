@@ -103,7 +103,9 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
     """Contiguous share of the validation data for this process, transferred to the device as for a validation step.
 
     Lightning's own distributed sampler repeats samples to even out the processes; here none is repeated.
-    ``limit_val_batches`` selects the samples that it selects for one process. The random state is left as it was.
+    With ``Trainer(use_distributed_sampler=False)`` and no ``DistributedSampler`` a process has all that its own loader
+    gives it. ``limit_val_batches`` selects the samples that it selects for one process. The random state is left as it
+    was.
 
     Args:
         trainer: a Trainer in fit, at the start of training or later.
@@ -140,10 +142,15 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
                 "number out"
             )
         return islice(loader, None if limit == float("inf") else int(limit))
-    items = _items(loader)
-    items = items[: int(limit) * (loader.batch_size or 1) * processes]
+    made: Any = loader.batch_sampler
+    sampler, batch_size = (loader.sampler, None) if made is None else (made.sampler, made.batch_size)
+    if processes > 1 and not isinstance(sampler, DistributedSampler):  # the share of this process is made already
+        samples = None if samples is None else math.ceil(samples / processes)
+        rank, processes = 0, 1
+    items = _items(loader.dataset, sampler)
+    items = items[: int(limit) * (batch_size or 1) * processes]
     if samples is not None:
-        if loader.batch_size is None:
+        if batch_size is None:
             raise MisconfigurationException(
                 f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: "
                 "leave the number out"
@@ -153,15 +160,15 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
     mine = torch.arange(len(items)).tensor_split(processes)[rank].tolist()
     return DataLoader(
         loader.dataset,
-        batch_size=loader.batch_size,
+        batch_size=batch_size,
         sampler=[items[position] for position in mine],
         collate_fn=loader.collate_fn,
     )
 
 
-def _items(loader: DataLoader) -> Sequence[Any]:
-    """Items of the loader's sampler over all processes; in the order of the data set if the sampler shuffles."""
-    sampler = unwrapped_sampler(loader)
+def _items(dataset: Any, sampler: Any) -> Sequence[Any]:
+    """Items of a loader's sampler over all processes; in the order of the data set if the sampler shuffles."""
+    sampler = unwrapped_sampler(sampler)
     if isinstance(sampler, RandomSampler | DistributedSampler):
-        return range(len(loader.dataset))  # type: ignore[arg-type]
+        return range(len(dataset))
     return list(sampler)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
@@ -38,9 +37,8 @@ def prepare_batch(trainer: L.Trainer, batch: Any) -> Any:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def unwrapped_sampler(loader: DataLoader) -> Any:
-    """The sampler of a loader, without the distributed one that Lightning may have put around it."""
-    sampler: Any = loader.sampler
+def unwrapped_sampler(sampler: Any) -> Any:
+    """A sampler without the distributed one that Lightning may have put around it."""
     wrappers = lightning_classes("trainer.connectors.data_connector.DistributedSamplerWrapper")
     return sampler.dataset._sampler if isinstance(sampler, wrappers) else sampler
 

@@ -496,6 +496,14 @@ def test_a_loader_of_whole_batches_is_read(tmp_path, given):
     assert torch.equal(inputs_of(given[0]), data.tensors[0])
 
 
+def test_a_loader_with_a_batch_sampler_is_read_in_batches(tmp_path, given):
+    data = regression_data(30, seed=1)
+    batches = BatchSampler([3, 1, 2, 0], 3, drop_last=False)
+    fit_shf(tmp_path, validation=DataLoader(data, batch_sampler=batches))
+    assert [len(targets) for _, targets in given[0]] == [3, 1]
+    assert torch.equal(inputs_of(given[0]), data.tensors[0][[3, 1, 2, 0]])
+
+
 class OddBatches(BatchSampler):
     pass
 

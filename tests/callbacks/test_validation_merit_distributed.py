@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import ValidationMeritStopping
 from tests.processes import two_processes
-from tests.strategies.helpers import make_trainer
+from tests.strategies.helpers import SHFNetwork, make_trainer, regression_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")]
 
@@ -69,3 +69,34 @@ def test_values_that_are_not_synchronised_are_averaged(tmp_path):
 def test_a_value_that_one_process_logs_counts_for_all(tmp_path):
     fit(tmp_path, True, **two_processes())
     assert notes(tmp_path) == {name: [1.0, 2, 2, 4, 2.0] for name in ("2_0", "2_1")}
+
+
+class OwnShare(torch.utils.data.Sampler):
+    """Every other sample, by the rank of the process: a sampler that Lightning does not know as distributed."""
+
+    def __iter__(self):
+        return iter(range(torch.distributed.get_rank(), 30, 2))
+
+    def __len__(self):
+        return 15
+
+
+class Merits(L.Callback):
+    """Notes the merit after a step, and the loss on all validation data."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        inputs, targets = regression_data(30).tensors
+        loss = 0.5 * (pl_module(inputs) - targets).square().sum(1).mean()
+        torch.save([pl_module.shf.report.merit, loss.item()], self.directory / f"{trainer.global_rank}.pt")
+
+
+def test_the_share_that_a_loader_gives_by_itself_is_not_shared_again(tmp_path):
+    options = {"max_steps": 1, "use_distributed_sampler": False, **two_processes()}
+    trainer = make_trainer(tmp_path, callbacks=[ValidationMeritStopping(), Merits(tmp_path)], **options)
+    validation = DataLoader(regression_data(30), batch_size=4, sampler=OwnShare())
+    trainer.fit(SHFNetwork(), DataLoader(regression_data(8), batch_size=4), validation)
+    for merit, loss in notes(tmp_path).values():
+        assert merit == pytest.approx(loss, rel=1e-6)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.per_sample.checksums import Checksums
 from lightning_struct.functional.per_sample.contributions import linear_squared_norms
@@ -70,7 +71,9 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
     """Measure, inside the context, the squared gradient norm of every sample in an ordinary forward and backward pass.
 
     Exact, of all trainable parameters that get a gradient; frozen ones are not counted. See
-    :class:`GradientNormRecorder` for what is covered.
+    :class:`GradientNormRecorder` for what is covered. Where the gradients are None at first, each is compared with the
+    sum of what was measured of it, so that a weight that is used outside of its layer too, as the transposed one of a
+    tied decoder, is an error when ``squared_norms`` is read.
 
     Args:
         module: its layers have the samples in the first dimension of their inputs.
@@ -82,7 +85,12 @@ def per_sample_gradient_norms(module: nn.Module) -> Iterator[GradientNorms]:
         >>> norms.squared_norms.shape
         torch.Size([4])
     """
-    with GradientNormRecorder(module) as recorder:
+    begins_without = [p for p in module.parameters() if p.requires_grad and p.grad is None and not is_lazy(p)]
+    with GradientNormRecorder(module, check=True) as recorder, ExitStack() as stack:
+        # after the recorder's own hooks, and before others change the gradients
+        for parameter in begins_without:
+            handle = parameter.register_post_accumulate_grad_hook(lambda parameter: recorder.verify([parameter]))
+            stack.callback(handle.remove)
         yield GradientNorms(recorder)
 
 

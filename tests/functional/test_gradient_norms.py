@@ -117,6 +117,31 @@ def test_bfloat16_autocast_gives_float32_norms_near_the_float32_ones(positions: 
     torch.testing.assert_close(norms.squared_norms, expected, rtol=0.05, atol=0.05)
 
 
+class TiedDecoder(nn.Module):
+    """An autoencoder whose decoder is the transposed weight of its encoder, without a call of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(self.encoder(inputs).tanh(), self.encoder.weight.mT)
+
+
+def test_a_weight_that_is_used_outside_of_its_layer_too_is_an_error() -> None:
+    with pytest.raises(ValueError, match="encoder.weight: its gradient is not the sum of the samples' shares"):
+        measured(TiedDecoder(), gaussian(5, 3, seed=1))
+
+
+def test_gradients_may_be_changed_before_the_norms_are_read() -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1)
+    with per_sample_gradient_norms(module) as norms:
+        loss_of(module(inputs)).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+    expected = per_sample_gradients(module, inputs).square().sum(1)
+    torch.testing.assert_close(norms.squared_norms, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_on_the_module_afterwards(fails: bool) -> None:
     module = network()

@@ -243,24 +243,28 @@ class GradientNormRecorder:
 
         Left out are parameters without gradient, or of which a backward pass was made without ``check``.
         """
-        sums = {}
-        for parameter, name in self._names.items():
-            gradient, measured = parameter.grad, self._measured.get(parameter)
-            if gradient is None or measured is None or measured.checksum is None or parameter in self._uncovered:
-                continue
-            sums[name] = checksums(parameter, measured.checksum, measured.squared_norms, self._seed)
-        return sums
+        return {self._names[parameter]: sums for parameter, sums in self._checksums_of(self._names)}
 
-    def verify(self) -> None:
-        """Mark as uncovered every parameter whose gradient is not the sum of the shares that were measured."""
-        parameters = {name: parameter for parameter, name in self._names.items()}
-        for name, sums in self.checksums().items():
+    def verify(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Mark as uncovered every parameter whose gradient is not the sum of the shares that were measured.
+
+        Args:
+            parameters: those that are looked at; all if None.
+        """
+        for parameter, sums in self._checksums_of(self._names if parameters is None else parameters):
             if sums.relative_error > sums.tolerance:
                 self.mark_uncovered(
-                    parameters[name],
+                    parameter,
                     "its gradient is not the sum of the samples' shares: it is used outside of its own layer, "
                     "penalised in the loss, differentiated twice, or was changed after the backward pass",
                 )
+
+    def _checksums_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Checksums]]:
+        for parameter in parameters:
+            gradient, measured = parameter.grad, self._measured.get(parameter)
+            if gradient is None or measured is None or measured.checksum is None or parameter in self._uncovered:
+                continue
+            yield parameter, checksums(parameter, measured.checksum, measured.squared_norms, self._seed)
 
     def mark_uncovered(self, parameter: nn.Parameter, reason: str) -> None:
         """Leave the parameter out of the results until its gradient is None again."""

@@ -74,6 +74,7 @@ def conjugate_gradient(
 
     Raises:
         ValueError: an option out of range, or a vector of the wrong structure.
+        TypeError: a vector is no tensor, or holds integers or complex numbers.
         FloatingPointError: a product returned NaN or infinity.
 
     Example:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.vectors import Vector, leaves, norm, squared_norm, structured
+from lightning_struct.functional.vectors import Vector, float32_holds, leaves, norm, squared_norm, structured
 
 
 class RightPreconditioner(Protocol):
@@ -108,6 +108,7 @@ def lsmr(
 
     Raises:
         ValueError: an option out of range, or a vector of the wrong structure.
+        TypeError: a vector is no tensor, or holds integers or complex numbers.
         FloatingPointError: a product returned NaN or infinity.
 
     Example:
@@ -266,12 +267,16 @@ class _Problem:
         return [t.add(r, alpha=self._row_damp) for t, r in zip(self._solve_transpose(x), below, strict=True)]
 
     def norm_of_rows(self, u: list[Tensor]) -> float:
+        squares = self._squares_of_rows(u)
+        return math.sqrt(squares if float32_holds(squares) else self._squares_of_rows([t.double() for t in u]))
+
+    def _squares_of_rows(self, u: list[Tensor]) -> float:
         squares = squared_norm(u[: self._count])
         if self._all_reduce is not None:
             squares = self._all_reduce(squares)
         if self.rows_in_operator:
             squares = squares + squared_norm(u[self._count :])
-        return math.sqrt(squares.item())
+        return squares.item()
 
     def x_of(self, z: list[Tensor]) -> Vector:
         x = self._solve(z)

@@ -16,13 +16,16 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
     """The tensors of a vector, in the order of ``like`` where one is given; errors call it by ``name``.
 
     Raises:
-        TypeError: neither a tensor nor a mapping.
+        TypeError: neither a tensor nor a mapping; without ``like``, tensors that are no real floating-point numbers.
         ValueError: other names or shapes than those of ``like``.
     """
     if not isinstance(vector, Tensor | Mapping):
         raise TypeError(f"{name} must be a tensor or a dict of tensors, got {type(vector).__name__}")
     if like is None:
-        return [vector] if isinstance(vector, Tensor) else list(vector.values())
+        tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
+        if others := {t.dtype for t in tensors if not t.is_floating_point()}:
+            raise TypeError(f"{name} must hold float32 or float64 numbers, got {', '.join(sorted(map(str, others)))}")
+        return tensors
     if isinstance(vector, Tensor) and isinstance(like, Tensor):
         pairs = [(vector, like)]
     elif isinstance(vector, Mapping) and isinstance(like, Mapping) and vector.keys() == like.keys():
@@ -49,7 +52,8 @@ def structured(like: Vector, tensors: list[Tensor]) -> Any:
 
 def dot(left: list[Tensor], right: list[Tensor]) -> float:
     """The inner product; see :func:`inner`."""
-    return sum(inner(a, b).item() for a, b in zip(left, right, strict=True))
+    value = sum(inner(a, b).item() for a, b in zip(left, right, strict=True))
+    return value if float32_holds(value) else sum(map(_inner_in_float64, left, right))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
@@ -59,7 +63,18 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 def norm(tensors: list[Tensor]) -> float:
     """‖·‖; see :func:`inner`."""
-    return math.sqrt(squared_norm(tensors).item())
+    squares = squared_norm(tensors).item()
+    return math.sqrt(squares if float32_holds(squares) else sum(map(_inner_in_float64, tensors, tensors)))
+
+
+def float32_holds(product: float) -> bool:
+    """Whether an inner product that was computed in float32 can be relied upon: below it loses digits, and in the end
+    all, without a sign of it; above it overflows."""
+    return _SMALLEST_IN_FLOAT32 <= abs(product) < math.inf
+
+
+def _inner_in_float64(left: Tensor, right: Tensor) -> float:
+    return inner(left.double(), right.double()).item()
 
 
 def inner(left: Tensor, right: Tensor) -> Tensor:
@@ -78,3 +93,5 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 _BLOCK = 1024
+# Products of float32 numbers below 1e-38 are rounded to zero; a sum of a million of them does not matter here.
+_SMALLEST_IN_FLOAT32 = 1e-24

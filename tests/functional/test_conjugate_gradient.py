@@ -229,6 +229,13 @@ def test_arguments_are_left_as_they_were() -> None:
     assert torch.equal(b, copies[0]) and torch.equal(x0, copies[1])
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_float32_numbers_whose_squares_are_out_of_range_are_solved(scale: float) -> None:
+    matrix, b = positive_definite(6, seed=0), gaussian(6, seed=1)
+    x = conjugate_gradient(product(matrix.float()), (b * scale).float()).x
+    torch.testing.assert_close(x / scale, torch.linalg.solve(matrix, b).float(), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_product_with_nan_or_infinity_is_an_error(bad: float) -> None:
     with pytest.raises(FloatingPointError, match="NaN or infinity"):

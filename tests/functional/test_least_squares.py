@@ -383,6 +383,21 @@ def test_a_float32_problem_is_solved_in_float32(solver: Solver) -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e25])
+@pytest.mark.parametrize("scales_matrix", [False, True])
+def test_float32_numbers_whose_squares_are_out_of_range_are_solved(
+    solver: Solver, scale: float, scales_matrix: bool
+) -> None:
+    matrix, b = gaussian(30, 12, seed=0), gaussian(30, seed=1)
+    expected = dense_solution(matrix, b, 0.0).float()
+    if scales_matrix:
+        x = solver(*operators((matrix * scale).float()), b.float()).x * scale
+    else:
+        x = solver(*operators(matrix.float()), (b * scale).float()).x / scale
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(("center", "space"), [("start", "y"), ("origin", "x")], ids="-".join)
 def test_rows_on_several_processes_give_the_solve_of_all_rows(solver: Solver, center: str, space: str) -> None:
     matrix, b, start = gaussian(9, 5, seed=0), gaussian(9, seed=1), gaussian(5, seed=2)
@@ -485,6 +500,14 @@ def test_a_start_of_another_shape_than_the_transposed_product_is_refused(solver:
     matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
     with pytest.raises(ValueError, match=r"product with the transpose .*\(4,\).*\(4, 1\)"):
         solver(lambda x: matrix @ x[:, 0], lambda u: matrix.T @ u, b, x0=gaussian(4, 1, seed=2))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
+def test_integers_and_complex_numbers_are_refused(solver: Solver, dtype: torch.dtype) -> None:
+    matrix = torch.eye(2, dtype=dtype)
+    with pytest.raises(TypeError, match=f"b must hold float32 or float64 numbers, got {dtype}"):
+        solver(*operators(matrix), torch.ones(2, dtype=dtype))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -20,6 +20,7 @@ from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.objective import FlatWeights
+from lightning_struct.optim.shf.samples import arguments
 
 # Parts of a batch whose gradients tell the variance, where J is not formed.
 _PARTS = 8
@@ -63,7 +64,7 @@ class ResidualModel:
     ) -> None:
         self.weights = FlatWeights(weights)
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
-        args = arguments_of(inputs)
+        args = arguments(inputs)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         _check_inputs(tensors, self._device)
         state = random_state(*tensors)
@@ -230,11 +231,6 @@ class Products:
     def backward(self, u: Tensor) -> Tensor:
         """Jᵀu over the rows of all processes."""
         return all_reduce(self._weights.flat(self._linearization.vjp(u * self._scale)))
-
-
-def arguments_of(inputs: Any) -> tuple[Any, ...]:
-    """The module's arguments: those of a tuple, or the inputs as its only one."""
-    return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:

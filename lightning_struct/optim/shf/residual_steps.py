@@ -23,8 +23,9 @@ from lightning_struct.optim.shf.complete_settings import ResidualSettings, check
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
-from lightning_struct.optim.shf.residual_model import ResidualModel, arguments_of
+from lightning_struct.optim.shf.residual_model import ResidualModel
 from lightning_struct.optim.shf.residual_solvers import make_solver
+from lightning_struct.optim.shf.samples import arguments
 from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
 
@@ -148,7 +149,7 @@ class ResidualSteps:
             )
         if updates_buffers(self._module):
             with seeded(seed, like.device), torch.enable_grad():  # residuals may be derivatives in the inputs
-                self._module(*arguments_of(inputs))
+                self._module(*arguments(inputs))
         if update.direction is not None:
             for name, change in update.model.weights.unflat(update.direction).items():
                 weights[name].add_(change)

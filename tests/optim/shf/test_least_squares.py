@@ -444,6 +444,32 @@ def test_a_module_that_changes_its_inputs_is_refused() -> None:
         SHF(module, "least_squares").step(inputs=measurements())
 
 
+class LastStates(nn.Module):
+    """Residuals of sequences, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recurrent = nn.RNN(2, 3).double()
+
+    def forward(self, sequences: Any) -> Tensor:
+        return self.recurrent(sequences)[1][0] - 0.5
+
+
+def test_a_list_holds_several_arguments_as_a_tuple_does() -> None:
+    by_list, by_tuple = Fit(), Fit()
+    SHF(by_list, "least_squares").step(inputs=list(measurements()))
+    SHF(by_tuple, "least_squares").step(inputs=measurements())
+    assert torch.equal(weights(by_list), weights(by_tuple))
+
+
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+def test_a_packed_sequence_is_one_argument() -> None:
+    sequences = nn.utils.rnn.pack_sequence([gaussian(length, 2, seed=length) for length in (4, 3, 1)])
+    report = SHF(LastStates(), "least_squares").step(inputs=sequences)
+    assert report.loss_after < report.loss_before
+
+
 def test_points_are_missing() -> None:
     with pytest.raises(TypeError, match=r"step\(inputs=...\)"):
         SHF(Fit(), "least_squares").step()

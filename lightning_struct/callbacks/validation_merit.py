@@ -31,7 +31,8 @@ class ValidationMeritStopping(Callback):
 
     With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
     loss on the validation data: it is read once when training starts, by the module's ``inputs_and_targets(batch)``,
-    and kept on the device until the end of ``fit``, each process its own share, no sample twice.
+    and kept on the device until the end of ``fit``, each process its own share, no sample twice; with
+    ``Trainer(use_distributed_sampler=False)`` what its own loader gives it.
 
     Args:
         monitor: name of a metric that the module logs in validation.

@@ -431,11 +431,6 @@ class GradientNormRecorder:
             return awaited.use.contributions(call.cotangent, call.samples)
         if awaited.rerun is None:
             return contributions(call)
-        if call.layer in self._without_rule:
-            self._warn_once(
-                "these layers have no rule for per-sample gradients (see register_layer) and are run again under "
-                f"torch.func.vmap, which takes longer: {', '.join(self._without_rule.values())}"
-            )
         device, dtype, enabled = awaited.rerun.autocast
         self._rerunning = True
         try:
@@ -443,12 +438,19 @@ class GradientNormRecorder:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
                 if awaited.rerun.random_state is not None:
                     stack.enter_context(restored_random_state(awaited.rerun.random_state))
-                return contributions(call)
+                shares = contributions(call)
         except CannotRunAgain as reason:
             self._failed[call.layer] = str(reason)
             raise
         finally:
             self._rerunning = False
+        if call.layer in self._without_rule:
+            names = [name for layer, name in self._without_rule.items() if layer not in self._failed]
+            self._warn_once(
+                "these layers have no rule for per-sample gradients (see register_layer) and are run again under "
+                f"torch.func.vmap, which takes longer: {', '.join(names)}"
+            )
+        return shares
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Be told when the gradient of ``parameter`` has been accumulated, once for each backward pass."""

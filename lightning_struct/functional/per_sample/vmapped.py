@@ -73,10 +73,10 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
         with _attributes_kept(layer):
             gradients, results = vmap(one_sample, chunk_size=chunk_size)([t.detach() for t in mapped], deltas)
     except Exception as error:
-        reason = str(error).strip().splitlines()
-        raise CannotRunAgain(
-            f"it has no rule, and torch.func cannot run it: {reason[0] if reason else error!r}"
-        ) from error
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        if "randomness" in reason:  # torch names arguments of vmap, which nobody here can give
+            raise CannotRunAgain("it has no rule, and it draws random numbers, as by dropout") from error
+        raise CannotRunAgain(f"it has no rule, and torch.func cannot run it: {reason}") from error
     for i, result in zip(reached, results, strict=True):
         _check_same(recorded[i], result.flatten(0, 1))
     return {name.removeprefix("layer."): Dense(gradient) for name, gradient in gradients.items()}

@@ -1,6 +1,7 @@
 """Projects that were written without a thought of growing batches train with them all the same."""
 
 import math
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -227,6 +228,43 @@ LEFT_OUT = {
 def test_a_parameter_that_cannot_be_measured_is_left_out_by_name(tmp_path, module, loader, name):
     with pytest.warns(UserWarning, match=f"GrowingBatchSize leaves {name} out of the variance"):
         fit(tmp_path, Project(module(), loader()))
+
+
+class Experts(nn.Module):
+    """Gives each sample to one of three experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(3))
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        parts = zip(hidden.tensor_split(3), self.experts, strict=True)
+        return self.last(hidden) + 0.1 * torch.cat([expert(part) for part, expert in parts])
+
+
+class NoisyScale(nn.Module):
+    """A parameter outside of all layers, beside dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        return self.scale * self.network(inputs)
+
+
+@pytest.mark.parametrize(
+    "module, reason",
+    [(Experts, "no dimension is that of 4 samples$"), (NoisyScale, "it draws random numbers, as by dropout$")],
+    ids=["experts", "dropout"],
+)
+def test_one_reason_is_one_warning(tmp_path, recwarn, module, reason):
+    fit(tmp_path, Project(Regressor(module())))
+    warnings = [str(w.message) for w in recwarn if "leaves" in str(w.message) or "run again" in str(w.message)]
+    assert len(warnings) == 1 and re.search(reason, warnings[0])
 
 
 class OthersOnly(Reference):

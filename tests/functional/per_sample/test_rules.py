@@ -298,7 +298,7 @@ def test_a_subclass_with_the_forward_of_its_base_has_its_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [(Dropping, "vmap"), (Remembering, "another output")], ids=["dropout", "state"]
+    ("kind", "message"), [(Dropping, "random numbers"), (Remembering, "another output")], ids=["dropout", "state"]
 )
 def test_a_layer_that_gives_something_else_the_next_time_is_uncovered(kind: type[nn.Module], message: str) -> None:
     layer, inputs = made(kind), gaussian(5, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,9 @@ CHECKED_BATCHES = 3
 
 # Part of ‖G‖² that has to be measured, or another estimator decides.
 MEASURED_PART = 0.5
+
+# In a reason for which a parameter cannot be measured.
+SHAPE = re.compile(r"\([\d, ]+\)")
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -275,8 +279,11 @@ def _squared_norm(parameter: nn.Parameter) -> Tensor:
 
 
 def _by_reason(reasons: dict[str, str]) -> list[tuple[str, str]]:
-    """Pairs of the names that share a reason, and the reason."""
-    return [
-        (", ".join(name for name, why in reasons.items() if why == reason), reason)
-        for reason in dict.fromkeys(reasons.values())
-    ]
+    """Pairs of the names that share a reason, and the reason, with the shape that the first of them has.
+
+    Experts read another shape in each layer and batch.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(SHAPE.sub("", reason), []).append(name)
+    return [(", ".join(of_reason), reasons[of_reason[0]]) for of_reason in names.values()]

@@ -48,9 +48,11 @@ class GrowingBatchSize(Callback):
 
     By default the batch grows, to twice its size at most, when two things are seen: a test finds that the noise of the
     steps undoes what they descend, and the gradient noise scale is larger than the batch. It is left as it is in the
-    first 300 steps or so, and as long as the steps descend. With ``scale_lr`` it grows towards the noise scale without
-    that test, and with ``theta`` it follows the norm test. Where the module has statistics of its own, as one trained
-    by ``SHFOptimization`` has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2).
+    first 300 steps or so, and as long as the steps descend; where a growth has not made the steps quieter, as where the
+    loss is summed over the batch, it is put back for good, with a warning. With ``scale_lr`` it grows towards the noise
+    scale without that test, and with ``theta`` it follows the norm test. Where the module has statistics of its own, as
+    one trained by ``SHFOptimization`` has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1
+    and 2).
 
     An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the
     backward passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there,
@@ -211,6 +213,10 @@ class GrowingBatchSize(Callback):
             return self._schedule.batch_size(self._samples) or batch_size
         predictions, limit = self.predictions, self._limit
         if self.theta is None and not self._active_measurement.is_reported:
+            smaller = self._active_measurement.size_before_vain_growth()
+            if smaller is not None:
+                self._tell_of_vain_growth(batch_size, smaller)
+                return smaller
             # what the noise of a batch of twice the size is has to be seen before the next decision
             limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
             if self._steps < self._resized_at + waits or not self._active_measurement.noise_limits:
@@ -496,6 +502,14 @@ class GrowingBatchSize(Callback):
             self._resized_at = self._steps
             growth.set_batch_size(self._batch_size)
             self._active_measurement.restart()
+
+    def _tell_of_vain_growth(self, larger: float, smaller: int) -> None:
+        rank_zero_warn(
+            f"GrowingBatchSize puts the batch back from {larger:g} to {smaller} samples and leaves it there: the steps "
+            "have not got quieter, as where the loss is summed over the samples, so that the gradient grows with them. "
+            "Average the loss over the batch, with a rate of SGD that is larger by its size; or set the sizes by "
+            "schedule=..."
+        )
 
     def _keep_to_limit(self) -> None:
         """Bound a size that was loaded by ``max_batch_size``, which may be a lower one now."""

@@ -21,6 +21,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators import (
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
+from lightning_struct.callbacks.growing_batch_size.step_noise import StepNoise
 from lightning_struct.functional.per_sample.recorder import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
@@ -88,6 +89,8 @@ class Measurement:
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
         self.processes = data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
+        self._step_noise: dict[int, StepNoise] = {}
+        self._growth_is_vain = False
         self._samples = self._batches = self._expected = 0
         self._expected_sizes: list[int] = []
         self._told_of_nan = self._gave_up = self._sees_steps = False
@@ -114,13 +117,24 @@ class Measurement:
 
     @property
     def noise_limits(self) -> bool:
-        """Whether the noise of the steps undoes what they descend, for every optimizer; true if not tested."""
-        return all(test.holds for test in self._stationarity)
+        """Whether the noise of the steps undoes what they descend, for every optimizer, and larger batches can mend it;
+        true where that is not tested."""
+        return not self._growth_is_vain and all(test.holds for test in self._stationarity)
+
+    def size_before_vain_growth(self) -> int | None:
+        """The size to go back to where the last growth has enlarged the gradients, as that of a summed loss does; None
+        else. Where it has, no noise limits any more."""
+        if self._growth_is_vain or not any(noise.sums for noise in self._step_noise.values()):
+            return None
+        self._growth_is_vain = True
+        return next(noise.before for noise in self._step_noise.values() if noise.sums)
 
     def restart(self) -> None:
         """Forget what was tested with batches of another size."""
         for test in self._stationarity:
             test.restart()
+        for noise in self._step_noise.values():
+            noise.restart()
 
     def description(self) -> str:
         """The way of measuring, in one clause; of an estimator after the first step, when it has counted its work."""
@@ -206,12 +220,17 @@ class Measurement:
             "state": None if estimator is None else estimator.state_dict(),
             "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
             "stationarity": [test.state_dict() for test in self._stationarity] if self._tests_stationarity else None,
+            "step_noise": {number: noise.state_dict() for number, noise in self._step_noise.items()},
+            "growth_is_vain": self._growth_is_vain,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_averages(state)
         for test, of_test in zip(self._stationarity, state["stationarity"] or (), strict=False):
             test.load_state_dict(of_test)
+        for number, of_optimizer in state.get("step_noise", {}).items():
+            self._step_noise[number] = StepNoise()
+            self._step_noise[number].load_state_dict(of_optimizer)
         if self._estimator is None or state["estimator"] is None:
             return
         if self._estimator.name != "steps" == state["estimator"] and self._asked == state["asked"]:
@@ -220,7 +239,8 @@ class Measurement:
             self._estimator.load_state_dict(state["state"])
 
     def load_averages(self, state: dict[str, Any]) -> None:
-        """Load the averages alone, for another fit."""
+        """Load the averages alone, for another fit, and whether growth is vain."""
+        self._growth_is_vain = state.get("growth_is_vain", False)
         self.noise = {}
         for number, of_optimizer in state["noise"].items():
             self.noise[number] = NoiseScale()
@@ -277,6 +297,8 @@ class Measurement:
         for number, statistics in measured.items():
             if statistics.variance is not None:
                 self.noise.setdefault(number, NoiseScale()).update(statistics)
+                if self._tests_stationarity:
+                    self._step_noise.setdefault(number, StepNoise()).update(statistics)
         for gone in [number for number in self.noise if number >= max(len(self._trainer.optimizers), 1)]:
             del self.noise[gone]
         return max(measured.values(), key=relative_variance, default=None)

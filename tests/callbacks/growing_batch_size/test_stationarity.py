@@ -52,6 +52,18 @@ def test_the_batch_grows_where_noise_undoes_the_descent(tmp_path, optimizer):
     assert callback.records[-1]["batch_size"] == 16
 
 
+class SummedRegression(Regression):
+    def training_step(self, batch, batch_idx):
+        return len(batch[0]) * super().training_step(batch, batch_idx)
+
+
+def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path):
+    callback = GrowingBatchSize(every_n_steps=4)
+    with pytest.warns(UserWarning, match="back from 16 to 8 samples .* summed over the samples"):
+        fit(tmp_path, SummedRegression(0.05 / 8, start=1.0), callback, max_steps=500)
+    assert max(sizes(callback)) == 16 and sizes(callback)[-1] == 8
+
+
 @pytest.mark.parametrize(
     "optimizer", [{"rate": 1e-5}, {"rate": 1e-5, "momentum": 0.9}, {"rate": 1e-4, "optimizer": torch.optim.Adam}]
 )

@@ -58,7 +58,7 @@ def replace_linear(
 
     Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
     module, such as an embedding, is theirs alone from then on; that is logged as a warning, as are replaced layers that
-    had one weight together.
+    had one weight together, and layers that were frozen and now have random weights.
 
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
@@ -102,6 +102,8 @@ def replace_linear(
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
             f"other types to be linear{as_text(reasons_for_left(model))}"
         )
+    if not is_from_linear(factory):
+        _warn_of_frozen(places)
     put_in_place(model, places)
     return places[0][1] if not places[0][0] else model
 
@@ -189,6 +191,17 @@ def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
             _log.warning("%s had one weight together, and no longer have", " and ".join(gone))
 
 
+def _warn_of_frozen(places: list[tuple[str, nn.Module]]) -> None:
+    """Name the layers whose trained weights are lost and not trained anew."""
+    frozen = [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
+    if frozen:
+        _log.warning(
+            "%s had frozen weights, in place of which are random ones now that are frozen, too: leave such layers out "
+            "by exclude=..., or begin near to their weights by the from_linear of a class",
+            ", ".join(frozen),
+        )
+
+
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:
     """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
 
@@ -242,4 +255,6 @@ def _described(layer: nn.Module) -> str:
     if not isinstance(layer, StructuredLinear):
         return f"{type(layer).__name__}({layer.extra_repr()})"
     error = "" if layer.approximation_error is None else f", relative error {layer.approximation_error:.3g}"
-    return f"{layer}, {layer.compression_ratio:.1f} times fewer parameters{error}"
+    ratio = layer.compression_ratio
+    times = f"{ratio:.1f} times fewer" if ratio >= 1 else f"{1 / ratio:.1f} times more"
+    return f"{layer}, {times} parameters{error}"

@@ -232,6 +232,23 @@ def test_what_is_done_is_logged(caplog):
     assert any(message.startswith("0.linear1: Linear(") and "relative error 0." in message for message in messages)
 
 
+def test_frozen_layers_that_lose_their_weights_are_named(caplog):
+    def teacher_and_student():
+        return nn.ModuleDict({"teacher": nn.Linear(8, 8).requires_grad_(False), "student": nn.Linear(8, 8)})
+
+    with caplog.at_level(logging.WARNING, "lightning_struct"):
+        replace_linear(teacher_and_student(), partial(LowRank.from_linear, rank=2))
+        assert not caplog.records
+        replace_linear(teacher_and_student(), partial(LowRank, rank=2))
+    assert [record.getMessage()[:26] for record in caplog.records] == ["teacher had frozen weights"]
+
+
+def test_a_layer_with_more_parameters_is_said_to_have_them(caplog):
+    with caplog.at_level(logging.INFO, "lightning_struct"):
+        replace_linear(nn.Sequential(nn.Linear(8, 1)), partial(LowRank, rank=1))
+    assert caplog.records[0].getMessage().endswith(", 1.1 times more parameters")
+
+
 def test_report_names_what_was_left_and_why():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1, groups=2), nn.LSTM(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Net()

@@ -48,11 +48,11 @@ class GrowingBatchSize(Callback):
 
     By default the batch grows, to twice its size at most, when two things are seen: a test finds that the noise of the
     steps undoes what they descend, and the gradient noise scale is larger than the batch. It is left as it is in the
-    first 300 steps or so, and as long as the steps descend; where a growth has not made the steps quieter, as where the
-    loss is summed over the batch, it is put back for good, with a warning. With ``scale_lr`` it grows towards the noise
-    scale without that test, and with ``theta`` it follows the norm test. Where the module has statistics of its own, as
-    one trained by ``SHFOptimization`` has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1
-    and 2).
+    first 300 steps or so, and as long as the steps descend; where the loss has grown with it, as one that is summed
+    over the samples, it is put back for good, with a warning. With ``scale_lr`` it grows towards the noise scale
+    without that test, and with ``theta`` it follows the norm test. Where the module has statistics of its own, as one
+    trained by ``SHFOptimization`` has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and
+    2).
 
     An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the
     backward passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there,
@@ -501,14 +501,14 @@ class GrowingBatchSize(Callback):
         if self._batch_size != present:
             self._resized_at = self._steps
             growth.set_batch_size(self._batch_size)
-            self._active_measurement.restart()
+            self._active_measurement.resized(present, self._batch_size)
 
-    def _tell_of_vain_growth(self, larger: float, smaller: int) -> None:
+    def _tell_of_vain_growth(self, larger: float, smaller: float) -> None:
         rank_zero_warn(
-            f"GrowingBatchSize puts the batch back from {larger:g} to {smaller} samples and leaves it there: the steps "
-            "have not got quieter, as where the loss is summed over the samples, so that the gradient grows with them. "
-            "Average the loss over the batch, with a rate of SGD that is larger by its size; or set the sizes by "
-            "schedule=..."
+            f"GrowingBatchSize puts the batch back from {larger:g} to {smaller:g} samples and leaves it there: the "
+            "loss has grown with it, as one that is summed over the samples, by which SGD takes longer steps and no "
+            "quieter ones. Average the loss over the batch, with a rate of SGD that is larger by its size; or set the "
+            "sizes by schedule=..."
         )
 
     def _keep_to_limit(self) -> None:

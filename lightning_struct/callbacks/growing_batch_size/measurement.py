@@ -19,9 +19,9 @@ from lightning_struct.callbacks.growing_batch_size.estimators import (
     samples_in,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
+from lightning_struct.callbacks.growing_batch_size.loss_growth import LossGrowth
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
-from lightning_struct.callbacks.growing_batch_size.step_noise import StepNoise
 from lightning_struct.functional.per_sample.recorder import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
@@ -89,13 +89,15 @@ class Measurement:
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
         self.processes = data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
-        self._step_noise: dict[int, StepNoise] = {}
+        self._loss_growth = LossGrowth()
         self._growth_is_vain = False
         self._samples = self._batches = self._expected = 0
         self._expected_sizes: list[int] = []
         self._told_of_nan = self._gave_up = self._sees_steps = False
         self._estimator: GradientEstimator | None = None
         self._tests_stationarity = needed and tests_stationarity and not self.is_reported
+        # a GradScaler changes what the loss is multiplied by, and to ask for its factor is to wait for the device
+        self._sees_loss = self._tests_stationarity and getattr(trainer.precision_plugin, "scaler", None) is None
         self._tests: dict[Optimizer, StationarityTest] = {}
         if needed and not self.is_reported:
             self._estimator = self._named(estimator)
@@ -121,20 +123,24 @@ class Measurement:
         true where that is not tested."""
         return not self._growth_is_vain and all(test.holds for test in self._stationarity)
 
-    def size_before_vain_growth(self) -> int | None:
-        """The size to go back to where the last growth has enlarged the gradients, as that of a summed loss does; None
-        else. Where it has, no noise limits any more."""
-        if self._growth_is_vain or not any(noise.sums for noise in self._step_noise.values()):
-            return None
-        self._growth_is_vain = True
-        return next(noise.before for noise in self._step_noise.values() if noise.sums)
+    def size_before_vain_growth(self) -> float | None:
+        """The size to go back to where the loss has grown with the batch, as one that is summed over it; None else.
+
+        Where it has, no noise limits any more.
+        """
+        size = self._loss_growth.size_before_vain_growth()
+        self._growth_is_vain = self._growth_is_vain or size is not None
+        return size
 
     def restart(self) -> None:
         """Forget what was tested with batches of another size."""
         for test in self._stationarity:
             test.restart()
-        for noise in self._step_noise.values():
-            noise.restart()
+
+    def resized(self, before: float, after: float) -> None:
+        """Test anew, with batches of another size from now on."""
+        self.restart()
+        self._loss_growth.restart(before, after)
 
     def description(self) -> str:
         """The way of measuring, in one clause; of an estimator after the first step, when it has counted its work."""
@@ -152,6 +158,8 @@ class Measurement:
         self._ask(lambda estimator: estimator.begin_batch(batch, expected_sizes, step))
 
     def before_backward(self, loss: Tensor) -> None:
+        if self._sees_loss:
+            self._loss_growth.update(loss)
         self._ask(lambda estimator: estimator.before_backward(loss))
 
     def after_backward(self) -> None:
@@ -220,7 +228,7 @@ class Measurement:
             "state": None if estimator is None else estimator.state_dict(),
             "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
             "stationarity": [test.state_dict() for test in self._stationarity] if self._tests_stationarity else None,
-            "step_noise": {number: noise.state_dict() for number, noise in self._step_noise.items()},
+            "loss_growth": self._loss_growth.state_dict() if self._sees_loss else None,
             "growth_is_vain": self._growth_is_vain,
         }
 
@@ -228,9 +236,8 @@ class Measurement:
         self.load_averages(state)
         for test, of_test in zip(self._stationarity, state["stationarity"] or (), strict=False):
             test.load_state_dict(of_test)
-        for number, of_optimizer in state.get("step_noise", {}).items():
-            self._step_noise[number] = StepNoise()
-            self._step_noise[number].load_state_dict(of_optimizer)
+        if state.get("loss_growth") is not None:
+            self._loss_growth.load_state_dict(state["loss_growth"], self._module.device)
         if self._estimator is None or state["estimator"] is None:
             return
         if self._estimator.name != "steps" == state["estimator"] and self._asked == state["asked"]:
@@ -297,8 +304,6 @@ class Measurement:
         for number, statistics in measured.items():
             if statistics.variance is not None:
                 self.noise.setdefault(number, NoiseScale()).update(statistics)
-                if self._tests_stationarity:
-                    self._step_noise.setdefault(number, StepNoise()).update(statistics)
         for gone in [number for number in self.noise if number >= max(len(self._trainer.optimizers), 1)]:
             del self.noise[gone]
         return max(measured.values(), key=relative_variance, default=None)

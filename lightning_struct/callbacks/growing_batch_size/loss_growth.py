@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ SMALLEST_FACTOR = 1.5
 class LossGrowth:
     """Compares the average loss before and after the batch has become k times as large.
 
-    If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k times as large. The limit
-    is between the two, √k. It is looked at once, when there are as many losses after the growth as go into an average.
+    If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k times as large; either is
+    less by what training has lowered it meanwhile. The limit is between the two, the cube root of k. It is looked at
+    once, when there are as many losses after the growth as go into an average.
 
     Example:
         >>> growth = LossGrowth()
@@ -53,7 +53,7 @@ class LossGrowth:
     def restart(self, before: float, after: float) -> None:
         """The batch has another size from now on."""
         is_known = self._average is not None and self._losses >= AVERAGED and after >= SMALLEST_FACTOR * before
-        self._before = (before, self._value() * math.sqrt(after / before)) if is_known else None
+        self._before = (before, self._value() * (after / before) ** (1 / 3)) if is_known else None
         self._average, self._losses = None, 0
 
     def size_before_vain_growth(self) -> float | None:

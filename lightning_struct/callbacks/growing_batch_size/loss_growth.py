@@ -40,8 +40,8 @@ class LossGrowth:
         )
 
     def update(self, loss: Tensor) -> None:
-        """Take in the loss of a backward pass; on its device, without waiting for it."""
-        if loss.numel() != 1 or not loss.is_floating_point():
+        """Take in the loss of a backward pass; on its device, without waiting for it. Sharded ones are left out."""
+        if type(loss) is not Tensor or loss.numel() != 1 or not loss.is_floating_point():
             return
         loss = loss.detach().reshape(())
         self._losses += 1

@@ -35,9 +35,8 @@ class LossGrowth:
     def __init__(self) -> None:
         self._average: Tensor | None = None
         self._losses = 0
-        self._before: tuple[float, float] | None = (
-            None  # the size, and the loss that k times as large a batch must reach
-        )
+        self._before: tuple[float, float] | None = None
+        """The size before the last growth, and the limit for the loss after it."""
 
     def update(self, loss: Tensor) -> None:
         """Take in the loss of a backward pass; on its device, without waiting for it. Sharded ones are left out."""

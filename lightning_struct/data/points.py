@@ -275,21 +275,25 @@ class PointsDataModule(LightningDataModule):
 
         In a process that made no step, as one that has spawned others for it, those are uniformly distributed.
         """
-        held = self._draws.points if self._draws is not None else (self._held or {}).get("points")
-        if part == "train" and held:
-            points = held
-        else:
-            counts = self.counts if part == "train" else dict.fromkeys(self.counts, self.eval_count)
-            of_part = {"train": _TRAIN, "val": _VAL, "test": _TEST}[part]
-            points = {
-                block: region.sample(counts[block], seeded_generator(self.seed, of_part, index))
-                for index, (block, region) in enumerate(self.equation.regions.items())
-            }
+        points = self._points_of_training() if part == "train" else self._uniform_points(part)
         return DataLoader(_OneBatch(self._in_dtype_of_module(points)), batch_size=None, collate_fn=keep_batch)
 
     def predict_dataloader(self) -> DataLoader:
         grid = self.equation.domain.grid(self.predict_count).to(self._dtype)
         return DataLoader(BatchedTensorDataset(grid), batch_size=1000, collate_fn=keep_batch)
+
+    def _points_of_training(self) -> Points:
+        if self._draws is not None:
+            return self._draws.points
+        return (self._held or {}).get("points") or self._uniform_points("train")
+
+    def _uniform_points(self, part: Literal["train", "val", "test"]) -> Points:
+        counts = self.counts if part == "train" else dict.fromkeys(self.counts, self.eval_count)
+        of_part = {"train": _TRAIN, "val": _VAL, "test": _TEST}[part]
+        return {
+            block: region.sample(counts[block], seeded_generator(self.seed, of_part, index))
+            for index, (block, region) in enumerate(self.equation.regions.items())
+        }
 
     def _residuals(self, points: Points) -> Mapping[str, Tensor]:
         trainer: Any = self.trainer

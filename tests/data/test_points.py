@@ -246,3 +246,10 @@ def test_a_process_that_made_no_step_evaluates_on_uniform_points():
     data = PointsDataModule(Poisson(), {"interior": 8, "boundary": 4}, residual_share=0.5)
     (points,) = data.evaluation_dataloader("train")
     assert {block: len(of_block) for block, of_block in points.items()} == {"interior": 8, "boundary": 4}
+
+
+def test_validation_points_draw_none_of_training():
+    data = PointsDataModule(Poisson(), {"interior": 8, "boundary": 4}, residual_share=0)
+    data.train_dataloader()
+    data.val_dataloader()
+    assert data.state_dict()["points"] == {}

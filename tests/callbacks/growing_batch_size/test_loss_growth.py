@@ -28,13 +28,18 @@ def test_other_losses_are_not(before, after):
     assert all(after_growth(before, after, seed=seed).size_before_vain_growth() is None for seed in range(20))
 
 
-def test_small_growth_and_few_losses_tell_nothing():
+def test_a_small_growth_tells_nothing():
     assert after_growth(2.0, 4.0, sizes=(8, 9)).size_before_vain_growth() is None
+
+
+@pytest.mark.parametrize("counts", [(AVERAGED - 1, AVERAGED), (AVERAGED, AVERAGED - 1)], ids=["before", "after"])
+def test_few_losses_tell_nothing(counts):
     growth = LossGrowth()
-    for value in (1.0, 2.0):
-        for _ in range(AVERAGED - 1):
+    for value, count in zip((2.0, 4.0), counts, strict=True):
+        if value == 4.0:
+            growth.restart(8, 16)
+        for _ in range(count):
             growth.update(torch.tensor(value))
-        growth.restart(8, 16)
     assert growth.size_before_vain_growth() is None
 
 

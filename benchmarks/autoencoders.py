@@ -22,8 +22,8 @@ With ``--kronecker`` it compares SHF with Kronecker factors (``recipes/TASK_auto
 minutes.
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
-where it was. Time is CPU time of the process, validations included. Errors are ‖x̂ - x‖² averaged over samples, twice
-those of the paper.
+where it was, and with more ``--cpu-seconds`` repeats the runs that had too few. Time is CPU time of the process,
+validations included. Errors are ‖x̂ - x‖² averaged over samples, twice those of the paper.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def train(task: str, bound: float | None, name: str, seed: int, arguments: list[
         "name": name,
         "seed": seed,
         "seconds": curve.seconds,
+        "bound": bound,
         "steps": curve.steps if name.startswith(("shf", "hf", "kronecker")) else curve.steps[-1:],
         "validations": curve.validations,
         "test_at_best": tested["test_squared_error"],
@@ -359,6 +360,7 @@ def main() -> None:
             f"{name}, seed {seed}",
             output / harness.file_name(name, seed),
             {"name": name, "seed": seed, "arguments": arguments},
+            options.cpu_seconds,
         )
         for seed in options.seeds
         for name, arguments in ways.items()

@@ -156,15 +156,26 @@ class Job:
         title: its name in what is printed.
         file: where its run is kept.
         arguments: by name, of the function that runs it; what JSON can hold.
+        bound: CPU seconds that it may take. A run that a lower bound has ended is run anew.
     """
 
     title: str
     file: Path
     arguments: Mapping[str, Any]
+    bound: float | None = None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no run of the job, or one that was ended sooner than it would be now."""
+        if not self.file.exists():
+            return True
+        run = json.loads(self.file.read_text())
+        ended_by = run.get("bound")
+        return ended_by is not None and run["seconds"] >= ended_by and (self.bound is None or ended_by < self.bound)
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, command: Sequence[str] = ()) -> list[Run]:
-    """Run the jobs whose files are missing.
+    """Run the jobs that have no run yet.
 
     Args:
         jobs: what is to be run.
@@ -181,7 +192,7 @@ def run_jobs(jobs: Sequence[Job], workers: int, command: Sequence[str] = ()) -> 
         done = subprocess.run([*command, "--job", call], capture_output=True, text=True, check=False)
         print(f"{job.title}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
 
-    missing = [job for job in jobs if not job.file.exists()]
+    missing = [job for job in jobs if job.is_missing]
     pool = ThreadPoolExecutor(workers)
     try:
         for _ in progress(pool.map(start, missing), len(missing)):

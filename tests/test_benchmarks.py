@@ -71,6 +71,23 @@ def test_jobs_run_in_processes_of_their_own_where_their_files_are_missing(
     assert "job 4: done" in printed and "TypeError" in printed and "job 3" not in printed
 
 
+@pytest.mark.parametrize(
+    ("bound", "is_missing"), [(600.0, False), (300.0, False), (3000.0, True), (None, True)], ids=str
+)
+def test_a_run_that_a_lower_bound_has_ended_is_run_anew(
+    harness: ModuleType, tmp_path: Path, bound: float | None, is_missing: bool
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"seconds": 601.2, "bound": 600.0}))
+    assert harness.Job("job", file, {}, bound).is_missing == is_missing
+
+
+def test_a_run_that_ended_by_itself_is_kept_whatever_its_bound(harness: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"seconds": 535.0, "bound": 600.0}))
+    assert not harness.Job("job", file, {}, 3000.0).is_missing
+
+
 def test_a_job_is_answered_by_its_arguments(harness: ModuleType, tmp_path: Path) -> None:
     call = json.dumps({"file": str(tmp_path / "run.json"), "way": "adam", "seed": 3})
     harness.answer_job(call, lambda way, seed: {"way": way, "seed": seed + 1})

@@ -217,6 +217,13 @@ class TextCorpusDataModule(LightningDataModule):
                 "synthetic of its run"
             )
 
+    def __str__(self) -> str:
+        """The words of each part, where the text has been read; Lightning's own asks for the data sets of loaders."""
+        if self._corpus is None:
+            return f"{type(self).__name__}: not read yet"
+        sizes = (f"{part} {len(getattr(self._corpus, part)):,}" for part in PARTS)
+        return f"{type(self).__name__}: words {', '.join(sizes)}; vocabulary {self.vocabulary_size:,}"
+
     def _loader(self, words: Tensor, columns: int) -> ColumnLoader:
         processes, rank = (
             (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)

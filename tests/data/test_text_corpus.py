@@ -108,6 +108,13 @@ def test_epoch_that_is_left_is_begun_anew():
     assert next(iter(loader))[0][0, 0] == 0
 
 
+def test_printed_datamodule_names_the_words_of_each_part():
+    data = TextCorpusDataModule(synthetic=True, train_size=1200, val_size=50, test_size=60, synthetic_vocabulary=90)
+    assert str(data) == "TextCorpusDataModule: not read yet"
+    data.setup("fit")
+    assert str(data) == "TextCorpusDataModule: words train 1,200, val 50, test 60; vocabulary 90"
+
+
 def test_synthetic_text_has_few_followers_of_each_word():
     text = synthetic_text(20_000, 12)
     followers = {pair: None for pair in zip(text[:-1].tolist(), text[1:].tolist(), strict=True)}

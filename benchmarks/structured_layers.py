@@ -34,7 +34,15 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import harness
-from lightning_struct.nn import Butterfly, LDRSubdiagonal, LowRank, Monarch, StructuredLinear, ToeplitzLike
+from lightning_struct.nn import (
+    Butterfly,
+    LDRSubdiagonal,
+    LowRank,
+    Monarch,
+    RandomizedHadamard,
+    StructuredLinear,
+    ToeplitzLike,
+)
 from paper_tables import TABLE_14
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -127,6 +135,7 @@ def classes_of(size: int) -> dict[str, StructuredLinear]:
     layers: dict[str, StructuredLinear] = {
         "LDR-SD, r = 1": layer_of(size, 1, 0.01),
         "Toeplitz-like, r = 2": ToeplitzLike(size, size, 2, bias=False),
+        "randomized Hadamard, t = 4": RandomizedHadamard(size, size, bias=False, terms=4),
         "low rank, r = 2": LowRank(size, size, 2, bias=False),
         "Butterfly, r = 1": Butterfly(size, size, bias=False),
         "Monarch": Monarch(size, size, bias=False),

@@ -23,8 +23,9 @@ in a run. The two last tables hold what is claimed: (a) after the same seconds t
 own batch; (b) with ``scale_lr`` the final loss of the best fixed batch is reached in fewer steps and seconds.
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
-where it was. With three seeds and the default bounds it takes an hour and a half of one core. ``--report`` prints
-the tables of the runs that are there.
+where it was. With three seeds and the default bounds it takes an hour and a half of one core. ``--longer 4`` gives
+each run four times the seconds or the epochs; such runs are kept in a folder of their own. ``--report`` prints the
+tables of the runs that are there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -83,6 +84,11 @@ class Task:
     samples: int
     epochs: int | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+
+    def lengthened(self, factor: int) -> Task:
+        """The same project with so many times the seconds, samples and epochs."""
+        epochs = None if self.epochs is None else factor * self.epochs
+        return replace(self, seconds=factor * self.seconds, samples=factor * self.samples, epochs=epochs)
 
 
 class Project(L.LightningModule):
@@ -257,7 +263,7 @@ def train(options: argparse.Namespace, name: str, way: str, seed: int) -> Run:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     L.seed_everything(seed, verbose=False)
-    task = TASKS[name]
+    task = TASKS[name].lengthened(options.longer)
     training, validation = task.data(options)
     growing = callback(way, task)
     curve = LossCurve(task, validation)
@@ -433,13 +439,15 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--longer", type=int, default=1, metavar="FACTOR", help="of the seconds, samples and epochs")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     harness.add_job_options(parser)
     options = parser.parse_args()
     if options.job:
         harness.answer_job(options.job, partial(train, options))
         return
-    output = harness.make_directory(options.output)
+    times = () if options.longer == 1 else (f"times_{options.longer}",)
+    output = harness.make_directory(options.output.joinpath(*times))
     jobs = [
         harness.Job(
             f"{name}, {way}, seed {seed}",

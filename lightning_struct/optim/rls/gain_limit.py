@@ -4,12 +4,12 @@ P starts at the identity and shrinks along mean inputs alone, so that nothing in
 other directions. By the step θ ← θ - ∇P the outputs of a weight for the rows X that it has just read change by -G times
 the gradient in the outputs, where::
 
-    G = (T/r) X P Xᵀ        r rows, T = 1, but for ``sequence_layers`` the mean length of sequences
+    G = (T/r) X P Xᵀ        r rows, T uses of the weight, in ``sequence_layers`` times the mean length of sequences
 
-Where the loss is the squared error of these outputs, averaged over rows, the step overshoots as soon as an eigenvalue
-of G exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The steps of
-recurrent layers count as rows: what most of them do to the loss dies away.) One sample at a time the paper's own h
-bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step is scaled by what
+Where the loss is the squared error of these outputs, averaged over the rows of a use, the step overshoots as soon as an
+eigenvalue of G exceeds 2, and diverges. (Where it is summed over the positions of a sample, T of them, so is G. The
+steps of recurrent layers count as rows: what most of them do to the loss dies away.) One sample at a time the paper's
+own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step is scaled by what
 :meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates.
 
 That bounds what a weight does to its own outputs. Weights that step together multiply each other: a step of one is

@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 class RLS(torch.optim.Optimizer):
     """Recursive least squares: P, the inverse autocorrelation of a layer's inputs so far, multiplies its gradient.
 
-    For each weight, with x̄ the mean of what it was multiplied by since the last step and T the mean length of
-    sequences (1 but for recurrent layers)::
+    For each weight, with x̄ the mean of what it was multiplied by since the last step and T the rows of a sample (the
+    mean length of sequences in recurrent layers, else 1, times the uses of the weight before one backward pass)::
 
         u = P x̄        h = λ + kT x̄·u        ω ← αω - (η/h) P ∇        θ ← θ + ω
         P ← P/λ - kT/(λh) u uᵀ               θ ← θ - γ P sgn(θ)
@@ -183,8 +183,9 @@ class RLS(torch.optim.Optimizer):
     ) -> RLS:
         """Recursive least squares itself, for one linear layer: each step ends at the minimum over all data so far.
 
-        With the loss ½‖outputs - targets‖² averaged over a batch, and outputs Θx of the layer with x the input and a
-        one for the bias, the weights after batches 1 to s are, to rounding, where the P below stays under its bound::
+        With the loss ½‖outputs - targets‖² averaged over a batch, and summed where the layer is called several times
+        before one backward pass, and outputs Θx of the layer with x the input and a one for the bias, the weights after
+        batches 1 to s are, to rounding, where the P below stays under its bound::
 
             argmin_Θ  Σᵢ λˢ⁻ⁱ Σ_{x, y in batch i} ‖Θx - y‖² + δ λˢ ‖Θ - Θ₀‖²
 

@@ -129,7 +129,7 @@ class _GradientHook:
     def __call__(self, parameter: Tensor) -> None:
         weight = self._weight()
         if weight is not None:
-            weight.statistics.note_gradient(parameter)
+            weight.note_gradient(parameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _left_behind, ()

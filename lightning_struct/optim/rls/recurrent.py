@@ -161,9 +161,10 @@ def recurrent_rows(layer: nn.RNNBase, run: KernelRun) -> list[RecurrentRows]:
 
 # --- cells -----------------------------------------------------------------------------------------------------------
 
-# A call of a cell is one step of sequences. T is their length, and so the calls must be told apart that begin
-# sequences: a sequence goes on where the state that a call is given was computed from one that an earlier call
-# returned. Those are marked in autograd's graph, whose nodes live as long as the states do.
+# A call of a cell is one step of sequences. Several sequences in one backward pass are several uses, which the bound on
+# the gain counts, and so the calls must be told apart that begin sequences: a sequence goes on where the state that a
+# call is given was computed from one that an earlier call returned. Those are marked in autograd's graph, whose nodes
+# live as long as the states do.
 
 
 def cell_states(call: LayerCall) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ class Use:
     Attributes:
         total: (groups, n), the sum of the rows.
         rows: their number in each group.
-        sequences: T is rows[0] / sequences; None if T = 1.
+        sequences: rows[0] / sequences is their mean length; None if it is 1.
         bias: the place among the weight's biases of the one that was added; None without.
         inputs: (rows, n), X itself, where the step may want it.
         sample: (groups, s, n), rows of X that stand for all of them, where the step's gain is bounded.
@@ -52,11 +52,13 @@ class Statistics:
 
     Attributes:
         total: (groups, n); None before the first use.
-        counts: by group the rows, then the sequences, then by bias and group the rows to which it was added.
+        counts: by group the rows, then the sequences, then those of the largest use in each backward pass, then by bias
+            and group the rows to which it was added.
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
         samples: rows of the first uses.
         unsampled: rows of the uses after these.
         versions: of the gradients that the uses have got into, as autograd counts their changes.
+        in_pass: the most sequences of a use in the backward pass that is going on.
     """
 
     groups: int
@@ -67,16 +69,25 @@ class Statistics:
     samples: list[Sample] = field(default_factory=list)
     unsampled: float = 0.0
     versions: dict[nn.Parameter, int] = field(default_factory=dict)
+    in_pass: int = 0
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.total, self.pairs, self.samples, self.unsampled, self.versions = None, [], [], 0.0, {}
-        self.counts = [0.0] * (self.groups * (1 + self.biases) + 1)
+        self.counts = [0.0] * (self.groups * (1 + self.biases) + 2)
+        self.in_pass = 0
 
-    def note_gradient(self, parameter: Tensor) -> None:
-        """Called when a backward pass has added to the gradient of the weight or of a bias."""
+    def note_gradient(self, parameter: Tensor, ends_pass: bool) -> None:
+        """Called when a backward pass has added to the gradient of the weight or of a bias.
+
+        Args:
+            parameter: the weight or the bias.
+            ends_pass: whether no more uses are to come in this pass.
+        """
+        if ends_pass:
+            self.in_pass = 0
         if parameter.grad is not None:
             self.versions[parameter] = parameter.grad._version  # type: ignore[index]
 
@@ -98,8 +109,11 @@ class Statistics:
         for group, rows in enumerate(use.rows):
             self.counts[group] += rows
             if use.bias is not None:
-                self.counts[self.groups * (1 + use.bias) + 1 + group] += rows
-        self.counts[self.groups] += use.rows[0] if use.sequences is None else use.sequences
+                self.counts[self.groups * (1 + use.bias) + 2 + group] += rows
+        sequences = use.rows[0] if use.sequences is None else use.sequences
+        self.counts[self.groups] += sequences
+        self.counts[self.groups + 1] += max(sequences - self.in_pass, 0)
+        self.in_pass = max(sequences, self.in_pass)
         if use.sample is not None:
             if sum(sample.rows.shape[1] for sample in self.samples) < most_sampled:
                 self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))
@@ -128,16 +142,26 @@ class Statistics:
             features = self.total / rows[0]
         else:
             features = torch.stack([total / number for total, number in zip(self.total, rows, strict=True)])
-        shares = [count / rows[i % self.groups] for i, count in enumerate(self.counts[self.groups + 1 :])]
+        shares = [count / rows[i % self.groups] for i, count in enumerate(self.counts[self.groups + 2 :])]
         if set(shares) <= {1.0}:
             return nn.functional.pad(features, (0, self.biases), value=1.0)
         constants = torch.tensor(shares, dtype=features.dtype, device=features.device)
         return torch.cat([features, constants.view(self.biases, self.groups).t()], 1)
 
     @property
+    def samples_seen(self) -> float:
+        """Those that the loss is averaged over: a use reads one row of each, or a sequence of rows."""
+        return self.counts[self.groups + 1] or self.counts[0]
+
+    @property
     def steps(self) -> float:
-        """T."""
-        return self.counts[0] / (self.counts[self.groups] or self.counts[0])
+        """T: rows of each sample, in all uses of a backward pass. The loss is a sum over them."""
+        return self.counts[0] / self.samples_seen
+
+    @property
+    def uses(self) -> float:
+        """T without the steps of sequences: uses of the weight in a backward pass."""
+        return (self.counts[self.groups] or self.counts[0]) / self.samples_seen
 
 
 def _is_cleared(parameter: nn.Parameter, version: int) -> bool:

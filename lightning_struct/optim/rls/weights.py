@@ -115,6 +115,13 @@ class TrainedWeight:
         self.statistics.forget_cleared()
         self.statistics.add(use, cotangent, self.most_rows, math.inf if self.by_rows else MOST_SAMPLED)
 
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Note that a backward pass has added to the gradient of the weight or of a bias.
+
+        That of the weight comes when all its uses have got theirs.
+        """
+        self.statistics.note_gradient(parameter, parameter is self.parameter or not self.parameter.requires_grad)
+
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
         """The place of a bias among those of the weight; None if it is none of them."""
         return next((i for i, bias in enumerate(self.biases) if bias.parameter is parameter), None)
@@ -203,7 +210,7 @@ class TrainedWeight:
         return Gain(
             self.inverse(state),
             statistics.samples,
-            (statistics.steps if self.reads_sequences else 1.0)
+            (statistics.steps if self.reads_sequences else statistics.uses)
             / statistics.counts[0]
             * (1 + statistics.unsampled / max(sampled, 1.0)),
             state["direction"],
@@ -244,7 +251,7 @@ class TrainedWeight:
         if self.by_rows:
             inverse = self._update_by_rows_(inverse, ratio)
             applied, h = mean, torch.ones_like(mean[:, 0])
-            scale = scale * self.statistics.counts[self.groups]  # the loss is averaged over so many samples
+            scale = scale * self.statistics.samples_seen  # the loss is averaged over them
         else:
             applied = inverse.apply(mean)
             h = gain(mean, applied, weight, self.forgetting)

@@ -181,20 +181,30 @@ class Reference:
     velocities: dict[tuple[nn.Parameter, int], Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def step(self, read: Iterable[Rows]) -> None:
+    def step(self, *passes: Iterable[Rows]) -> None:
+        """By what was read before each backward pass since the last step."""
         uses: dict[nn.Parameter, list[Rows]] = {}
-        for rows in read:
-            uses.setdefault(rows.weight, []).append(rows)
+        samples: dict[nn.Parameter, int] = {}
+        for read in passes:
+            largest: dict[nn.Parameter, int] = {}
+            for rows in read:
+                uses.setdefault(rows.weight, []).append(rows)
+                sequences = len(rows.groups[0]) if rows.sequences is None else rows.sequences
+                largest[rows.weight] = max(sequences, largest.get(rows.weight, 0))
+            for weight, number in largest.items():
+                samples[weight] = samples.get(weight, 0) + number
         old: dict[Any, Callable[[], None]] = {}
         for weight, of_weight in uses.items():
             biases = list(dict.fromkeys((use.bias, use.bias_offset) for use in of_weight if use.bias is not None))
             groups = len(of_weight[0].groups)
             for g in range(groups):
-                old[(weight, g)] = self._group(weight, g, groups, of_weight, biases)
+                old[(weight, g)] = self._group(weight, g, groups, of_weight, biases, samples[weight])
         for write in old.values():
             write()
 
-    def _group(self, weight: Any, g: int, groups: int, uses: list[Rows], biases: list[Any]) -> Callable[[], None]:
+    def _group(
+        self, weight: Any, g: int, groups: int, uses: list[Rows], biases: list[Any], samples: int
+    ) -> Callable[[], None]:
         rows = []
         for use in uses:
             ones = torch.zeros(len(use.groups[g]), len(biases), dtype=weight.dtype)
@@ -202,8 +212,7 @@ class Reference:
                 ones[:, [bias is use.bias for bias, _ in biases].index(True)] = 1
             rows.append(torch.cat([use.groups[g], ones], 1))
         X = torch.cat(rows)
-        sequences = sum(len(use.groups[0]) if use.sequences is None else use.sequences for use in uses)
-        T = sum(len(use.groups[0]) for use in uses) / sequences
+        T = sum(len(use.groups[0]) for use in uses) / samples
         outputs = len(weight) // groups
         mine = slice(g * outputs, (g + 1) * outputs)
         parts = [slice(start + g * outputs, start + (g + 1) * outputs) for _, start in biases]

@@ -156,8 +156,8 @@ def test_replicas_are_bitwise_equal(name: str, processes: list[dict[str, Any]]) 
 
 
 def test_a_step_sends_one_flat_vector_and_one_for_each_power_iteration(processes: list[dict[str, Any]]) -> None:
-    numbers = 2 * 1 + 1 * 2  # by layer: rows, sequences and rows with a bias; 20 and 30 inputs
-    sums = 20 + 30 + numbers + 2
+    numbers = 1 + 2 + 1  # by layer: rows, sequences in all uses and in the largest ones, and rows with a bias
+    sums = 20 + 30 + 2 * numbers  # 20 and 30 inputs
     inputs_and_biases = 21 + 31
     assert processes[0]["collectives"] == [[sums], [sums, *[inputs_and_biases] * FIRST_ITERATIONS]]
 

@@ -175,6 +175,22 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], error: type[Exceptio
         make()
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_layer_with_a_loss_for_each_of_its_uses_ends_at_least_squares(micro_batches: int) -> None:
+    layer = linear()
+    start, optimizer = joined(layer), RLS.exact(layer)
+    batches = []
+    for step in range(10):
+        optimizer.zero_grad()
+        for micro_batch in range(micro_batches):
+            uses = [batch(100 * step + 10 * micro_batch + use) for use in range(3)]
+            loss = sum(squared_error(layer(inputs), targets) for inputs, targets in uses) / micro_batches
+            loss.backward()
+            batches += uses
+        optimizer.step()
+    torch.testing.assert_close(joined(layer), least_squares(start, batches, 1.0, 1.0), rtol=0, atol=1e-12)
+
+
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)

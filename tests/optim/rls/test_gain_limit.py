@@ -127,6 +127,23 @@ def test_an_autoencoder_without_settings_learns(momentum: float) -> None:
         assert values[-1] < 0.2 * values[0]
 
 
+@pytest.mark.parametrize("uses", [2, 8])
+def test_a_layer_with_a_loss_for_each_of_its_uses_is_stable(uses: int) -> None:
+    torch.manual_seed(0)
+    layer, target = nn.Linear(20, 5), torch.randn(20, 5)
+    optimizer = RLS(layer)
+    values = []
+    for step in range(40):
+        inputs = torch.randn(uses, 32, 20, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = sum((layer(x) - x @ target).square().sum() / 64 for x in inputs)
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    assert max(values) <= 1.5 * values[0]
+    assert values[-1] < 1e-4 * values[0]
+
+
 def test_without_the_bound_standardised_inputs_end_in_nan() -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         losses(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.optim import RLS
+from tests.cases import First
 from tests.optim.rls.reference import Reference, recorded_rows
 
 STEPS = 6
@@ -246,11 +247,13 @@ def train(
     for step in range(STEPS):
         module.zero_grad()
         plain.zero_grad()
-        with recorded_rows(plain) as rows:
-            for i in range(micro_batches):
-                loss(module, batches(step * micro_batches + i)).backward()
+        passes = []
+        for i in range(micro_batches):
+            loss(module, batches(step * micro_batches + i)).backward()
+            with recorded_rows(plain) as rows:
                 loss(plain, batches(step * micro_batches + i)).backward()
-        reference.step(rows)
+            passes.append(rows)
+        reference.step(*passes)
         optimizer.step()
 
 
@@ -299,7 +302,7 @@ def test_a_cell_along_sequences_is_trained_as_the_layer(cell: Any, layer: Any, b
 
 @pytest.mark.parametrize(
     ("start", "between", "length"),
-    [("none", "none", 6), ("zeros", "none", 6), ("weights", "none", 6), ("none", "masked", 6), ("none", "detach", 3)],
+    [("none", "none", 6), ("zeros", "none", 6), ("weights", "none", 6), ("none", "masked", 6), ("none", "detach", 6)],
 )
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 def test_the_length_of_the_sequences_of_a_cell_is_seen(cell: Any, start: str, between: str, length: int) -> None:
@@ -311,6 +314,41 @@ def test_the_length_of_the_sequences_of_a_cell_is_seen(cell: Any, start: str, be
     optimizer.step()
     along = optimizer.state["rls"]["cell.weight_ih"]["P"][0].sum() / 3  # type: ignore[index]
     assert along.item() == pytest.approx(1 / (1 + 3 * length), rel=1e-12)
+
+
+class Shared(nn.Module):
+    """One layer for each part of the inputs (M, parts, ...)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(part) for part in x.unbind(1)], 1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("layer", "weight", "shape", "length"),
+    [
+        (lambda: nn.Linear(3, 2, bias=False), "layer.weight", (3,), 5),
+        (lambda: nn.Conv1d(3, 2, 1, bias=False), "layer.weight", (3, 7), 5),
+        (lambda: nn.RNNCell(3, 2, bias=False), "layer.weight_ih", (3,), 5),
+        (lambda: First(nn.RNN(3, 2, bias=False, batch_first=True)), "layer.inner.weight_ih_l0", (7, 3), 35),
+    ],
+    ids=["linear", "convolution", "cells of sequences of one", "recurrent"],
+)
+def test_rows_of_all_uses_in_a_pass_count(
+    layer: Callable[[], nn.Module], weight: str, shape: tuple[int, ...], length: int, micro_batches: int
+) -> None:
+    """T is the number of rows of a sample: P along inputs of ones is 1/(1 + kT·3)."""
+    module = Shared(layer()).double()
+    optimizer = RLS(module, ratio=0.1)
+    for _ in range(micro_batches):
+        module(torch.ones(4, 5, *shape, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    along = optimizer.state["rls"][weight]["P"][0].sum() / 3  # type: ignore[index]
+    assert along.item() == pytest.approx(1 / (1 + 0.3 * length), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["linear", "few_rows", "twice", "tied", "groups", "LSTM_stacked", "cross_attention"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,8 @@ def checksum_of_shares(parameter: nn.Parameter, shares: Sequence[Contribution], 
     """(4,), rᵀ(Σᵢ cᵢ)s of all shares of one backward pass."""
     left, right = _signs(parameter, seed)
     with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
-        pairs = list(zip(left.unbind(1), right.unbind(1), strict=True))
-        return torch.stack([torch.stack([share.projection(r, s) for r, s in pairs]) for share in shares]).sum(0)
+        projections = [share.projections(left, right) for share in shares]
+        return projections[0] if len(projections) == 1 else torch.stack(projections).sum(0)
 
 
 def checksums(parameter: nn.Parameter, measured: Tensor, squared_norms: Sequence[Tensor], seed: int) -> Checksums:
@@ -57,10 +58,10 @@ def checksums(parameter: nn.Parameter, measured: Tensor, squared_norms: Sequence
     left, right = (vector.to(gradient.dtype) for vector in _signs(parameter, seed))
     if gradient.is_sparse:
         gradient = gradient.coalesce()
-        projected = (left[gradient.indices()[0]] * (gradient.values() @ right)).sum(0)
+        projected = torch.linalg.vecdot(left[:, gradient.indices()[0]] @ gradient.values(), right)
         norm = torch.linalg.vector_norm(gradient.values())
     else:
-        projected = ((gradient.reshape(left.shape[0], -1) @ right) * left).sum(0)
+        projected = torch.linalg.vecdot(left @ gradient.reshape(left.shape[1], -1), right)
         norm = torch.linalg.vector_norm(gradient)
     spread = torch.stack([norms.sum() for norms in squared_norms]).sum().sqrt()
     scale = torch.maximum(norm, 0.1 * spread.to(norm.dtype))
@@ -69,12 +70,15 @@ def checksums(parameter: nn.Parameter, measured: Tensor, squared_norms: Sequence
 
 
 def _signs(parameter: nn.Parameter, seed: int) -> tuple[Tensor, Tensor]:
-    """r over the rows of the parameter and s over its columns, (rows, 4) and (columns, 4) of ±1, always the same."""
-    generator = torch.Generator().manual_seed(seed)
+    """r over the rows of the parameter and s over its columns, (4, rows) and (4, columns) of ±1, always the same."""
     rows = parameter.shape[0] if parameter.ndim else 1
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    left, right = (
-        random_signs(size, 4, like=torch.empty(0, dtype=dtype), generator=generator).to(parameter.device)
-        for size in (rows, parameter.numel() // max(1, rows))
-    )
+    return _signs_of(rows, parameter.numel() // max(1, rows), dtype, parameter.device, seed)
+
+
+@lru_cache(maxsize=64)  # of shapes; layers of one shape share theirs
+@torch.inference_mode(False)
+def _signs_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    generator, like = torch.Generator().manual_seed(seed), torch.empty(0, dtype=dtype, device="cpu")
+    left, right = (random_signs(4, size, like=like, generator=generator).to(device) for size in (rows, columns))
     return left, right

@@ -72,8 +72,13 @@ class Contribution(ABC):
         """(m, *shape), cᵢ of the samples in ``chunk``, at least float32."""
 
     @abstractmethod
-    def projection(self, left: Tensor, right: Tensor) -> Tensor:
-        """leftᵀ G right of the gradient G = Σᵢ cᵢ as a matrix of ``shape[0]`` rows: a scalar."""
+    def projections(self, left: Tensor, right: Tensor) -> Tensor:
+        """(p,), lₖᵀ G rₖ of the gradient G = Σᵢ cᵢ as a matrix of ``shape[0]`` rows.
+
+        Args:
+            left: (p, rows), the lₖ.
+            right: (p, columns), the rₖ.
+        """
 
     def total(self) -> Tensor:
         """Σᵢ cᵢ, of the parameter's shape."""
@@ -128,8 +133,8 @@ class Dense(Contribution):
     def total(self) -> Tensor:
         return at_least_float32(self.gradients).sum(0)
 
-    def projection(self, left: Tensor, right: Tensor) -> Tensor:
-        return left @ self.total().reshape(left.shape[0], -1) @ right
+    def projections(self, left: Tensor, right: Tensor) -> Tensor:
+        return torch.linalg.vecdot(left @ self.total().reshape(left.shape[1], -1), right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,9 +201,10 @@ class Outer(Contribution):
         a, delta = (at_least_float32(tensor).flatten(0, 1) for tensor in (self.inputs, self.cotangents))
         return Outer(a[None], delta[None], self.parameter_shape, self.rows).per_sample(slice(None))[0]
 
-    def projection(self, left: Tensor, right: Tensor) -> Tensor:
-        left = left if self.rows is None else left[self.rows]
-        return ((at_least_float32(self.cotangents) @ left) * (at_least_float32(self.inputs) @ right)).sum()
+    def projections(self, left: Tensor, right: Tensor) -> Tensor:
+        left = left if self.rows is None else left[:, self.rows]
+        of_cotangents = F.linear(at_least_float32(self.cotangents), left)
+        return (of_cotangents * F.linear(at_least_float32(self.inputs), right)).sum((0, 1))
 
     def cost(self) -> Cost | None:
         positions, width, height = self._sizes()
@@ -262,8 +268,8 @@ class Lookup(Contribution):
         delta = at_least_float32(self.cotangents).flatten(0, 1)
         return delta.new_zeros(self.shape).index_add_(0, self.indices.reshape(-1), delta)
 
-    def projection(self, left: Tensor, right: Tensor) -> Tensor:
-        return (left[self.indices] * (at_least_float32(self.cotangents) @ right)).sum()
+    def projections(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left.t()[self.indices] * F.linear(at_least_float32(self.cotangents), right)).sum((0, 1))
 
 
 def squared_norms(

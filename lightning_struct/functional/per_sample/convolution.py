@@ -72,14 +72,15 @@ class Convolution(Contribution):
         gradients = product.flip(tuple(range(2, 2 + len(self.kernel)))).movedim(-1, 2)
         return gradients.reshape(-1, *self.shape)
 
-    def projection(self, left: Tensor, right: Tensor) -> Tensor:
+    def projections(self, left: Tensor, right: Tensor) -> Tensor:
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
-        kernel = right.reshape(1, -1, *self.kernel).expand(self.groups, *[-1] * (1 + len(self.kernel)))
+        kernels = right.reshape(len(right), -1, *self.kernel).repeat(self.groups, *[1] * (1 + len(self.kernel)))
         images = F.pad(at_least_float32(self.inputs), _pad_argument(self.padding))
-        filtered = convolve(images, kernel, stride=self.stride, dilation=self.dilation, groups=self.groups)
+        filtered = convolve(images, kernels, stride=self.stride, dilation=self.dilation, groups=self.groups)
         filtered = _first_positions(filtered, self.cotangents.shape[2:])
-        weighted = (left[:, None] * at_least_float32(self.cotangents).flatten(2)).unflatten(1, (self.groups, -1)).sum(2)
-        return (weighted * filtered.flatten(2)).sum()
+        of_groups = at_least_float32(self.cotangents).flatten(2).unflatten(1, (self.groups, -1))
+        weighted = left.unflatten(1, (self.groups, -1)).transpose(0, 1) @ of_groups  # (n, groups, p, positions)
+        return (weighted * filtered.flatten(2).unflatten(1, (self.groups, -1))).sum((0, 1, 3))
 
     def cost(self) -> Cost | None:
         if self.groups > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -38,6 +40,14 @@ def all_gather_unequal(rows: Tensor) -> Tensor:
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """What can be pickled, of all processes, in the order of ranks."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def rank() -> int:

@@ -22,6 +22,7 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.callbacks.growing_batch_size.loss_growth import LossGrowth
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
+from lightning_struct.collective import world_size
 from lightning_struct.functional.per_sample.recorder import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
@@ -174,7 +175,8 @@ class Measurement:
             try:
                 self._stationarity[self._trainer.optimizers.index(optimizer)].before_step()
             except Exception as error:  # noqa: BLE001 - measuring must not end a training
-                self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent ({first_line(error)})")
+                problem = error if isinstance(error, Unmeasurable) else f"fails ({first_line(error)})"
+                self._give_up(f"GrowingBatchSize cannot test whether noise undoes the descent: that {problem}")
 
     def end_batch(self, batch: Any) -> int:
         """Count the samples of a batch, over all processes; those of a module that reports them are counted by it."""
@@ -265,7 +267,10 @@ class Measurement:
         except Unmeasurable as problem:
             self._go_on(str(problem))
         except Exception as error:  # noqa: BLE001 - measuring must not end a training
-            self._go_on(f"fails ({first_line(error)})")
+            if world_size() == 1:
+                self._go_on(f"fails ({first_line(error)})")
+            else:  # the other processes are told when they measure together
+                self._estimator.faults.keep(error)
         return None
 
     def _tell_of_nan(self) -> None:

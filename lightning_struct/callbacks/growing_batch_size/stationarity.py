@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import local, local_gradient, share
-from lightning_struct.collective import all_reduce
 from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import gradient_scale
@@ -57,6 +57,7 @@ class StationarityTest:
     def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer = trainer, optimizer
         self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
+        self._faults = LocalFaults()
         self._steps = 0
         self._passed = False
         self._length = self._end = 0  # of the window, in steps; no window is open before the next step
@@ -84,16 +85,20 @@ class StationarityTest:
         if self._end == 0:
             self._length = window_length(self._steps)
             self._end = self._steps + self._length
-            self._weights = {i: local(parameter).clone() for i, parameter in self._parameters().items()}
+            with self._faults.kept():
+                self._weights = {i: local(parameter).clone() for i, parameter in self._parameters().items()}
         else:
-            parameters = self._parameters()
-            if self._steps == self._end:
-                self._weights = {
-                    i: before.sub_(now)
-                    for i, before in self._weights.items()
-                    if i in parameters and (now := local(parameters[i])).shape == before.shape
-                }
-            self._products.append(self._product(parameters) / gradient_scale(self._trainer, self._optimizer))
+            product = 0.0
+            with self._faults.kept():
+                parameters = self._parameters()
+                if self._steps == self._end:
+                    self._weights = {
+                        i: before.sub_(now)
+                        for i, before in self._weights.items()
+                        if i in parameters and (now := local(parameters[i])).shape == before.shape
+                    }
+                product = self._product(parameters) / gradient_scale(self._trainer, self._optimizer)
+            self._products.append(product)
             if len(self._products) >= max(FEWEST, self._length // STEPS_PER_GRADIENT):
                 self._judge()
 
@@ -141,7 +146,7 @@ class StationarityTest:
         return sum(torch.stack([product.to(products[0].device) for product in products]).tolist()) if products else 0.0
 
     def _judge(self) -> None:
-        sums = all_reduce(torch.tensor(self._products, device=self._trainer.strategy.root_device))
+        sums = self._faults.summed(torch.tensor(self._products, device=self._trainer.strategy.root_device))
         values = [value for value in sums.tolist() if math.isfinite(value)]  # a GradScaler skips the others
         count = len(values)
         self._passed = False

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_struct import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.estimators import layers, ranks, steps
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import regression
 from tests.processes import START_METHOD, _EndingLauncher, two_processes
@@ -139,6 +140,42 @@ def test_sharded_processes_are_compared_as_whole_ones(tmp_path, batches):
     sharded = records(tmp_path / "parts", "auto", Network(rate=0.05), **options)
     assert ratios(sharded[0]) == pytest.approx(ratios(of_whole[0]), rel=1e-4)
     assert sharded[0] == sharded[1] and len(sharded[0]) == 10 // batches
+
+
+class FailsInOneProcess(Network):
+    """What an estimator calls fails in the second process, in one step."""
+
+    def __init__(self, estimator, name):
+        super().__init__(rate=0.05)
+        self.estimator, self.name = estimator, name
+
+    def on_train_batch_start(self, batch, batch_idx):
+        module = {"ranks": ranks, "steps": steps, "layers": layers}[self.estimator]
+        if self.trainer.global_rank == 1 and batch_idx == 4:
+            self.replaced = getattr(module, self.name)
+            setattr(module, self.name, unforeseen)
+        elif self.trainer.global_rank == 1 and batch_idx == 5:
+            setattr(module, self.name, self.replaced)
+
+
+def unforeseen(*args, **kwargs):
+    raise OSError("unforeseen")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "name", "measured"),
+    [
+        ("ranks", "squared_norm", 8),
+        ("ranks", "at_least_float32", 8),  # within the backward pass
+        ("steps", "squared_norm", 3),
+        ("layers", "_squared_norm", 8),
+        ("layers", "leading_sizes", 8),
+    ],
+)
+def test_an_error_in_one_process_makes_all_go_on_alike(tmp_path, estimator, name, measured):
+    """By steps, of which two make a measurement, or by nothing."""
+    of_processes = records(tmp_path, estimator, FailsInOneProcess(estimator, name), **two_processes())
+    assert of_processes[0] == of_processes[1] and len(of_processes[0]) == measured
 
 
 class Unfreezing(Network):

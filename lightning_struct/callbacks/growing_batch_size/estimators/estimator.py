@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 
 
@@ -17,6 +18,7 @@ class GradientEstimator(Protocol):
     """
 
     name: str
+    faults: LocalFaults
 
     @property
     def every_n_steps(self) -> int:

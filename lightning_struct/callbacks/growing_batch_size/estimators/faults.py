@@ -1,6 +1,16 @@
 """What keeps an estimator from measuring. None of it ends a training."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_struct.collective import all_gather_objects, all_reduce
+from lightning_struct.functional.per_sample.recorder import first_line
 
 
 class Unmeasurable(Exception):
@@ -19,3 +29,44 @@ def check_finite(value: float) -> None:
     """
     if not math.isfinite(value):
         raise NotFinite
+
+
+class LocalFaults:
+    """Errors of one process, which goes on to take part in what all do together, until all are told.
+
+    Example:
+        >>> faults, norm = LocalFaults(), torch.zeros(1)
+        >>> with faults.kept():
+        ...     norm = torch.ones(2) @ torch.ones(3)
+        >>> try:
+        ...     faults.summed(norm)
+        ... except Unmeasurable as error:
+        ...     print(str(error)[:20])
+        fails (RuntimeError:
+    """
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+
+    def keep(self, error: Exception) -> None:
+        self._first = self._first or first_line(error)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context that an error leaves, and does not end more than that."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - measuring must not end a training
+            self.keep(error)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """(k,), on the CPU: the values (k,), each summed over the processes; one collective.
+
+        Raises:
+            Unmeasurable: a process has kept an error.
+        """
+        own, self._first = self._first, None
+        sums = all_reduce(torch.cat([values, values.new_full((1,), float(own is not None))])).cpu()
+        if sums[-1] > 0:
+            raise Unmeasurable(f"fails ({next(fault for fault in all_gather_objects(own) if fault is not None)})")
+        return sums[:-1]

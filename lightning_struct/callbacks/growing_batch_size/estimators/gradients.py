@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.collective import world_size
 
 
 def local(tensor: Any) -> Tensor:
@@ -70,11 +70,6 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
     return torch.cat([tensor.to(device).reshape(-1) for tensor in tensors]).to(dtype).square().sum()
-
-
-def summed(values: Sequence[Tensor]) -> list[float]:
-    """The scalars, each summed over the processes; one collective."""
-    return all_reduce(torch.stack(list(values))).tolist()
 
 
 def is_compiled(module: nn.Module) -> bool:

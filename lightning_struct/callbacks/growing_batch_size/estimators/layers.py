@@ -18,7 +18,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.cadence import (
     LAYERS_CONVOLVE,
     LAYERS_RUN_AGAIN,
 )
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import Unmeasurable, check_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, Unmeasurable, check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
@@ -91,6 +91,7 @@ class SampleGradients:
         self._recorder = GradientNormRecorder(
             module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
         )
+        self.faults = LocalFaults()
         self._squared_norms: dict[nn.Parameter, Tensor] = {}
         self._checksums: dict[str, Checksums] = {}
         self._unmeasured: set[Optimizer] = set()
@@ -106,15 +107,15 @@ class SampleGradients:
         if step % self.every_n_steps:
             self.pause()
             return
+        self._recorder.check = self._checked < CHECKED_BATCHES
+        self._checked += 1
         if not self._measuring:
-            self._recorder.attach()
             self._measuring = True
+            self._recorder.attach()
         first, second = leading_sizes(batch)
         expected = set(expected_sizes)
         self._recorder.samples = expected & first or expected & second or expected | first or None
         self._recorder.rows = rows_of_graphs(batch)
-        self._recorder.check = self._checked < CHECKED_BATCHES
-        self._checked += 1
         self._recorder.reseed(step - 1)
 
     def before_backward(self, loss: Tensor) -> None: ...
@@ -144,9 +145,11 @@ class SampleGradients:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._names]
         if not any(p.grad is not None for p in parameters):
             return
-        results = {norms.parameter: norms for norms in self._recorder.results()}
-        if not results.keys() & set(parameters) <= self._squared_norms.keys():
-            self.after_backward()  # of loss.backward(), which calls no hook
+        results: dict[nn.Parameter, ParameterNorms] = {}
+        with self.faults.kept():
+            results = {norms.parameter: norms for norms in self._recorder.results()}
+            if not results.keys() & set(parameters) <= self._squared_norms.keys():
+                self.after_backward()  # of loss.backward(), which calls no hook
         if self._recorder.check:
             self._verify(parameters)
         n, variance, gradient = self._reduced(parameters, results)
@@ -188,24 +191,11 @@ class SampleGradients:
         self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]
     ) -> tuple[int, float, float]:
         """n, ‖Var‖₁ and ‖G‖² of the measured parameters, over all processes; zeros where these are a small part."""
-        device = self._module.device
-        measured = [i for i, parameter in enumerate(parameters) if parameter in results]
-        of_passes = [results[parameters[i]].squared_norms for i in measured]
-        sums = torch.zeros(3, len(parameters), dtype=torch.float64, device=device)
-        with_gradient = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-        sums[2, with_gradient] = torch.stack([_squared_norm(parameters[i]).double() for i in with_gradient])
-        if measured:
-            vectors = [torch.cat(vectors).double() for vectors in of_passes]
-            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1)
-            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]].double() for i in measured])
-        counts = [0] * len(parameters)
-        for i, vectors in zip(measured, of_passes, strict=True):
-            counts[i] = sum(len(squared_norms) for squared_norms in vectors)
         uncovered = self._recorder.uncovered
-        hidden = [self._names[parameter] in uncovered for parameter in parameters]
-        host = torch.tensor([*counts, *hidden], dtype=torch.float64, device=device)
-        flat = all_reduce(torch.cat([sums.flatten(), host])).cpu()
-        share, gradient, present, count, not_covered = flat.view(5, -1)
+        sums = torch.zeros(5, len(parameters), dtype=torch.float64, device=self._module.device)
+        with self.faults.kept():
+            self._add_sums_(sums, parameters, results, uncovered)
+        share, gradient, present, count, not_covered = self.faults.summed(sums.flatten()).view(5, -1)
         # DDP averages the gradients: a process's share of its own is a share of G times the number of processes.
         share, gradient = share / world_size() ** 2, gradient / world_size()
         self._leave_out(
@@ -229,22 +219,42 @@ class SampleGradients:
         variance = (m / (m - 1) * (c - g / m)).sum().item() if n > 1 else 0.0
         return n, n * max(variance, 0.0), g.sum().item()
 
+    def _add_sums_(
+        self,
+        sums: Tensor,
+        parameters: list[nn.Parameter],
+        results: dict[nn.Parameter, ParameterNorms],
+        uncovered: dict[str, str],
+    ) -> None:
+        """Write what this process knows of each parameter: Σ‖cᵢ‖², ‖G‖² as measured and as now, n, if uncovered."""
+        measured = [i for i, parameter in enumerate(parameters) if parameter in results]
+        of_passes = [results[parameters[i]].squared_norms for i in measured]
+        with_gradient = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+        sums[2, with_gradient] = torch.stack([_squared_norm(parameters[i]).double() for i in with_gradient])
+        if measured:
+            vectors = [torch.cat(vectors).double() for vectors in of_passes]
+            sums[0, measured] = pad_sequence(vectors, batch_first=True).sum(1)
+            sums[1, measured] = torch.stack([self._squared_norms[parameters[i]].double() for i in measured])
+        counts = [0] * len(parameters)
+        for i, vectors in zip(measured, of_passes, strict=True):
+            counts[i] = sum(len(squared_norms) for squared_norms in vectors)
+        hidden = [self._names[parameter] in uncovered for parameter in parameters]
+        sums[3:] = torch.tensor([counts, hidden], dtype=torch.float64)
+
     def _verify(self, parameters: list[nn.Parameter]) -> None:
         """Leave out parameters whose gradients are not the sum of the measured shares, over all processes.
 
         Only the parameters of the optimizer that steps are compared: others may have gradients that are never used, as
         a discriminator has from the loss of its generator.
         """
-        nothing = torch.zeros(6, dtype=torch.float64, device=self._module.device)
-        names, rows = [self._names[parameter] for parameter in parameters], []
-        for name in names:
-            of = self._checksums.get(name)
-            if of is None:
-                rows.append(nothing)
-                continue
-            bounds = torch.stack([of.scale * of.tolerance, of.scale])
-            rows.append(torch.cat([of.measured - of.gradient, bounds]).double())
-        sums = (all_reduce(torch.stack(rows)) / world_size()).cpu()
+        names = [self._names[parameter] for parameter in parameters]
+        rows = torch.zeros(len(names), 6, dtype=torch.float64, device=self._module.device)
+        with self.faults.kept():
+            for row, of in zip(rows, map(self._checksums.get, names), strict=True):
+                if of is not None:
+                    bounds = torch.stack([of.scale * of.tolerance, of.scale])
+                    row.copy_(torch.cat([of.measured - of.gradient, bounds]))
+        sums = (all_reduce(rows) / world_size()).cpu()
         error, bound, scale = sums[:, :-2].square().mean(1).sqrt(), sums[:, -2], sums[:, -1]
         # Some gradients are nothing but rounding, as of attention's key biases, which its softmax takes away.
         differs = (error > bound) & (error > NEGLIGIBLE * torch.linalg.vector_norm(scale))

@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import Unmeasurable, check_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, Unmeasurable, check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     is_compiled,
     local_gradient,
     share,
     squared_norm,
     sum_of_squares,
-    summed,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_parts
 from lightning_struct.collective import world_size
@@ -64,6 +63,7 @@ class BackwardPasses:
         self._cadence = Cadence(every_n_steps, max_overhead)
         self.every_n_steps = every_n_steps or 1
         self._due, self._step = 0, 0
+        self.faults = LocalFaults()
         self._handles: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
         self._hooked: set[str] = set()
@@ -94,12 +94,15 @@ class BackwardPasses:
             self._cadence.count_step(optimizer)
         if not self._handles or self._measured is not None:
             return
-        with torch.no_grad():
+        parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        unhooked = {name: parameter for name, parameter in parameters.items() if name not in self._hooked}
+        sums = sum_of_squares([], self._module.device).repeat(3)
+        with torch.no_grad(), self.faults.kept():
             of_passes = sum_of_squares(self._norms, self._module.device) / (loss_scale(self._trainer) or 1.0) ** 2
-            parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-            unhooked = {name: parameter for name, parameter in parameters.items() if name not in self._hooked}
-            norms = [self._squared_norm(optimizer, of.values()) for of in (parameters, unhooked)]
-            of_pass, of_mean, missed = summed([of_passes, *norms])
+            sums = torch.stack(
+                [of_passes, *(self._squared_norm(optimizer, of.values()) for of in (parameters, unhooked))]
+            )
+        of_pass, of_mean, missed = self.faults.summed(sums).tolist()
         check_finite(of_pass + of_mean)
         if missed > 0:  # as of a layer that has been unfrozen since
             self._look_again([name for name, p in unhooked.items() if p.grad is not None])
@@ -154,13 +157,13 @@ class BackwardPasses:
     def _attach(self) -> None:
         """Hook the parameters; those that are gathered for each forward pass, when they are there."""
         # What is hooked may be copied, and must not copy the Trainer.
-        norms, hooked, handles = self._norms, self._hooked, self._handles
+        norms, hooked, handles, faults = self._norms, self._hooked, self._handles, self.faults
         hooked.clear()
 
         def note(gradient: Tensor) -> None:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norm = torch.linalg.vector_norm(at_least_float32(values.detach()))
-            norms.append(norm)
+            with faults.kept():
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                norms.append(torch.linalg.vector_norm(at_least_float32(values.detach())))
 
         def hook(prefix: str, module: nn.Module) -> None:
             for name, parameter in module.named_parameters(prefix):

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import check_finite
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     copy_,
     local_gradient,
     share,
     squared_norm,
     subtract_,
-    summed,
+    sum_of_squares,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
 from lightning_struct.utilities import namespaces as L
@@ -91,6 +91,7 @@ class StepPairs:
         self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
         self._cadence = Cadence(every_n_steps, max_overhead)
         self.every_n_steps = every_n_steps or 1
+        self.faults = LocalFaults()
         self._due = 0  # number of the step by which the next pair ends; 0 before the first step
         self._step = 0
         self._optimizers: dict[int, Optimizer] = {}
@@ -128,9 +129,11 @@ class StepPairs:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = gradient_scale(self._trainer, optimizer)
+        gradients = _Gradients({}, {})
         with torch.no_grad():
-            tensors = {i: g for i, p in enumerate(parameters) if (g := local_gradient(p)) is not None}
-            gradients = _Gradients(tensors, {i: self._share(parameters[i]) for i in tensors})
+            with self.faults.kept():
+                tensors = {i: g for i, p in enumerate(parameters) if (g := local_gradient(p)) is not None}
+                gradients = _Gradients(tensors, {i: self._share(parameters[i]) for i in tensors})
             if closes:
                 self._close(optimizer, gradients, scale)
             if opens:
@@ -191,49 +194,52 @@ class StepPairs:
 
     def _open(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
         """Keep the gradients of the first step of a pair."""
-        (norm,) = summed([self._squared_norm(gradients.tensors, gradients)])
-        check_finite(norm)
         number = self._trainer.optimizers.index(optimizer)
+        memory = self._memory.setdefault(number, {})
+        sums = sum_of_squares([], self._module.device).repeat(1)
+        with self.faults.kept():
+            _keep(memory, gradients.tensors)
+            sums = self._squared_norm(gradients.tensors, gradients)[None]
+        (norm,) = self.faults.summed(sums).tolist()
+        check_finite(norm)
         if norm == 0 and not gradients.tensors:
             self._warn_of_nothing(number)
             return
-        memory = self._memory.setdefault(number, {})
-        copied: list[int] = []
-        for i, gradient in gradients.tensors.items():
-            kept = memory.get(i)
-            if gradient.is_sparse or kept is None or kept.is_sparse or kept.shape != gradient.shape:
-                memory[i] = gradient.clone()
-            else:
-                copied.append(i)
-        if copied:
-            copy_([memory[i] for i in copied], [gradients.tensors[i] for i in copied])
         self._kept[number] = _Kept({i: memory[i] for i in gradients.tensors}, norm / scale**2, scale)
 
     def _close(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
         """Compare the kept gradients with those of the second step; their memory gets the differences."""
         number = self._trainer.optimizers.index(optimizer)
         kept = self._kept.pop(number)
-        both = [
-            i for i, g in kept.gradients.items() if i in gradients.tensors and gradients.tensors[i].shape == g.shape
-        ]
+        both: list[int] = []
+        norms = sum_of_squares([], self._module.device).repeat(3)
+        with self.faults.kept():
+            now = gradients.tensors
+            both = [i for i, g in kept.gradients.items() if i in now and now[i].shape == g.shape]
+            norms = self._norms(kept, self._memory[number], gradients, both, scale)
+        before, second, difference = (value / scale**2 for value in self.faults.summed(norms).tolist())
+        check_finite(second)
+        if both:
+            before = before if len(both) < len(kept.gradients) else kept.squared_norm
+            self._pairs[number] = _Pair(before, second, difference, kept.samples)
+
+    def _norms(
+        self, kept: _Kept, memory: dict[int, Tensor], gradients: _Gradients, both: list[int], scale: float
+    ) -> Tensor:
+        """(3,), ‖g‖² or 0 where that is known, ‖g'‖² and ‖g - g'‖², of what is in both steps, times ``scale``²."""
         second = {i: gradients.tensors[i] for i in both}
         first = {i: kept.gradients[i].to(second[i].device) for i in both}
         if kept.scale != scale:
             first = {i: gradient * (scale / kept.scale) for i, gradient in first.items()}
-        self._memory[number].update(first)
-        norms = [self._squared_norm(second, gradients)]
-        if len(both) < len(kept.gradients):
-            norms.append(self._squared_norm(first, gradients))
+        memory.update(first)
+        norms = [self._squared_norm(first if len(both) < len(kept.gradients) else {}, gradients)]
+        norms.append(self._squared_norm(second, gradients))
         dense = [i for i in both if not (first[i].is_sparse or second[i].is_sparse)]
         if dense:
             subtract_([first[i] for i in dense], [second[i] for i in dense])
         differences = {i: first[i] if i in dense else (first[i] - second[i]).coalesce() for i in both}
         norms.append(self._squared_norm(differences, gradients))
-        sums = [value / scale**2 for value in summed(norms)]
-        check_finite(sums[0])
-        if both:
-            before = sums[1] if len(sums) == 3 else kept.squared_norm
-            self._pairs[number] = _Pair(before, sums[0], sums[-1], kept.samples)
+        return torch.stack(norms)
 
     def _squared_norm(self, tensors: dict[int, Tensor], gradients: _Gradients) -> Tensor:
         shares = [gradients.shares[i] for i in tensors]
@@ -248,3 +254,16 @@ class StepPairs:
                 f"{type(self._module).__name__} a method gradient_statistics() that returns GradientStatistics, or set "
                 "the sizes by schedule=..."
             )
+
+
+def _keep(memory: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
+    """Copy gradients into memory, new where there is none for them."""
+    copied: list[int] = []
+    for i, gradient in gradients.items():
+        kept = memory.get(i)
+        if gradient.is_sparse or kept is None or kept.is_sparse or kept.shape != gradient.shape:
+            memory[i] = gradient.clone()
+        else:
+            copied.append(i)
+    if copied:
+        copy_([memory[i] for i in copied], [gradients[i] for i in copied])

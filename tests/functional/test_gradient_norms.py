@@ -550,6 +550,32 @@ def test_a_parameter_may_become_covered_when_its_gradient_is_none_again() -> Non
     assert not recorder.uncovered
 
 
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (lambda: nn.Linear(3, 2), torch.randn(0, 4, 3)),
+        (lambda: nn.Conv2d(3, 2, 3), torch.randn(0, 3, 5, 5)),
+        (lambda: nn.Embedding(5, 2), torch.zeros(0, 4, dtype=torch.long)),
+        (lambda: nn.LayerNorm(3), torch.randn(0, 3)),
+        (lambda: nn.LSTM(3, 2, batch_first=True), torch.randn(0, 4, 3)),
+    ],
+)
+def test_a_batch_of_no_samples_has_no_norms(layer: Callable[[], nn.Module], inputs: Tensor) -> None:
+    module = layer()
+    with per_sample_gradient_norms(module) as norms:
+        outputs = module(inputs)
+        (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()
+    assert norms.squared_norms.shape == (0,)
+
+
+def test_complex_weights_are_named() -> None:
+    module = nn.Linear(3, 2, dtype=torch.complex64)
+    with per_sample_gradient_norms(module) as norms:
+        module(torch.randn(4, 3, dtype=torch.complex64)).abs().sum().backward()
+    with pytest.raises(ValueError, match="weight: it is complex; bias: it is complex"):
+        _ = norms.squared_norms
+
+
 def test_the_number_of_samples_may_change_from_batch_to_batch() -> None:
     module = nn.Linear(3, 2).double()
     with GradientNormRecorder(module) as recorder:

@@ -19,7 +19,7 @@ from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_i
 from lightning_struct.functional.layers import base_call, couples_samples, owned_parameters
 from lightning_struct.functional.per_sample.awaited import AwaitedCall, awaited_call, current_backward
 from lightning_struct.functional.per_sample.checksums import Checksums, checksum_of_shares, checksums
-from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
+from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
 from lightning_struct.functional.per_sample.inner_calls import InnerCalls, has_inner_calls
 from lightning_struct.functional.per_sample.projections import RecordedCalls, is_recorded, parameter_uses
 from lightning_struct.functional.per_sample.rules import (
@@ -427,6 +427,15 @@ class GradientNormRecorder:
         call = replace(awaited.call, cotangents=cotangents)
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
+        parameters = awaited.parameters
+        if any(parameter.is_complex() for parameter in parameters.values()):
+            raise Uncovered("it is complex")
+        if not any(cotangent is not None and cotangent.numel() for cotangent in cotangents) and any(
+            parameter.numel() for parameter in parameters.values()
+        ):  # there are no samples
+            return {
+                name: Dense(parameter.detach().new_zeros(0, *parameter.shape)) for name, parameter in parameters.items()
+            }
         if awaited.use is not None:
             return awaited.use.contributions(call.cotangent, call.samples)
         if awaited.rerun is None:

@@ -159,6 +159,7 @@ class StructuredLinear(nn.Module, ABC):
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.
 
         Raises:
+            TypeError: W is complex.
             ValueError: W has NaN or infinite entries.
 
         Example:
@@ -169,6 +170,8 @@ class StructuredLinear(nn.Module, ABC):
             0.0
         """
         weight = linear.weight.detach()
+        if weight.is_complex():
+            raise TypeError(f"the weight of {linear} is complex: {cls.__name__}.from_linear takes real ones")
         if not bool(weight.isfinite().all()):
             raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")
         options |= {"bias": linear.bias is not None, "dtype": torch.float64}

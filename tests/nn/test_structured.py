@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_struct.nn import LowRank
 from tests.nn.layers import FACTORIES, NAMES, linear_of
 
 SIZES = [(12, 12), (12, 7), (7, 12)]
@@ -409,3 +410,8 @@ def test_gpu_computes_what_the_cpu_computes(name):
             torch.testing.assert_close(half.double().cpu(), y, rtol=0.05, atol=0.05)
     linear = nn.Linear(12, 7, device="cuda")
     assert type(ours).from_linear(linear, refine=3, **FACTORIES[name].keywords).to_dense().device.type == "cuda"
+
+
+def test_complex_weights_have_no_nearest_member():
+    with pytest.raises(TypeError, match="is complex: LowRank.from_linear takes real ones"):
+        LowRank.from_linear(nn.Linear(4, 3, dtype=torch.complex64), rank=2)

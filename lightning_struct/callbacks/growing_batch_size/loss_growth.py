@@ -15,11 +15,17 @@ SMALLEST_FACTOR = 1.5
 
 
 class LossGrowth:
-    """Compares the average loss before and after the batch has become k times as large.
+    """Compares the losses before and after the batch has become k times as large, by two measures.
 
-    If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k times as large; either is
-    less by what training has lowered it meanwhile. The limit is between the two, the cube root of k. It is looked at
-    once, when there are as many losses after the growth as go into an average.
+    - **Their average.** If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k
+      times as large; either is less by what training has lowered it meanwhile. The limit is between the two, the cube
+      root of k.
+    - **Their spread**, the average change from one loss to the next. If the loss is averaged, it becomes smaller by √k,
+      as the noise of the samples does; if it is summed, larger by √k. The limit is between the two, 1.
+
+    Both have to be passed. The average alone would not do for a loss that may be negative, as a log-likelihood: its
+    zero is arbitrary, and training makes it larger in magnitude. They are looked at once, when there are as many losses
+    after the growth as go into an average.
 
     Example:
         >>> growth = LossGrowth()
@@ -33,47 +39,57 @@ class LossGrowth:
     """
 
     def __init__(self) -> None:
-        self._average: Tensor | None = None
+        self._last: Tensor | None = None
+        self._averages: Tensor | None = None
+        """Of the losses, and of their changes from one to the next."""
         self._losses = 0
-        self._before: tuple[float, float] | None = None
-        """The size before the last growth, and the limit for the loss after it."""
+        self._before: tuple[float, float, float] | None = None
+        """The size before the last growth, and the limits for the average and the spread after it."""
 
     def update(self, loss: Tensor) -> None:
         """Take in the loss of a backward pass; on its device, without waiting for it. Sharded ones are left out."""
         if type(loss) is not Tensor or loss.numel() != 1 or not loss.is_floating_point():
             return
-        loss = loss.detach().reshape(())
+        loss = loss.detach().reshape(()).to(torch.float32, copy=True)
+        change = torch.zeros_like(loss) if self._last is None else (loss - self._last.to(loss.device)).abs_()
+        self._last = loss
         self._losses += 1
-        if self._average is None:
-            self._average = loss.to(torch.float32, copy=True)
+        new = torch.stack((loss, change))
+        if self._averages is None:
+            self._averages = new
         else:
-            self._average.lerp_(loss.to(self._average), 1 / min(self._losses, AVERAGED))
+            self._averages.lerp_(new.to(self._averages.device), 1 / min(self._losses, AVERAGED))
 
     def restart(self, before: float, after: float) -> None:
         """The batch has another size from now on."""
-        is_known = self._average is not None and self._losses >= AVERAGED and after >= SMALLEST_FACTOR * before
-        self._before = (before, self._value() * (after / before) ** (1 / 3)) if is_known else None
-        self._average, self._losses = None, 0
+        self._before = None
+        if self._losses >= AVERAGED and after >= SMALLEST_FACTOR * before:
+            average, spread = self._values()
+            self._before = before, average * (after / before) ** (1 / 3), spread
+        self._last, self._averages, self._losses = None, None, 0
 
     def size_before_vain_growth(self) -> float | None:
         """The size before the last growth, if the loss has grown with it; None else, or where that is not known yet."""
         if self._before is None or self._losses < AVERAGED:
             return None
-        (size, limit), self._before = self._before, None
-        value = self._value()
-        return size if limit != 0 and value / limit > 1 else None
+        (size, limit, limit_of_spread), self._before = self._before, None
+        average, spread = self._values()
+        return size if limit != 0 and average / limit > 1 and spread >= limit_of_spread else None
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "average": None if self._average is None else self._value(),
+            "last": None if self._last is None else float(self._last),
+            "averages": None if self._averages is None else self._values(),
             "losses": self._losses,
             "before": self._before,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        average, self._losses, self._before = state["average"], state["losses"], state["before"]
-        self._average = None if average is None else torch.tensor(average, device=device)
+        last, averages = state["last"], state["averages"]
+        self._last = None if last is None else torch.tensor(last, device=device)
+        self._averages = None if averages is None else torch.tensor(averages, device=device)
+        self._losses, self._before = state["losses"], state["before"]
 
-    def _value(self) -> float:
-        assert self._average is not None
-        return float(self._average)
+    def _values(self) -> list[float]:
+        assert self._averages is not None
+        return self._averages.tolist()

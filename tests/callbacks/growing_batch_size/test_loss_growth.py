@@ -4,32 +4,37 @@ import torch
 from lightning_struct.callbacks.growing_batch_size.loss_growth import AVERAGED, LossGrowth
 
 
-def after_growth(before, after, *, sizes=(8, 16), seed=0):
-    """The verdict on losses about two values, before and after a change of size."""
+def after_growth(before, after, *, sizes=(8, 16), summed=False, seed=0):
+    """The verdict on the losses of batches, before and after a change of size, of samples with losses about a value."""
     noise = torch.Generator().manual_seed(seed)
     growth = LossGrowth()
-    for value, follows in ((before, True), (after, False)):
-        for _ in range(3 * AVERAGED if follows else AVERAGED):
-            growth.update(value * torch.exp(0.5 * torch.randn((), generator=noise)))
-        if follows:
+    for value, size, count in ((before, sizes[0], 3 * AVERAGED), (after, sizes[1], AVERAGED)):
+        for _ in range(count):
+            losses = value + torch.randn(size, generator=noise)
+            growth.update(losses.sum() if summed else losses.mean())
+        if size == sizes[0]:
             growth.restart(*sizes)
     return growth
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_summed_loss_is_found_by_its_growth(sign):
-    growth = after_growth(sign * 2.0, sign * 4.0)
-    assert growth.size_before_vain_growth() == 8
-    assert growth.size_before_vain_growth() is None  # it is looked at once
+@pytest.mark.parametrize(("before", "after"), [(2.0, 2.0), (2.0, 1.5), (-2.0, -2.0), (-0.5, -1.0)])
+def test_a_summed_loss_is_found_by_its_growth(before, after):
+    for seed in range(10):
+        growth = after_growth(before, after, summed=True, seed=seed)
+        assert growth.size_before_vain_growth() == 8
+        assert growth.size_before_vain_growth() is None  # it is looked at once
 
 
-@pytest.mark.parametrize(("before", "after"), [(2.0, 2.0), (2.0, 1.0), (-2.0, -2.0), (1.0, -2.0), (0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2.0, 2.0), (2.0, 1.0), (-2.0, -2.0), (1.0, -2.0), (0.0, 1.0), (-0.02, -0.2), (-1.0, -1.5), (0.01, 0.05)],
+)
 def test_other_losses_are_not(before, after):
     assert all(after_growth(before, after, seed=seed).size_before_vain_growth() is None for seed in range(20))
 
 
 def test_a_small_growth_tells_nothing():
-    assert after_growth(2.0, 4.0, sizes=(8, 9)).size_before_vain_growth() is None
+    assert after_growth(2.0, 2.0, sizes=(8, 9), summed=True).size_before_vain_growth() is None
 
 
 @pytest.mark.parametrize("counts", [(AVERAGED - 1, AVERAGED), (AVERAGED, AVERAGED - 1)], ids=["before", "after"])
@@ -44,6 +49,6 @@ def test_few_losses_tell_nothing(counts):
 
 
 def test_a_state_goes_on_to_the_same_verdict():
-    growth, resumed = after_growth(2.0, 4.0), LossGrowth()
+    growth, resumed = after_growth(2.0, 2.0, summed=True), LossGrowth()
     resumed.load_state_dict(growth.state_dict(), torch.device("cpu"))
     assert resumed.state_dict() == growth.state_dict() and resumed.size_before_vain_growth() == 8

@@ -62,7 +62,8 @@ class Membership:
         if not groups:
             raise ValueError(
                 f"{type(self._module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for "
-                "RLS to train; lightning_struct.functional.register_layer declares layers of other types"
+                "RLS to train: take another optimizer, as Adam for embeddings alone; "
+                "lightning_struct.functional.register_layer declares layers of other types"
             )
         return groups
 

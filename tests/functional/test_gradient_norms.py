@@ -812,3 +812,21 @@ def test_uses_by_different_samples_are_measured_one_after_the_other():
             function(layer(inputs)).mean().backward()
         separate.append(alone.results()[0].squared_norms[-1])
     torch.testing.assert_close(measured, torch.cat(separate), rtol=1e-10, atol=0)
+
+
+def test_attention_in_a_module_without_a_rule_brings_no_warning_of_torch():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x * self.scale, x, x)
+
+    module = Attention()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with per_sample_gradient_norms(module) as recorder:
+            module(torch.randn(3, 2, 5, 4)).square().sum().backward()
+    assert len(recorder.squared_norms) == 3
+    assert not [str(warning.message) for warning in said if "performance drop" in str(warning.message)]

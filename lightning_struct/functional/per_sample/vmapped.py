@@ -6,6 +6,7 @@ It is measured if that gives the outputs that it gave before.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,7 +71,9 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
     deltas = [cotangent for cotangent in cotangents if cotangent is not None]
     chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     try:
-        with _attributes_kept(layer):
+        with _attributes_kept(layer), warnings.catch_warnings():
+            # torch asks whoever reads it for an issue; that this takes longer is said by the recorder
+            warnings.filterwarnings("ignore", "There is a performance drop")
             gradients, results = vmap(one_sample, chunk_size=chunk_size)([t.detach() for t in mapped], deltas)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]

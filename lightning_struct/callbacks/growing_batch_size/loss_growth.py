@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,57 +42,44 @@ class LossGrowth:
     """
 
     def __init__(self) -> None:
-        self._last: Tensor | None = None
-        self._averages: Tensor | None = None
-        """Of the losses, and of their changes from one to the next."""
-        self._losses = 0
+        self._losses: deque[Tensor] = deque(maxlen=AVERAGED)
         self._before: tuple[float, float, float] | None = None
         """The size before the last growth, and the limits for the average and the spread after it."""
 
     def update(self, loss: Tensor) -> None:
         """Take in the loss of a backward pass; on its device, without waiting for it. Sharded ones are left out."""
-        if type(loss) is not Tensor or loss.numel() != 1 or not loss.is_floating_point():
-            return
-        loss = loss.detach().reshape(()).to(torch.float32, copy=True)
-        change = torch.zeros_like(loss) if self._last is None else (loss - self._last.to(loss.device)).abs_()
-        self._last = loss
-        self._losses += 1
-        new = torch.stack((loss, change))
-        if self._averages is None:
-            self._averages = new
-        else:
-            self._averages.lerp_(new.to(self._averages.device), 1 / min(self._losses, AVERAGED))
+        if type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point():
+            self._losses.append(loss.detach().to(torch.float32, copy=True))
 
     def restart(self, before: float, after: float) -> None:
         """The batch has another size from now on."""
         self._before = None
-        if self._losses >= AVERAGED and after >= SMALLEST_FACTOR * before:
-            average, spread = self._values()
+        if len(self._losses) == AVERAGED and after >= SMALLEST_FACTOR * before:
+            average, spread = self._average_and_spread()
             self._before = before, average * (after / before) ** (1 / 3), spread
-        self._last, self._averages, self._losses = None, None, 0
+        self._losses.clear()
 
     def size_before_vain_growth(self) -> float | None:
         """The size before the last growth, if the loss has grown with it; None else, or where that is not known yet."""
-        if self._before is None or self._losses < AVERAGED:
+        if self._before is None or len(self._losses) < AVERAGED:
             return None
         (size, limit, limit_of_spread), self._before = self._before, None
-        average, spread = self._values()
+        average, spread = self._average_and_spread()
         return size if limit != 0 and average / limit > 1 and spread >= limit_of_spread else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "last": None if self._last is None else float(self._last),
-            "averages": None if self._averages is None else self._values(),
-            "losses": self._losses,
-            "before": self._before,
-        }
+        return {"losses": self._values(), "before": self._before}
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        last, averages = state["last"], state["averages"]
-        self._last = None if last is None else torch.tensor(last, device=device)
-        self._averages = None if averages is None else torch.tensor(averages, device=device)
-        self._losses, self._before = state["losses"], state["before"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = deque(map(torch.tensor, state["losses"]), maxlen=AVERAGED)
+        self._before = state["before"]
+
+    def _average_and_spread(self) -> tuple[float, float]:
+        values = self._values()
+        return fmean(values), fmean(abs(after - before) for before, after in pairwise(values))
 
     def _values(self) -> list[float]:
-        assert self._averages is not None
-        return self._averages.tolist()
+        if not self._losses:
+            return []
+        device = self._losses[-1].device  # those of a checkpoint are on the CPU
+        return torch.stack([loss.to(device).reshape(()) for loss in self._losses]).tolist()

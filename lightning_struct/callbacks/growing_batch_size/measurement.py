@@ -239,7 +239,7 @@ class Measurement:
         for test, of_test in zip(self._stationarity, state["stationarity"] or (), strict=False):
             test.load_state_dict(of_test)
         if state.get("loss_growth") is not None:
-            self._loss_growth.load_state_dict(state["loss_growth"], self._module.device)
+            self._loss_growth.load_state_dict(state["loss_growth"])
         if self._estimator is None or state["estimator"] is None:
             return
         if self._estimator.name != "steps" == state["estimator"] and self._asked == state["asked"]:

@@ -50,5 +50,5 @@ def test_few_losses_tell_nothing(counts):
 
 def test_a_state_goes_on_to_the_same_verdict():
     growth, resumed = after_growth(2.0, 2.0, summed=True), LossGrowth()
-    resumed.load_state_dict(growth.state_dict(), torch.device("cpu"))
+    resumed.load_state_dict(growth.state_dict())
     assert resumed.state_dict() == growth.state_dict() and resumed.size_before_vain_growth() == 8

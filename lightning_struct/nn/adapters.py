@@ -407,6 +407,14 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
     kind = kind_of(layer.base)
     weight = None if kind is None else layer.base._parameters.get(kind.matrices(layer.base)[0].weight)
+    own = layer.base._parameters.get("weight")
+    if kind is None and own is not None and own.shape == (layer.out_features, layer.in_features):
+        raise ValueError(
+            f"the adapter of {name or 'the model'} cannot be added to its weight: {type(layer.base).__name__} has a "
+            "forward of its own, as with an activation, after which the adapter adds. Leave the adapter in; or declare "
+            "by register_layer that the class computes what nn.Linear does, or leave the layer out by exclude=... of "
+            "add_adapters"
+        )
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(
             f"the weight of {name or 'the model'} cannot be added to: it is parametrized, pruned or quantised. Undo "

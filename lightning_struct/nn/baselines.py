@@ -168,7 +168,7 @@ class Fastfood(StructuredLinear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.init = checked_init(init)
-        middle = max(in_features, out_features)
+        middle = max(self.in_features, self.out_features)
         self.length = 1 << (middle - 1).bit_length()
         self.S = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         self.G = nn.Parameter(torch.empty(middle, device=device, dtype=dtype))

@@ -107,7 +107,7 @@ class Butterfly(StructuredLinear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.rank = positive_size("rank", rank)
         self.order: Order = order
-        self.levels = max(1, (max(in_features, out_features) - 1).bit_length())
+        self.levels = max(1, (max(self.in_features, self.out_features) - 1).bit_length())
         self._shapes = butterfly_shapes(self.levels, rank)
         places = butterfly_order(order, self.length).to(device)
         self.register_buffer("places", None if order == "natural" else places)

@@ -101,7 +101,7 @@ class RandomizedHadamard(StructuredLinear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.terms = positive_size("terms", terms)
-        k = max(in_features, out_features)
+        k = max(self.in_features, self.out_features)
         self.length = 1 << (k - 1).bit_length()
         self.G = nn.Parameter(torch.empty(terms, k, device=device, dtype=dtype))
         for name, size, kind in (

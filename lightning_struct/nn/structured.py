@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -409,11 +410,11 @@ class StructuredLinear(nn.Module, ABC):
 
 
 def positive_size(name: str, value: int) -> int:
-    """``value`` itself, if it is a positive integer.
+    """``value`` as an int, if it is a positive integer: also one of NumPy, as the number of actions in an environment.
 
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, but is {value!r}")
-    return value
+    return int(value)

@@ -391,6 +391,20 @@ def test_factory_of_something_else_is_an_error():
         add_adapters(made(), nn.Linear)
 
 
+class Activated(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_adapter_beside_a_forward_of_its_own_is_not_merged():
+    model = nn.Sequential(Activated(8, 8), nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    before = model(x)
+    assert torch.equal(add_adapters(model, FACTORY)(x), before)
+    with pytest.raises(ValueError, match="the adapter of 0 cannot be added to its weight: Activated has a forward"):
+        merge_adapters(model)
+
+
 def test_parametrized_weight_is_adapted_and_not_merged():
     model = made()
     nn.utils.parametrizations.weight_norm(model[0])

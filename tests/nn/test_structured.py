@@ -2,11 +2,12 @@ import copy
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_struct.nn import LowRank
+from lightning_struct.nn import LDRSubdiagonal, LowRank, RandomizedHadamard, add_adapters, replace_linear
 from tests.nn.layers import FACTORIES, NAMES, linear_of
 
 SIZES = [(12, 12), (12, 7), (7, 12)]
@@ -23,6 +24,19 @@ def make(name, in_features=12, out_features=7, **options):
 def reference(layer, x):
     y = x @ layer.to_dense().T
     return y if layer.bias is None else y + layer.bias
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_may_be_integers_of_numpy(name):
+    layer = make(name, np.int64(12), np.int64(7))
+    assert repr(layer) == repr(make(name)) and layer(torch.ones(12)).shape == (7,)
+
+
+def test_linear_layers_with_sizes_of_numpy_are_replaced_and_adapted():
+    model = nn.Sequential(nn.Linear(np.int64(8), np.int64(2)))
+    assert isinstance(replace_linear(model, LDRSubdiagonal)[0], LDRSubdiagonal)
+    model = add_adapters(nn.Sequential(nn.Linear(np.int64(8), np.int64(2))), RandomizedHadamard)
+    assert model(torch.ones(8)).shape == (2,)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,6 +51,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         splits_rest: whether one reader reads the whole pass, so that what is left of it is known.
         asked_for: samples of each batch that was handed out, until :class:`ResizableLoader` sees the batch delivered.
         samples_of_unit: 1, or the samples in the first whole batch of ``source`` (1 as long as none was seen).
+        knows_unit: whether ``samples_of_unit`` is known, so that a size in samples can be set.
     """
 
     def __init__(self, source: Iterable[Any], units: int | None) -> None:
@@ -65,11 +66,11 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         self.ends: list[int] = []
         self.limit: int | None = None
         self.asked_for: deque[int] = deque()
-        self.samples_of_unit = 1
-        if self.merges and isinstance(source, Sequence) and source:
-            self.samples_of_unit = len(source[0])
-        elif self.merges:
-            self.samples_of_unit = getattr(source, "batch_size", None) or 1
+        unit: int | None = 1
+        if self.merges:
+            listed = isinstance(source, Sequence) and source
+            unit = len(source[0]) if listed else getattr(source, "batch_size", None)  # type: ignore[index]
+        self.samples_of_unit, self.knows_unit = unit or 1, bool(unit)
         self.started_from: RandomStates | None = None
         self._units = units
         self._handed = 0
@@ -115,7 +116,7 @@ class ResizableBatchSampler(Sampler[list[Any]]):
             self._handed += 1
             if self.merges:
                 if len(self.ends) == 1:
-                    self.samples_of_unit = len(batch[0])
+                    self.samples_of_unit, self.knows_unit = len(batch[0]), True
                 batch = [index for unit in batch for index in unit]
             self.asked_for.append(len(batch))
             yield batch
@@ -357,6 +358,7 @@ class ResizableLoader:
             position.get("accumulated", 1),
         )  # none in version 0.2
         self.sampler.samples_of_unit = position["samples_of_unit"]
+        self.sampler.knows_unit |= bool(position["sizes"])
         self.sampler.begin(_sizes(position))
         self.delivered = position["delivered"]
 
@@ -478,20 +480,21 @@ class _Resizable(DataLoader):
 def why_not_resizable(loader: Any) -> tuple[str, str] | None:
     """The loader and why its batches cannot change size, and what would help; None if they can."""
     name = type(loader).__name__
+    name = f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
     if not isinstance(loader, DataLoader):
-        problem = f"a {name}, which is not a torch DataLoader"
+        problem = f"{name}, which is not a torch DataLoader"
         remedy = "give Trainer.fit a DataLoader"
     elif isinstance(loader, _Resizable):
-        problem = f"a {name} that is used twice"
+        problem = f"{name} that is used twice"
         remedy = "make a DataLoader for each place"
     elif loader.batch_sampler is None:
-        problem = f"a {name} with batch_size=None, whose data set or sampler makes the batches"
+        problem = f"{name} with batch_size=None, whose data set or sampler makes the batches"
         remedy = "let the DataLoader make the batches of single samples"
     elif hasattr(loader, "load_state_dict"):
-        problem = f"a {name}, which keeps its own position (state_dict) and would lose it when batches change size"
+        problem = f"{name}, which keeps its own position (state_dict) and would lose it when batches change size"
         remedy = "use torch's DataLoader, which is resumed from the callback's state"
     elif not getattr(loader, "in_order", True):
-        problem = f"a {name} with in_order=False, whose batches cannot be told apart at a resume"
+        problem = f"{name} with in_order=False, whose batches cannot be told apart at a resume"
         remedy = "leave in_order out"
     else:
         return None

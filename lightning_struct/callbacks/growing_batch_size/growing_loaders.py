@@ -40,6 +40,17 @@ class GrowingLoader:
         return known_length(self._loader.loader)
 
     @property
+    def knows_size(self) -> bool:
+        """Whether it is known how many samples a batch has: of a foreign batch sampler only when one was read."""
+        return self._loader.sampler.knows_unit
+
+    @property
+    def merged(self) -> str | None:
+        """The batch sampler whose whole batches are put together now; None if there is none."""
+        sampler = self._loader.sampler
+        return type(sampler.source).__name__ if sampler.merges and sampler.size > 1 else None
+
+    @property
     def resumes(self) -> bool:
         """Whether the pass goes on where another was left."""
         return self._loader.delivered > 0
@@ -111,6 +122,8 @@ class GrowingDraws:
     length = None
     asked = None
     resumes = False
+    knows_size = True
+    merged = None
 
     def __init__(self, loader: Any, sampler: IndependentDraws) -> None:
         if loader.num_workers:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches, check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
@@ -68,6 +68,8 @@ class LoaderGrowth:
         self._state: State | None = None
         self._resumed: State | None = None
         self._begun = False
+        self._waits = False  # for the first batch of a loader, before which its size is not known
+        self._told_merging = False
         self._replans = True  # validation, since what it was planned by has changed
         self._loaders: list[GrowingLoader | GrowingDraws] = []
         self._epoch_done = self._batches_done = 0
@@ -127,6 +129,9 @@ class LoaderGrowth:
         self._plan_validation()
 
     def on_train_batch_start(self) -> None:
+        if self._waits and self._resize():
+            self._set_limits()
+            self._plan_validation()
         if self._device_limit is not None and self._trainer.fit_loop.batch_idx == 0:
             # a run that is resumed at the end of an epoch is not told that the next one starts
             self._trainer.accumulate_grad_batches = self._accumulated
@@ -341,6 +346,9 @@ class LoaderGrowth:
         """Ask the loaders for the decided size, as far as it can be had now; tell whether that is new."""
         if self._decided is None:
             return False
+        self._waits = not all(loader.knows_size for loader in self._loaders)
+        if self._waits:
+            return False
         accumulated, most = self._trainer.accumulate_grad_batches, math.inf
         if self._device_limit is not None:
             processes = data_parallel_size(self._trainer)
@@ -362,7 +370,17 @@ class LoaderGrowth:
             share = loader.first_batch_size / first
             in_turn = 1 if self._device_limit is None else accumulated
             loader.set_batch_size(batch_size * share, most * share, in_turn)
+        self._tell_of_merging()
         return True
+
+    def _tell_of_merging(self) -> None:
+        merged = [loader.merged for loader in self._loaders if loader.merged is not None]
+        if merged and not self._told_merging:
+            self._told_merging = True
+            rank_zero_info(
+                f"GrowingBatchSize puts whole batches of {merged[0]} together. Where such a batch is more than its "
+                "samples, as the task of a few-shot learner is, mode='accumulate' leaves it as it is"
+            )
 
     @property
     def _asked(self) -> int:

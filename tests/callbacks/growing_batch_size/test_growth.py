@@ -1,5 +1,6 @@
 """Batches that change size within a running epoch, in all the ways in which a Trainer reads them."""
 
+import logging
 from datetime import timedelta
 
 import lightning as L
@@ -268,6 +269,35 @@ def test_a_stream_is_validated_at_its_end(tmp_path):
 def test_batches_of_a_foreign_batch_sampler_are_merged(tmp_path):
     module = fit(tmp_path, DataLoader(range(12), batch_sampler=[[i, i + 1] for i in range(0, 12, 2)]), [2, 4])
     assert module.sizes == [2, 2, 4, 4]
+
+
+class Pairs(torch.utils.data.Sampler):
+    """Whole batches, of which nothing is known before the first is read."""
+
+    def __iter__(self):
+        return iter([[i, i + 1] for i in range(0, 24, 2)])
+
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler(tmp_path, workers):
+    growing = GrowingBatchSize(schedule="0:4")
+    options = {"num_workers": workers, "prefetch_factor": 1 if workers else None}
+    loader = DataLoader(range(24), batch_sampler=Pairs(), **options)
+    module = fit(tmp_path, loader, growing=growing, validation=DataLoader(range(4), 4), max_epochs=2)
+    first = [2, *[4] * 5, 2] if workers == 0 else [2, 2, *[4] * 5]
+    assert module.sizes == first + [4] * 6
+    assert sorted(numbers(module.epochs[0])) == sorted(numbers(module.epochs[1])) == list(range(24))
+    assert module.lengths[-1] == 6 and module.validated_after == [24, 24]
+
+
+def test_that_whole_batches_are_merged_is_said_once(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, DataLoader(range(24), batch_sampler=Pairs()), [2, 4, 8])
+    said = [record.message for record in caplog.records if "whole batches of Pairs" in record.message]
+    assert len(said) == 1 and "mode='accumulate'" in said[0]
 
 
 @pytest.mark.parametrize(

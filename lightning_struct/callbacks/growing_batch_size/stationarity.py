@@ -19,8 +19,8 @@ from lightning_struct.utilities.sharded_weights import shards_plain_tensors, sha
 # Length of a window: this share of the steps so far, and at least so many steps.
 SHARE_OF_STEPS, SHORTEST = 0.5, 300
 
-# Gradients by which the end of a window is judged: one for so many steps of the window, and at least so many.
-STEPS_PER_GRADIENT, FEWEST = 16, 8
+# The end of a window is judged by one gradient for so many steps of the window.
+STEPS_PER_GRADIENT = 16
 
 
 def window_length(steps: int) -> int:
@@ -99,7 +99,7 @@ class StationarityTest:
                     }
                 product = self._product(parameters) / gradient_scale(self._trainer, self._optimizer)
             self._products.append(product)
-            if len(self._products) >= max(FEWEST, self._length // STEPS_PER_GRADIENT):
+            if len(self._products) >= self._length // STEPS_PER_GRADIENT:
                 self._judge()
 
     def state_dict(self) -> dict[str, Any]:

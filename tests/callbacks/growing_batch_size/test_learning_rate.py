@@ -83,9 +83,8 @@ class ManualSlope(Slope):
 
 def fit(tmp_path, sizes=(), module=None, data=None, ckpt_path=None, callbacks=(), growing=None, **options):
     module = module or Slope()
-    trainer = make_trainer(
-        tmp_path, callbacks=[Growing(sizes, **(growing or {})), *callbacks], **({"max_epochs": 1} | options)
-    )
+    of_growth = [] if sizes is None else [Growing(sizes, **(growing or {}))]
+    trainer = make_trainer(tmp_path, callbacks=[*of_growth, *callbacks], **({"max_epochs": 1} | options))
     trainer.fit(module, DataLoader(range(40), batch_size=4) if data is None else data, ckpt_path=ckpt_path)
     return module
 
@@ -121,6 +120,34 @@ def test_the_rate_waits_for_batches_of_workers():
         scale.begin_batch(8, samples)
         factors.append(scale.factor)
     assert factors == [1, 1, 1.75, 2, 2]
+
+
+@pytest.mark.parametrize(("decided", "samples", "factor"), [(16, 3, 2), (6, 3, 1.5)], ids=["growing", "shrinking"])
+def test_a_smaller_last_batch_has_the_rate_of_those_before_it(decided, samples, factor):
+    scale = LearningRateScale("linear")
+    scale.end_step(4)
+    scale.begin_batch(8, 8)
+    scale.begin_batch(decided, samples)
+    assert scale.factor == factor
+
+
+def test_all_processes_go_by_what_the_first_one_has():
+    of_first = iter([2, 4, 3.0])  # the first size, the samples of a batch, the noise scale
+    scale = LearningRateScale("linear")
+    scale.attach(lambda: (), broadcast=lambda value: next(of_first))
+    scale.end_step(4)
+    scale.begin_batch(8, 8)
+    assert scale.factor == 4 / 2
+    scale.end_step(8, noise_scale=100.0)
+    scale.detach()
+    assert scale.factor == 3.0 / 2
+
+
+def test_a_batch_rounded_to_whole_samples_has_the_rate_of_the_decided_size():
+    scale = LearningRateScale("linear")
+    scale.end_step(4)
+    scale.begin_batch(8.4, 8)
+    assert scale.factor == pytest.approx(2.1)
 
 
 # The steps of training
@@ -376,11 +403,16 @@ CASES = {
     "smaller last batch": {"data": lambda: DataLoader(range(42), batch_size=4)},
     "accumulated": {"accumulate_grad_batches": 3, "frequency": 2},
     "accumulated, with a rest": {"accumulate_grad_batches": 4, "frequency": 5},
+    "accumulated, with a rest where no step is due": {"accumulate_grad_batches": 3, "frequency": 3},
     "half of the batches": {"limit_train_batches": 0.5},
     "so many batches": {"limit_train_batches": 6},
     "growth by accumulation": {"growing": {"mode": "accumulate"}},
     "growth by both": {"growing": {"max_device_batch_size": 8}},
     "stream": {"data": lambda: DataLoader(Stream(range(42)), batch_size=4)},
+    "stream, accumulated": {
+        "data": lambda: DataLoader(Stream(range(42)), batch_size=4),
+        "accumulate_grad_batches": 4,
+    },
     "steps to spare": {"max_steps": 1000},
     "steps and epochs": {"max_steps": 15},
     "as many steps as epochs make": {"max_steps": 20},
@@ -391,7 +423,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_schedule_ends_where_it_does_with_batches_of_the_first_size(tmp_path, case):
+def test_a_schedule_ends_where_it_does_without_the_callback(tmp_path, case):
     def end(sizes):
         options = dict(CASES[case])
         data, frequency = options.pop("data", lambda: None)(), options.pop("frequency", 1)
@@ -399,8 +431,19 @@ def test_a_schedule_ends_where_it_does_with_batches_of_the_first_size(tmp_path, 
         return module.scheduler.last_epoch, len(module.rates)
 
     accumulated = CASES[case].get("accumulate_grad_batches", 1)
-    (planned, most), (reached, fewer) = end([]), end([accumulated * size for size in (4, 8, 8, 13)])
+    (planned, most), (reached, fewer) = end(None), end([accumulated * size for size in (4, 8, 8, 13)])
     assert reached == planned and (fewer < most or case == "growth by accumulation")
+
+
+def test_fractions_of_a_batch_add_up_to_whole_ones(tmp_path):
+    module = fit(tmp_path, [1], scheduled(constant), DataLoader(range(20), batch_size=10), max_epochs=2)
+    assert len(module.places) == 11 + 20
+    assert module.places[11:] == 9 * [2] + 10 * [3] + [4]  # ten times 0.1 is less than 1
+
+
+def test_where_an_epoch_is_a_number_of_batches_those_left_share_what_is_left_of_the_steps(tmp_path):
+    module = fit(tmp_path, [16], scheduled(constant), limit_train_batches=6)
+    assert module.sizes == [4, 16, 16, 4] and module.places == [1, 2, 4, 6]
 
 
 @pytest.mark.parametrize("epochs", [-1, 5])
@@ -428,6 +471,17 @@ def test_a_reduction_on_a_plateau_is_left_alone(tmp_path):
 
     module = fit(tmp_path, [20, 16], scheduled(plateau, Plateau, monitor="train_loss"))
     assert module.scheduler.last_epoch == len(module.sizes) == 3
+
+
+def test_a_scheduler_of_epochs_beside_one_of_steps_is_left_alone(tmp_path):
+    class Both(Slope):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            self.of_steps, self.of_epochs = constant(optimizer), constant(optimizer)
+            return [optimizer], [{"scheduler": self.of_steps, "interval": "step"}, self.of_epochs]
+
+    module = fit(tmp_path, [8], Both(), max_epochs=2)
+    assert (module.of_steps.last_epoch, module.of_epochs.last_epoch) == (20, 2)
 
 
 def test_a_module_that_steps_a_scheduler_by_hand_is_warned(tmp_path):

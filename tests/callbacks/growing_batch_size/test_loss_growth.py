@@ -48,6 +48,38 @@ def test_few_losses_tell_nothing(counts):
     assert growth.size_before_vain_growth() is None
 
 
+@pytest.mark.parametrize(("after", "verdict"), [(2.0 * 1.25, None), (2.0 * 1.27, 8)])
+def test_the_limit_of_growth_is_the_cube_root_of_that_of_the_batch(after, verdict):
+    growth = LossGrowth()
+    for _ in range(AVERAGED):
+        growth.update(torch.tensor(2.0))
+    growth.restart(8, 16)
+    for _ in range(AVERAGED):
+        growth.update(torch.tensor(after))
+    assert growth.size_before_vain_growth() == verdict
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), torch.ones((), dtype=torch.complex64)], ids=["vector", "complex"])
+def test_what_is_no_number_is_left_out(loss):
+    growth = LossGrowth()
+    growth.update(loss)
+    assert growth.state_dict() == LossGrowth().state_dict()
+
+
+def test_the_first_losses_count_alike():
+    growth = LossGrowth()
+    for loss in (1.0, 3.0, 5.0):
+        growth.update(torch.tensor(loss))
+    assert growth.state_dict()["average"] == pytest.approx(3.0)
+
+
+def test_a_loss_that_is_changed_afterwards_counts_as_it_was():
+    growth, loss = LossGrowth(), torch.tensor(2.0)
+    growth.update(loss)
+    loss.fill_(5.0)
+    assert growth.state_dict()["average"] == 2.0
+
+
 def test_a_state_goes_on_to_the_same_verdict():
     growth, resumed = after_growth(2.0, 2.0, summed=True), LossGrowth()
     resumed.load_state_dict(growth.state_dict())

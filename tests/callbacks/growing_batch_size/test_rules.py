@@ -48,6 +48,14 @@ def test_validation_that_falls_enough_does_not_stall():
     assert next_batch_size(200, [1] * 6, [1.006, 1, 1, 1, 1, 1.0], max_batch_size=500) == 200
 
 
+def test_validation_that_falls_by_the_threshold_itself_does_not_stall():
+    assert next_batch_size(200, [1] * 6, [1.5, 1, 1, 1, 1, 1.0], max_batch_size=500, validation_threshold=0.5) == 200
+
+
+def test_where_the_predictions_are_what_the_batch_has_validation_decides():
+    assert next_batch_size(200, [200] * 6, [1.0] * 6, max_batch_size=500) == 1.005 * 200
+
+
 def test_validation_is_compared_with_five_checks_before():
     assert next_batch_size(200, [1] * 6, [2.0, 1.0, 1.0, 1.0, 1.0, 1.0], max_batch_size=500) == 200
 
@@ -104,6 +112,10 @@ def test_a_batch_shrinks_where_it_may():
 
 def test_a_batch_does_not_shrink_below_two():
     assert next_batch_size(50, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 2
+
+
+def test_a_batch_of_one_that_may_shrink_does_not_grow():
+    assert next_batch_size(1, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 1
 
 
 def test_the_validation_rule_comes_before_shrinking():

@@ -1,3 +1,5 @@
+import math
+
 import lightning as L
 import pytest
 import torch
@@ -5,6 +7,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.stationarity import (
+    SHORTEST,
+    STEPS_PER_GRADIENT,
+    StationarityTest,
+    window_length,
+)
 from tests.strategies.helpers import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -104,3 +112,105 @@ def test_a_run_resumes_within_a_window(tmp_path, whole, step):
     directory, weight, records = whole
     resumed, records_of_both = resumable(tmp_path, ckpt_path=directory / f"step={step}.ckpt")
     assert torch.equal(resumed, weight) and records_of_both == records
+
+
+# Single windows
+
+GRADIENTS = SHORTEST // STEPS_PER_GRADIENT  # by which the end of the first window is judged
+
+
+def in_a_row(*weights):
+    """The test of an optimizer with the rate 1, and a way to take steps by gradients of this value in all entries."""
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    test = StationarityTest(trainer, optimizer)
+
+    def step(values, is_sparse=False):
+        for value in values:
+            for weight in weights:
+                gradient = torch.full_like(weight, value)
+                weight.grad = gradient.to_sparse(1) if is_sparse else gradient
+            test.before_step()
+            optimizer.step()
+
+    return test, step
+
+
+def parameter():
+    return torch.nn.Parameter(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("after", "holds"),
+    [
+        ([-1.246, 0.754], True),  # more than its standard error, 1 / √17
+        ([-1.239, 0.761], False),  # less
+        ([1.0], False),
+        ([-1.0, math.nan, math.inf, -1.0], True),  # steps that a GradScaler skips
+    ],
+)
+def test_the_noise_undoes_the_descent_where_gradients_against_the_move_are_beyond_chance(after, holds):
+    test, step = in_a_row(parameter())
+    step([1.0] * SHORTEST)
+    step((after * GRADIENTS)[:GRADIENTS])
+    assert test.holds == holds
+
+
+def test_a_window_is_judged_by_one_gradient_for_sixteen_of_its_steps():
+    test, step = in_a_row(parameter())
+    step([1.0] * SHORTEST + [-1.0] * (GRADIENTS - 1))
+    assert not test.holds
+    step([-1.0])
+    assert test.holds
+
+
+def test_a_window_without_a_finite_gradient_at_its_end_tells_nothing():
+    test, step = in_a_row(parameter())
+    step([1.0] * SHORTEST + [-1.0] * GRADIENTS)
+    step([1.0] * SHORTEST + [math.nan] * GRADIENTS)
+    assert not test.holds
+
+
+def test_a_restart_forgets_the_last_result_and_the_window_under_way():
+    test, step = in_a_row(parameter())
+    step([1.0] * SHORTEST + [-1.0] * GRADIENTS + [1.0] * 10)
+    test.restart()
+    assert not test.holds
+    step([1.0] * (window_length(SHORTEST + GRADIENTS + 10) - 10) + [-1.0] * GRADIENTS)
+    assert not test.holds
+
+
+def test_sparse_gradients_count_as_dense_ones():
+    test, step = in_a_row(parameter())
+    step([1.0] * SHORTEST + [-1.0] * GRADIENTS, is_sparse=True)
+    assert test.holds
+
+
+@pytest.mark.parametrize("at", [SHORTEST // 2, SHORTEST + GRADIENTS // 2], ids=["before its end", "at its end"])
+def test_a_weight_that_is_frozen_in_a_window_is_left_out(at):
+    frozen = parameter()
+    test, step = in_a_row(parameter(), frozen)
+    values = [1.0] * SHORTEST + [-1.0] * GRADIENTS
+    step(values[:at])
+    frozen.requires_grad_(False)
+    step(values[at:])
+    assert test.holds
+
+
+def test_a_weight_that_gets_another_shape_in_a_window_is_left_out():
+    resized = parameter()
+    test, step = in_a_row(parameter(), resized)
+    step([1.0] * (SHORTEST // 2))
+    resized.grad, resized.data = None, torch.zeros(5)
+    step([1.0] * (SHORTEST // 2) + [-1.0] * GRADIENTS)
+    assert test.holds
+
+
+def test_a_state_is_loaded_where_a_weight_has_been_frozen_since():
+    before, step = in_a_row(parameter(), parameter())
+    step([1.0] * SHORTEST)
+    frozen = parameter().requires_grad_(False)
+    test, step = in_a_row(parameter(), frozen)
+    test.load_state_dict(before.state_dict())
+    step([-1.0] * GRADIENTS)
+    assert not test.holds  # since its own weight is still where it began

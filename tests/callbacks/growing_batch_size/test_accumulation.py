@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches
 from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
 from tests.callbacks.growing_batch_size.readers import (
     WARNINGS_OF_READERS,
@@ -23,6 +24,25 @@ from tests.callbacks.growing_batch_size.readers import (
 )
 
 pytestmark = WARNINGS_OF_READERS
+
+# The number of batches
+
+
+@pytest.mark.parametrize(
+    ("samples", "least", "present", "done", "batches"),
+    [
+        (96, 1, 1, 0, 3),
+        (96.1, 1, 1, 0, 4),
+        (96 * (1 + 1e-12), 1, 1, 0, 3),  # rounding
+        (32, 2, 2, 2, 2),  # what the user accumulates
+        (60, 1, 7, 35, 5),  # fewer than now, as 2 to 4 divide no 35
+        (60, 1, 1, 5, 1),  # more than twice those needed are too many
+    ],
+)
+def test_the_fewest_batches_that_are_enough_and_can_begin_here(samples, least, present, done, batches):
+    found = accumulated_batches(samples, limit=32, least=least, present=present, batches_done=done)
+    assert found == batches
+
 
 # Loaders that stay as they are
 
@@ -202,6 +222,14 @@ def test_two_who_set_the_accumulation_are_refused(tmp_path, options):
     scheduler = GradientAccumulationScheduler({0: 2})
     with pytest.raises(MisconfigurationException, match="both set accumulate_grad_batches: leave one of them out"):
         fit(tmp_path, loader(), growing=Growing(**options), callbacks=[scheduler])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_scheduler_that_accumulates_nothing_is_left_in(tmp_path, options):
+    module = Windows()
+    scheduler = GradientAccumulationScheduler({0: 1})
+    fit(tmp_path, loader(40), module=module, growing=Growing(12 * [20], **options), callbacks=[scheduler])
+    assert max(map(len, module.windows)) > 1
 
 
 def test_a_strategy_that_accumulates_by_itself_is_refused(tmp_path):

@@ -348,6 +348,7 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path):
         {"every_n_steps": "5"},
         {"max_overhead": "3%"},
         {"max_overhead": 0},
+        {"max_overhead": 1.5},
         {"probes": 2.5},
         {"validation_threshold": "x"},
         {"validation_threshold": math.nan},
@@ -359,6 +360,11 @@ def test_wrong_arguments_are_named_with_their_values(arguments):
     ((name, value),) = arguments.items()
     with pytest.raises(MisconfigurationException, match=rf"^{name} must be .*, but is {re.escape(repr(value))}$"):
         GrowingBatchSize(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"growth": 1}, {"max_overhead": 1}, {"window": 1}, {"probes": None}])
+def test_arguments_at_the_end_of_their_range_are_taken(arguments):
+    GrowingBatchSize(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,8 @@ def test_another_rule_is_contradictory(other):
         MisconfigurationException, match=f"schedule='0:8' sets the sizes.*{next(iter(other))}=.*leave one"
     ):
         GrowingBatchSize(schedule="0:8", **other)
+
+
+@pytest.mark.parametrize("other", [{"theta": math.inf}, {"scale_lr": "adascale", "estimator": "steps"}])
+def test_what_has_a_meaning_beside_a_schedule_is_taken(other):
+    GrowingBatchSize(schedule="0:8", **other)

@@ -34,16 +34,19 @@ class Regression(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
-def fit(tmp_path, module, callback, max_steps, *callbacks, **options):
+def data():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(8192, 64, generator=generator)
     targets = inputs.sum(1) + torch.randn(8192, generator=generator)
+    return DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
+
+
+def fit(tmp_path, module, callback, max_steps, *callbacks, **options):
     torch.manual_seed(1)
-    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
     trainer = make_trainer(
         tmp_path, callbacks=[callback, *callbacks], max_steps=max_steps, max_epochs=-1, enable_checkpointing=True
     )
-    trainer.fit(module, loader, **options)
+    trainer.fit(module, data(), **options)
     return trainer
 
 
@@ -70,6 +73,21 @@ def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path):
     with pytest.warns(UserWarning, match="back from 16 to 8 samples .* summed over the samples"):
         fit(tmp_path, SummedRegression(0.05 / 8, start=1.0), callback, max_steps=500)
     assert max(sizes(callback)) == 16 and sizes(callback)[-1] == 8
+
+
+@pytest.mark.parametrize("is_resumed", [True, False], ids=["resumed", "in another fit"])
+@pytest.mark.filterwarnings("ignore:GrowingBatchSize puts the batch back")
+def test_growth_that_was_taken_back_is_not_tried_again(tmp_path, is_resumed):
+    module, callback = SummedRegression(0.05 / 8, start=1.0), GrowingBatchSize(every_n_steps=4)
+    trainer = fit(tmp_path, module, callback, max_steps=500)
+    if is_resumed:
+        trainer.save_checkpoint(tmp_path / "500.ckpt")
+        module, callback = SummedRegression(0.05 / 8, start=1.0), GrowingBatchSize(every_n_steps=4)
+        fit(tmp_path, module, callback, max_steps=800, ckpt_path=tmp_path / "500.ckpt")
+    else:
+        trainer.fit_loop.epoch_loop.max_steps = 800
+        trainer.fit(module, data())
+    assert 16 in sizes(callback) and set(sizes(callback)[-75:]) == {8}  # of the last 300 steps
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,17 @@ class Plain(Windows):
     gradient_statistics = None
 
 
+@pytest.mark.parametrize(
+    ("data", "samples"),
+    [(lambda: loader(40), 40), (lambda: {"a": loader(24), "b": loader(16)}, 40), (Batches, 32)],
+    ids=["one loader", "two loaders", "no data set"],
+)
+def test_a_step_is_never_of_more_than_the_samples_of_an_epoch(tmp_path, data, samples):
+    growing = GrowingBatchSize(mode="accumulate", theta=math.inf, validation_threshold=math.inf, growth=4.0, window=1)
+    fit(tmp_path, data(), module=Plain(), growing=growing, max_epochs=4)
+    assert growing.state_dict()["batch_size"] == samples
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batch_size, limit", [(10, None), (10, 3), (8, None), (50, None)])
 def test_the_last_batch_of_a_stream_that_accumulates_counts_as_it_is(tmp_path, batch_size, limit, workers):

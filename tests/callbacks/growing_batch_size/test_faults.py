@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -114,9 +115,20 @@ def test_a_gradient_that_is_no_number_is_named_with_its_batch_and_the_training_g
     poisoned, callback = module(lambda step: value if step >= 5 else None), growing()
     message = r"The gradient of batch 5 in epoch 0 is NaN or infinite.* Trainer\(detect_anomaly=True\)"
     with pytest.warns(UserWarning, match=message) as told:
-        trainer_for(tmp_path, callback, max_epochs=1).fit(poisoned, DataLoader(regression(), batch_size=4))
-    assert sum(poisoned.sizes) == 40 and len(callback.records) == 5
+        trainer_for(tmp_path, callback, max_epochs=2).fit(poisoned, DataLoader(regression(), batch_size=4))
+    assert sum(poisoned.sizes) == 80 and len(callback.records) == 5
     assert sum("NaN or infinite" in str(warning.message) for warning in told) == 1
+
+
+@pytest.mark.filterwarnings("error:The gradient of batch")
+def test_a_step_that_a_grad_scaler_skips_is_not_told_of(tmp_path):
+    def overflows_once(step):
+        return float("inf") if step == 3 and len(module.sizes) == 4 else None
+
+    module, callback = Regressor(overflows_once), growing()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    trainer_for(tmp_path, callback, max_epochs=1, plugins=[plugin]).fit(module, DataLoader(regression(), batch_size=4))
+    assert sum(module.sizes) == 40 and len(callback.records) == len(module.sizes) - 1
 
 
 class DropsBefore(Regressor):

@@ -111,6 +111,14 @@ def test_a_theta_that_is_given_does_not_wait(tmp_path):
     assert callback.records[-1]["batch_size"] > 8
 
 
+def test_where_the_rate_grows_too_each_doubling_waits_for_a_window_of_steps(tmp_path):
+    callback = GrowingBatchSize(scale_lr="sqrt", every_n_steps=4)
+    fit(tmp_path, Regression(0.05, start=1.0), callback, max_steps=SHORTEST + 100)
+    samples = 8 * SHORTEST
+    assert {record["batch_size"] for record in callback.records if record["samples"] <= samples} == {8}
+    assert {record["batch_size"] for record in callback.records if record["samples"] > samples + 16} == {16}
+
+
 def resumable(tmp_path, **options):
     """A run with checkpoints in a window of the test, among the gradients at its end, and after it."""
     module, callback = Regression(0.05, start=1.0), GrowingBatchSize(every_n_steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,8 @@ def test_the_log_says_once_what_was_chosen(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_settings_that_are_given_override_the_choice() -> None:
-    given: dict[str, Any] = {"solver": "lsmr", "maxiter": 7, "warm_start": 0.5, "min_damping": 0.25, "drop": None}
+    given: dict[str, Any] = {"solver": "lsmr", "maxiter": 7, "warm_start": 0.5, "drop": None}
+    given |= {"min_damping": 0.25, "max_damping": 64.0}
     optimizer = SHF(network(), "mse", **given)
     take(optimizer, batch())
     assert {name: getattr(optimizer.settings, name) for name in given} == given
@@ -116,6 +118,17 @@ def test_settings_that_are_given_override_the_choice() -> None:
 
 def test_none_is_no_preconditioner_and_not_left_to_be_chosen() -> None:
     assert SHF(network(), "mse", preconditioner=None).settings.preconditioner is None
+
+
+@pytest.mark.parametrize(("preconditioner", "iterations"), [("kronecker", 20), ("diagonal", 50), (None, 50)])
+def test_solves_without_kronecker_factors_are_given_more_iterations(preconditioner: Any, iterations: int) -> None:
+    assert SHF(network(), "mse", preconditioner=preconditioner).settings.maxiter == iterations
+
+
+@pytest.mark.parametrize(("inputs", "interval"), [(10, 1), (1000, 10)])
+def test_large_factors_are_updated_once_in_ten_steps_at_the_least(inputs: int, interval: int) -> None:
+    settings: Any = SHF(nn.Linear(inputs, 1), "mse").settings
+    assert settings.factor_interval == interval
 
 
 def test_damping_on_y_is_chosen_what_it_needs() -> None:
@@ -199,6 +212,23 @@ def test_the_ratio_is_that_of_the_falls_on_the_next_batch_and_on_the_own() -> No
     expected = (after - before) / (own.loss_after - own.loss_before)
     assert report.next_batch_ratio == pytest.approx(expected, rel=1e-9)
     assert own.next_batch_ratio is None
+
+
+def test_the_ratio_of_the_next_batch_is_that_of_averaged_gains() -> None:
+    module = network()
+    optimizer, loss = SHF(module, "mse"), SquaredError()
+    before, own_gain, average, own_average = module, 0.0, 0.0, 0.0
+    ratios, expected = [], []
+    for i in range(8):
+        inputs, targets = batch(10, seed=i)
+        gain = (loss.value(before(inputs), targets) - loss.value(module(inputs), targets)).item()
+        average, own_average = 0.8 * average + 0.2 * gain, 0.8 * own_average + 0.2 * own_gain
+        before = copy.deepcopy(module)
+        report = take(optimizer, (inputs, targets))
+        own_gain = report.loss_before - report.loss_after
+        ratios.append(report.next_batch_ratio)
+        expected.append(min(max(average / own_average, -1.0), 1.0) if i else None)
+    assert ratios == [None, *map(pytest.approx, expected[1:])] and 0 < expected[-1] < 1
 
 
 def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:

@@ -242,6 +242,16 @@ def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
     assert report.step_scale < 0.5
 
 
+def test_the_loss_after_a_shortened_step_is_that_at_the_new_weights() -> None:
+    module = nn.Linear(4, 2).double()
+    optimizer = SHF(module, "mse")
+    inputs, targets = batch(20)
+    take(optimizer, (inputs, 5 * targets))
+    report = take(optimizer, (inputs, -5 * targets))
+    assert report.step_scale < 1.0
+    assert report.loss_after == pytest.approx(SquaredError().value(module(inputs), -5 * targets).item(), rel=1e-12)
+
+
 def test_batch_norm_statistics_are_updated_once_by_a_step_that_takes_the_last_one_back() -> None:
     norm = nn.BatchNorm1d(4)
     optimizer = SHF(nn.Sequential(norm, nn.Linear(4, 2)).double(), "mse")

@@ -672,11 +672,26 @@ def test_the_merit_is_the_validation_loss_at_the_new_weights_in_eval_mode() -> N
 
 def test_the_merit_is_that_of_the_step_that_the_line_search_shortened() -> None:
     module, validation = network(), [batch(60, seed=50)]
-    optimizer = SHF(module, "mse", damping=0.05, maxiter=40, atol=0.0)
+    optimizer = SHF(module, "mse", damping=0.05, maxiter=15, atol=0.0)
     optimizer.set_validation(validation)
     report = take(optimizer, batch(6))
-    assert 0.0 < report.step_length < 1.0
+    assert 0.0 < report.step_length < 1.0 and report.merits[-1][0] == report.solver_iterations
     assert report.merit == pytest.approx(validation_loss(module, validation), rel=1e-12)
+
+
+def test_armijo_is_the_share_of_the_slope_that_a_step_must_keep() -> None:
+    """Along the whole step d to the minimum of a quadratic, s d falls by the share 1 - s/2 of s times the slope."""
+    optimizer = SHF(nn.Linear(4, 2).double(), "mse", damping=1e-6, armijo=0.9, preconditioner=None)
+    assert take(optimizer, batch()).step_length == 0.125
+
+
+def test_a_larger_tolerance_of_progress_ends_conjugate_gradients_earlier() -> None:
+    options: dict[str, Any] = {"damping": 1e-3, "solver": "cg", "preconditioner": None, "progress_window": 1}
+    iterations = [
+        take(SHF(network(), "mse", progress_tolerance=tolerance, **options), batch()).solver_iterations
+        for tolerance in (0.0, 1e-3, 0.3)
+    ]
+    assert iterations[0] > iterations[1] > iterations[2]
 
 
 def test_merits_begin_at_the_start_of_the_solver_and_come_at_growing_intervals() -> None:

@@ -160,6 +160,11 @@ def test_all_batches_of_a_step_have_the_weight_that_their_samples_deserve(tmp_pa
     assert max(module.sizes) == 8 and 200 <= sum(module.sizes) <= 206
 
 
+def test_a_loader_whose_batches_are_at_the_limit_is_accumulated_at_once(tmp_path):
+    module = limited(tmp_path, loader(24), [8], limit=4)
+    assert sizes_of(module.windows) == [[4], [4], [4] * 2, [4] * 2]
+
+
 def test_the_limit_changes_nothing_but_rounding(tmp_path):
     sizes = [8, 16, 16, 24, 24, 24]
     whole, parts = Reader(), Windows()

@@ -232,6 +232,7 @@ def test_the_ratio_of_the_next_batch_is_that_of_averaged_gains() -> None:
 
 
 def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
+    torch.manual_seed(0)
     module = nn.Linear(4, 2).double()
     optimizer, loss = SHF(module, "mse"), SquaredError()
     inputs, targets = batch(20)
@@ -243,6 +244,7 @@ def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
 
 
 def test_the_loss_after_a_shortened_step_is_that_at_the_new_weights() -> None:
+    torch.manual_seed(0)
     module = nn.Linear(4, 2).double()
     optimizer = SHF(module, "mse")
     inputs, targets = batch(20)
@@ -253,6 +255,7 @@ def test_the_loss_after_a_shortened_step_is_that_at_the_new_weights() -> None:
 
 
 def test_batch_norm_statistics_are_updated_once_by_a_step_that_takes_the_last_one_back() -> None:
+    torch.manual_seed(0)
     norm = nn.BatchNorm1d(4)
     optimizer = SHF(nn.Sequential(norm, nn.Linear(4, 2)).double(), "mse")
     inputs, targets = batch(20)

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from lightning_struct.models.checks import check_train_loss
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.shf import SHFOptimization
@@ -93,8 +94,7 @@ class Autoencoder(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        if not torch.isfinite(loss):
-            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        check_train_loss(self, loss, batch_idx)
         self.log("train_loss", loss, prog_bar=True, batch_size=self._samples(batch), sync_dist=True)
         return loss
 

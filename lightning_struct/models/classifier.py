@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_struct.models.checks import check_train_loss
 from lightning_struct.optim.rls import RLS
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.rls import RLSOptimization
@@ -176,8 +177,7 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._training_loss(batch)
-        if not torch.isfinite(loss):
-            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        check_train_loss(self, loss, batch_idx)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

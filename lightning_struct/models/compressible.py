@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.models.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -49,7 +50,7 @@ def residual_network(channels: int = 16, blocks: int = 1, num_classes: int = 10)
         >>> residual_network(channels=4)(torch.zeros(5, 3, 32, 32)).shape
         torch.Size([5, 10])
     """
-    _check_positive(channels=channels, blocks=blocks, num_classes=num_classes)
+    check_positive(channels=channels, blocks=blocks, num_classes=num_classes)
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
     widths = [channels, *(channels * 2**stage for stage in range(3) for _ in range(blocks))]
     layers += [ResidualBlock(before, after, 1 if before == after else 2) for before, after in pairwise(widths)]
@@ -82,7 +83,7 @@ class CharacterTransformer(nn.Module):
         self, characters: int = 128, steps: int = 64, width: int = 128, heads: int = 4, blocks: int = 2
     ) -> None:
         super().__init__()
-        _check_positive(characters=characters, steps=steps, width=width, heads=heads, blocks=blocks)
+        check_positive(characters=characters, steps=steps, width=width, heads=heads, blocks=blocks)
         if width % heads:
             raise MisconfigurationException(f"heads must divide width = {width}, but is {heads}")
         self.embedding = nn.Embedding(characters, width)
@@ -102,9 +103,3 @@ class CharacterTransformer(nn.Module):
         for block in self.blocks:
             x = block(x, self.causal[:steps, :steps], is_causal=True)
         return self.output(self.norm(x)).mT
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise MisconfigurationException(f"{name} must be at least 1, but is {size}")

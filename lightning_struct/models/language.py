@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_struct.models.checks import check_positive, check_train_loss
 from lightning_struct.models.structured import LayerFactory
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -78,10 +79,7 @@ class LanguageModel(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"vocabulary_size": vocabulary_size, "embedding_size": embedding_size, "hidden_size": hidden_size}
-        for name, size in sizes.items():
-            if size < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
+        check_positive(vocabulary_size=vocabulary_size, embedding_size=embedding_size, hidden_size=hidden_size)
         if tied and embedding_size != hidden_size:
             raise MisconfigurationException(
                 f"tied needs embedding_size and hidden_size to be the same, but they are {embedding_size} and "
@@ -129,8 +127,7 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self._next_loss("train", batch, batch_idx)
-        if not torch.isfinite(loss):
-            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        check_train_loss(self, loss, batch_idx)
         self.log("train_loss", loss, prog_bar=True, batch_size=batch[0].numel(), sync_dist=True)
         return loss
 

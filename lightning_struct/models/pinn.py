@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation
 from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives, tanh_network_laplacian
+from lightning_struct.models.checks import check_train_loss
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.shf import SHFOptimization
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -112,8 +113,7 @@ class PhysicsInformedNetwork(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = sum(self.block_losses(batch).values(), start=torch.zeros((), device=self.device))
-        if not torch.isfinite(loss):
-            raise ValueError(f"train_loss is {loss.item()} in batch {batch_idx}: lower the learning rate")
+        check_train_loss(self, loss, batch_idx)
         self.log("train_loss", loss, prog_bar=True, batch_size=_points(batch), sync_dist=True)
         return loss
 

@@ -5,6 +5,7 @@ from pickle import UnpicklingError
 
 from torch import nn
 
+from lightning_struct.models.checks import check_positive
 from lightning_struct.models.classifier import Classifier
 from lightning_struct.nn import BlockStructured, PrunedLinear
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -56,7 +57,7 @@ def single_hidden_layer(
         10986
     """
     units = pixels if hidden is None else hidden
-    _check_positive(pixels=pixels, classes=classes, hidden=units)
+    check_positive(pixels=pixels, classes=classes, hidden=units)
     return _with_head(nn.Sequential(nn.Flatten()), layer(pixels, units), units, classes)
 
 
@@ -87,12 +88,12 @@ def lenet(
         >>> lenet(size=8)(torch.zeros(5, 64)).shape
         torch.Size([5, 10])
     """
-    _check_positive(size=size, channels=channels, classes=classes)
+    check_positive(size=size, channels=channels, classes=classes)
     if size % HALVINGS:
         raise MisconfigurationException(f"size must be a multiple of 4, which two poolings can halve, but is {size}")
     features = 16 * (size // HALVINGS) ** 2
     units = features if hidden is None else hidden
-    _check_positive(hidden=units)
+    check_positive(hidden=units)
     stages = (
         nn.Flatten(),
         nn.Unflatten(1, (channels, size, size)),
@@ -129,7 +130,7 @@ def convolution_and_layer(
         >>> convolution_and_layer(hidden=16, pool=True, size=8)(torch.zeros(5, 3, 8, 8)).shape
         torch.Size([5, 10])
     """
-    _check_positive(channels=channels, hidden=hidden, classes=classes, size=size)
+    check_positive(channels=channels, hidden=hidden, classes=classes, size=size)
     if pool and size % 2:
         raise MisconfigurationException(f"size must be even to be halved by the pooling, but is {size}")
     side = size // 2 if pool else size
@@ -177,7 +178,7 @@ def structured_in_place_of_convolution(
         >>> structured_in_place_of_convolution(layer, layer, size=4)(torch.zeros(5, 3, 4, 4)).shape
         torch.Size([5, 10])
     """
-    _check_positive(hidden=hidden, classes=classes, size=size)
+    check_positive(hidden=hidden, classes=classes, size=size)
     entries = size**2
     layers = nn.Sequential(nn.Flatten())
     if channels:
@@ -230,9 +231,3 @@ def _with_head(layers: nn.Sequential, hidden: nn.Module, units: int, classes: in
     layers.append(nn.ReLU())
     layers.add_module("output", nn.Linear(units, classes))
     return layers
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise MisconfigurationException(f"{name} must be at least 1, but is {size}")

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.data.imdb import PADDING
+from lightning_struct.models.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}
@@ -52,16 +53,13 @@ class RecurrentNetwork(nn.Module):
         cell: Literal["lstm", "rnn"] = "lstm",
     ) -> None:
         super().__init__()
-        sizes = {
-            "vocabulary_size": vocabulary_size,
-            "embedding_size": embedding_size,
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-            "num_classes": num_classes,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
+        check_positive(
+            vocabulary_size=vocabulary_size,
+            embedding_size=embedding_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_classes=num_classes,
+        )
         if cell not in CELLS:
             raise MisconfigurationException(f"cell must be 'lstm' or 'rnn', but is {cell!r}")
         self.embedding = nn.Embedding(vocabulary_size, embedding_size, padding_idx=PADDING)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
@@ -393,7 +394,7 @@ class StructuredLinear(nn.Module, ABC):
         """
         for name, tensor in self._weights().items():
             if not bool(tensor.detach().isfinite().all()):  # detached: nothing is saved for a backward pass
-                raise ValueError(
+                raise NotFinite(
                     f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the "
                     "learning rate, or clip gradients), or a checkpoint is damaged"
                 )

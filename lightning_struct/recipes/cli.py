@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from pickle import UnpicklingError
-from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
@@ -187,6 +186,7 @@ class RecipeCLI(LightningCLI):
     before_test = before_predict = before_validate
 
     def before_fit(self) -> None:
+        vars(self.model)["configure_optimizers"] = partial(_configure_optimizers, self.model)
         self._fit_began = time.monotonic()
 
     def after_fit(self) -> None:
@@ -261,18 +261,27 @@ class RecipeCLI(LightningCLI):
 
 
 def _raise_what_a_class_has_said(error: ValueError) -> None:
-    """Raise what a model, a data module, a callback or an optimizer has said of its arguments, or what a package lacks.
+    """Raise what a model, a data module or a callback has said of its arguments, or what a package lacks.
 
     Where an argument may be of several types, as ``Optional[Classifier]``, jsonargparse makes a long error of all of
-    them: what the class has raised is a cause of it. Optimizers and schedulers are made in ``configure_optimizers``.
+    them: what the class has raised is a cause of it.
     """
-    if any(frame.name == "configure_optimizers" for frame in extract_tb(error.__traceback__)):
-        raise MisconfigurationException(str(error)) from error
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MisconfigurationException | ImportError):
             raise MisconfigurationException(str(cause)) from cause
         cause = cause.__cause__
+
+
+def _configure_optimizers(model: L.LightningModule) -> Any:
+    """What the model's own method returns; what an optimizer or a scheduler says of its arguments is no defect.
+
+    It stands in for the method in a fit, and goes with the model into other processes.
+    """
+    try:
+        return type(model).configure_optimizers(model)
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
 
 
 def run_recipe(

@@ -26,14 +26,14 @@ REMEDIES = {
 def run_command(main: Callable[[], Any]) -> None:
     """Run ``main`` as a command.
 
-    Errors that the user can put right end it with one message and exit status 1; SIGINT (Ctrl-C) ends it with status
-    130 and SIGTERM with 143. All other errors are defects and keep their traceback.
+    Errors that the user can put right, a training that diverges among them, end it with one message and exit status 1;
+    SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
         sys.stdout.reconfigure(errors="replace")
     try:
         main()
-    except MisconfigurationException as error:
+    except (MisconfigurationException, FloatingPointError) as error:  # the latter: NaN or infinity in a step
         sys.exit(f"error: {error}")
     except OSError as error:
         if error.errno not in REMEDIES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.strategies.requirements import Requirements
 from lightning_struct.utilities import namespaces as L
 
@@ -48,3 +49,9 @@ class ManualOptimization(L.LightningModule):
         super().on_fit_start()
         self._requirements.check_trainer(self)
         self._requirements.only_optimizer(self)
+
+
+def error_of_batch(error: ValueError | FloatingPointError, module: L.LightningModule, batch_idx: int) -> ValueError:
+    """The error of a step, with the batch that it was in."""
+    kind = NotFinite if isinstance(error, FloatingPointError) else ValueError
+    return kind(f"Training batch {batch_idx} of epoch {module.current_epoch}: {error}")

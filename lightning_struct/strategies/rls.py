@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.losses import SquaredError
 from lightning_struct.optim.rls import RLS
-from lightning_struct.strategies.manual import ManualOptimization
+from lightning_struct.strategies.manual import ManualOptimization, error_of_batch
 from lightning_struct.strategies.requirements import Requirements
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
@@ -136,8 +136,8 @@ class RLSOptimization(ManualOptimization):
         self.manual_backward(loss)
         try:
             optimizer.step()
-        except ValueError as error:
-            raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
+        except (ValueError, FloatingPointError) as error:
+            raise error_of_batch(error, self, batch_idx) from error
 
     def _rls_step_schedulers(self, interval: str, number: int) -> None:
         """Step the schedulers of an interval, when the Trainer does it in automatic optimization."""

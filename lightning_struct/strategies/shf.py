@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.shf import SHF, OutputSettings, StepReport
-from lightning_struct.strategies.manual import ManualOptimization
+from lightning_struct.strategies.manual import ManualOptimization, error_of_batch
 from lightning_struct.strategies.requirements import Requirements
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
@@ -94,8 +94,8 @@ class SHFOptimization(ManualOptimization):
         optimizer: Any = self.optimizers()
         try:
             report: StepReport = optimizer.step(inputs=inputs, targets=targets)
-        except ValueError as error:
-            raise ValueError(f"Training batch {batch_idx} of epoch {self.current_epoch}: {error}") from error
+        except (ValueError, FloatingPointError) as error:
+            raise error_of_batch(error, self, batch_idx) from error
         self._shf_log_step(report)
         self.on_shf_step(report)
         return torch.tensor(report.loss_before, device=self.device)

@@ -237,5 +237,5 @@ def test_word_beyond_the_vocabulary_is_refused():
 def test_loss_that_is_not_finite_stops_training():
     lit = model()
     nn.init.constant_(lit.output.bias, float("inf"))
-    with pytest.raises(ValueError, match="train_loss is nan in batch 0: lower the learning rate"):
+    with pytest.raises(ValueError, match="train_loss is nan in batch 0 of epoch 0: lower the learning rate"):
         trainer().fit(lit, datamodule=text())

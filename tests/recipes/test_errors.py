@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import zipfile
@@ -15,8 +16,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
+from lightning_struct.functional.finite import NotFinite
+from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.recipes import mnist_fnn
 from lightning_struct.recipes.errors import run_command
+
+SMALL_DATA = ("--data.synthetic=true", "--data.train_size=40", "--data.val_size=20", "--data.test_size=30")
 
 
 @pytest.fixture
@@ -36,6 +41,11 @@ def ending():
 
 def test_misconfiguration_is_one_message(ending):
     assert ending(MisconfigurationException("put the files there")) == "error: put the files there"
+
+
+def test_training_that_diverges_is_one_message(ending):
+    assert ending(NotFinite("train_loss is nan")) == "error: train_loss is nan"
+    assert ending(FloatingPointError("NaN within a solve")) == "error: NaN within a solve"
 
 
 def test_full_disk_is_one_message(ending):
@@ -133,8 +143,56 @@ def test_truncated_checkpoint_is_one_error():
 )
 def test_what_classes_say_of_their_arguments_is_one_message(arguments, message):
     with pytest.raises(SystemExit) as end:
-        run_command(lambda: mnist_fnn.main(["fit", "--data.synthetic=true", *arguments]))
+        run_command(lambda: mnist_fnn.main(["fit", *SMALL_DATA, *arguments]))
     assert end.value.code.startswith(message) and len(end.value.code.splitlines()) == 1
+
+
+class Diverged(RLSClassifier):
+    """A classifier whose loss is NaN."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model=tests.recipes.test_errors.Diverged"],
+            r"Training batch 0 of epoch 0: RLS step 1: NaN or infinity in the gradient of network",
+        ),
+        (
+            ["--model.optimizer=SGD", "--model.optimizer.lr=1e38"],
+            r"train_loss is \S+ in batch \d of epoch 0: lower the learning rate",
+        ),
+    ],
+    ids=["RLS", "SGD"],
+)
+def test_training_that_diverges_ends_with_the_step_and_the_remedy(arguments, message, conf):
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
+    assert re.match(f"error: {message}", end.value.code) and len(end.value.code.splitlines()) == 1
+
+
+class Misled(Classifier):
+    """A classifier whose optimizer gets nothing that it could train."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([])
+
+
+def test_what_an_optimizer_says_of_its_parameters_is_one_message_of_any_model(conf):
+    with pytest.raises(SystemExit) as end:
+        run_command(
+            lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), "--model=tests.recipes.test_errors.Misled"])
+        )
+    assert end.value.code == "error: optimizer got an empty parameter list"
+
+
+def test_a_defect_in_a_step_keeps_its_traceback(monkeypatch, conf):
+    monkeypatch.setattr(Classifier, "training_step", lambda *_: int("a defect"))
+    with pytest.raises(ValueError, match="a defect"):
+        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier")]))
 
 
 class LoggerOfAnotherPackage(CSVLogger):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
 from lightning_struct.optim.rls.weights import TrainedWeight
@@ -78,14 +79,14 @@ def clip_coefficient(
         states: of the weights.
 
     Raises:
-        ValueError: NaN or infinity in gradients or x̄; named are the step and where it is.
+        NotFinite: NaN or infinity in gradients or x̄; named are the step and where it is.
     """
     if not gradients:
         return 1.0
     norm = get_total_norm(gradients)
     if not torch.isfinite(norm + get_total_norm(list(means.values())).to(norm)):
         wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
-        raise ValueError(
+        raise NotFinite(
             f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look "
             "at the loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.gradient_norms import variance_from_sums
 from lightning_struct.functional.kronecker import Probe, probe_layers
@@ -165,7 +166,7 @@ class BatchModel:
         value, squared_norms = all_reduce(sums).tolist()
         self.value = value / self.n + self.objective.penalty(self.weights.vector)
         if not math.isfinite(self.value):
-            raise ValueError(
+            raise NotFinite(
                 f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
                 "initialisation or of the data, or raise the damping"
             )

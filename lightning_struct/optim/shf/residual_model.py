@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_struct.collective import all_gather_rows, all_reduce
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form
 from lightning_struct.functional.randomness import random_state, restored_random_state
@@ -132,7 +133,7 @@ class ResidualModel:
         is_matrix = torch.tensor(isinstance(jacobian, DenseJacobian), device=self._device)
         not_finite, matrices = all_reduce(torch.stack([~finite, is_matrix]).int()).tolist()
         if not_finite:
-            raise ValueError(
+            raise NotFinite(
                 "the derivatives of the residuals in the weights hold NaN or infinity, the residuals do not: look for "
                 "a root or a norm at zero. The weights are unchanged"
             )
@@ -237,7 +238,7 @@ def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
     finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
     for r, (bad,) in enumerate(all_gather_rows(torch.tensor([not finite], device=device)).tolist()):
         if bad:
-            raise ValueError(f"the batch holds NaN or infinity{_on_rank(r)}; the weights are unchanged. Clean the data")
+            raise NotFinite(f"the batch holds NaN or infinity{_on_rank(r)}; the weights are unchanged. Clean the data")
 
 
 def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, device: torch.device) -> None:
@@ -263,7 +264,7 @@ def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[
                     "the block out, or give it points"
                 )
             if bad:
-                raise ValueError(
+                raise NotFinite(
                     f"block {name!r} of the residuals holds NaN or infinity at the current weights{_on_rank(r)}; they "
                     "are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
                 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.collective import all_gather_rows, rank
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import rows_of_arguments
 
 
@@ -63,7 +64,7 @@ class Samples:
                     f"{samples} of targets. Row i of the targets belongs to row i of the inputs"
                 )
             if bad_value:
-                raise ValueError(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
+                raise NotFinite(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")
         return Samples(args, targets, tuple(count for count, *_ in shares))
 
     @property

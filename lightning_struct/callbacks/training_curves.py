@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORDED_IN_TRAINING = ("train_loss", "batch_size", "damping", "solver_iterations")
-RECORDED_IN_VALIDATION = ("val_loss",)
-COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, *RECORDED_IN_VALIDATION)
+VALIDATION_LOSS = "val_loss"
+COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, VALIDATION_LOSS)
+
+# What Lightning adds to the name of a metric where there are several loaders, before the number of the loader.
+_OF_LOADER = "/dataloader_idx_"
 
 # A curve of at most so many points shows each of them.
 _FEW_POINTS = 20
@@ -30,7 +33,8 @@ class TrainingCurves(Callback):
     """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
     After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
-    validation ``val_loss``: whichever of them the module logs. When ``fit`` ends, or is interrupted by Ctrl-C or
+    validation ``val_loss``, with several loaders that of each, as ``val_loss/dataloader_idx_0``: whichever of them the
+    module logs. When ``fit`` ends, or is interrupted by Ctrl-C or
     SIGTERM, ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process,
     and not under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint.
 
@@ -92,7 +96,10 @@ class TrainingCurves(Callback):
         figure = Figure(figsize=(5.5 * (1 + draw_batch_size), 4), layout="constrained")
         losses, *others = axes = list(figure.subplots(1, 1 + draw_batch_size, squeeze=False)[0])
         self._draw(losses, "train_loss", linestyle=":", color="C1", label="training")
-        self._draw(losses, "val_loss", linestyle="-", color="C0", label="validation")
+        for number, name in enumerate(self._validation_losses):
+            loader = name.removeprefix(VALIDATION_LOSS).replace(_OF_LOADER, " ")
+            color = f"C{number + (number > 0)}"  # C1 is that of training
+            self._draw(losses, name, linestyle="-", color=color, label=f"validation{loader}")
         if losses.lines:
             losses.legend()
         losses.set_ylabel("loss")
@@ -131,7 +138,8 @@ class TrainingCurves(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._record(trainer, RECORDED_IN_VALIDATION)
+            names = (name for name in trainer.callback_metrics if name.partition(_OF_LOADER)[0] == VALIDATION_LOSS)
+            self._record(trainer, names)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seconds_before, self._started_at = self.seconds, None
@@ -150,7 +158,14 @@ class TrainingCurves(Callback):
         self.records = [dict(record) for record in state_dict["records"]]
         self._seconds_before = state_dict["seconds"]
 
-    def _record(self, trainer: L.Trainer, names: tuple[str, ...]) -> None:
+    @property
+    def _validation_losses(self) -> list[str]:
+        """Names of those that were recorded, one for each loader."""
+        return list(
+            dict.fromkeys(name for record in self.records for name in record if name.startswith(VALIDATION_LOSS))
+        )
+
+    def _record(self, trainer: L.Trainer, names: Iterable[str]) -> None:
         metrics: Mapping[str, Tensor] = trainer.callback_metrics
         values = {name: metrics[name].item() for name in names if name in metrics}
         if values:
@@ -167,7 +182,7 @@ class TrainingCurves(Callback):
         self._directory.mkdir(parents=True, exist_ok=True)
         table, picture = self._directory / "training_curves.csv", self._directory / "training_curves.png"
         with table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._validation_losses)))
             writer.writeheader()
             writer.writerows(self.records)
         self.plot()[0].savefig(picture, dpi=150)

@@ -150,6 +150,31 @@ def test_plot_draws_training_dotted_validation_solid_and_batch_sizes(tmp_path):
     assert list(sizes.lines[0].get_ydata()) == [4] * 6 and errors.get_yscale() == "log"
 
 
+class TwoValidations(Descent):
+    """The same with two validation loaders."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("val_loss", (1 + dataloader_idx) * self.weight.detach())
+        self.log("val_loss_of_something_else", self.weight.detach())
+
+    def val_dataloader(self):
+        return [DataLoader(torch.zeros(4)), DataLoader(torch.zeros(4))]
+
+
+def test_each_validation_loader_has_a_curve_and_a_column(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, TwoValidations())
+    _, (losses, _) = curves.plot()
+    drawn = {line.get_label(): list(line.get_ydata()) for line in losses.lines}
+    assert drawn == {"training": [64, 32, 16, 8, 4, 2], "validation 0": [8, 1], "validation 1": [16, 2]}
+    assert len({line.get_color() for line in losses.lines}) == 3
+    with (tmp_path / "training_curves.csv").open() as file:
+        last = list(csv.DictReader(file))[-1]
+    assert [name for name, value in last.items() if value] == [
+        *("seconds", "step", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1")
+    ]
+
+
 def test_plot_leaves_out_batch_sizes_that_were_not_logged(tmp_path):
     curves = TrainingCurves()
     fit(tmp_path, curves, Descent(("train_loss",)))

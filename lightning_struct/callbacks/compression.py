@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.report import replacement_report
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
-from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
+from lightning_struct.utilities.lightning_internals import prepare_batch, training_batches, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException, lightning_classes
 
 _STRUCTURE = "layer_structure"
@@ -37,9 +37,10 @@ class Compression(Callback):
     in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a
     Trainer: ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
 
-    The measuring takes the first validation samples; where there is no validation, the first training samples, which
-    are trained on all the same. An object that has compressed one module compresses another one in its fit, too. A
-    training that ends before ``epoch`` is warned of.
+    The measuring takes the samples that the first validation loader begins with; where there is no validation, the
+    first training samples, which are trained on all the same. Where these come from several loaders it needs ``loss``.
+    An object that has compressed one module compresses another one in its fit, too. A training that ends before
+    ``epoch`` is warned of.
 
     Args:
         budget, max_loss_increase: the goal, one of them, see :func:`~lightning_struct.nn.compress`.
@@ -52,7 +53,8 @@ class Compression(Callback):
 
     Raises:
         MisconfigurationException: there are several processes, or a callback that averages weights; the module has no
-            layer to be compressed, or the goal is out of reach; ``epoch`` or ``samples`` is out of range.
+            layer to be compressed, or the goal is out of reach; ``epoch`` or ``samples`` is out of range; there are
+            several training loaders, no validation and no ``loss``.
 
     Example:
         >>> from lightning import Trainer
@@ -151,11 +153,19 @@ class Compression(Callback):
 
     def _batches(self, trainer: L.Trainer) -> Iterator[Any]:
         """Batches with as many samples as are asked for, on the device of the module."""
-        loaders = validation_loaders(trainer)
-        loader: Any = loaders[0] if loaders else trainer.train_dataloader
+        validation = validation_loaders(trainer)
+        loaders, batches = ([validation[0]], validation[0]) if validation else training_batches(trainer)
+        if batches is not loaders[0] and self._options["loss"] is None:
+            raise MisconfigurationException(
+                "Compression measures on the first training samples, as there is no validation, and they come from "
+                f"{len(loaders)} loaders in a {type(trainer.train_dataloader).__name__}: give a validation loader, or "
+                "loss=..., which is called as loss(module, batch), a batch being what training_step gets"
+            )
         missing = self.samples
-        with _left_where_it_was(loader):
-            for batch in loader:
+        with ExitStack() as stack:
+            for loader in loaders:
+                stack.enter_context(_left_where_it_was(loader))
+            for batch in batches:
                 prepared = prepare_batch(trainer, batch)
                 yield prepared
                 first = prepared if isinstance(prepared, Tensor) else next(iter(_tensors(prepared)), None)
@@ -166,15 +176,22 @@ class Compression(Callback):
 
 @contextmanager
 def _left_where_it_was(loader: Any) -> Iterator[None]:
-    """A loader that can go on in the middle of an epoch begins after this where it would have begun without."""
-    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        yield
-        return
-    state = loader.state_dict()
+    """A loader that can go on in the middle of an epoch begins after this where it would have begun without.
+
+    So does one of torch's with persistent workers, of which every iteration is one and the same.
+    """
+    resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    state = loader.state_dict() if resumable else None
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        loader._iterator = None
     try:
         yield
     finally:
-        loader.load_state_dict(state)
+        if iterator is not None:
+            loader._iterator = iterator
+        if resumable:
+            loader.load_state_dict(state)
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

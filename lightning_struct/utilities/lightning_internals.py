@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -28,6 +28,19 @@ def validation_loaders(trainer: L.Trainer) -> list[Any]:
         trainer.training = True
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def training_batches(trainer: L.Trainer) -> tuple[list[Any], Iterable[Any]]:
+    """The training loaders of a fit, and the batches of an epoch as ``training_step`` gets them, once more.
+
+    The batches of a single loader are that loader itself.
+    """
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    if combined.iterables is combined.flattened[0]:
+        return combined.flattened, combined.iterables
+    again = type(combined)(combined.iterables, combined._mode)
+    return combined.flattened, (batch for batch, *_ in again)
 
 
 def prepare_batch(trainer: L.Trainer, batch: Any) -> Any:

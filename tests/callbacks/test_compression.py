@@ -135,6 +135,45 @@ def test_training_batches_that_are_measured_on_are_trained_on_all_the_same(pl):
     assert batches[0] == batches[1] and len(batches[0]) == 12
 
 
+def named_loaders():
+    return {"seen": loader(), "drawn": DataLoader(loader().dataset, 8)}
+
+
+@pytest.mark.parametrize("loaders", [named_loaders(), list(named_loaders().values())], ids=["dict", "list"])
+def test_several_training_loaders_without_validation_are_named(pl, loaders):
+    kind = type(loaders).__name__
+    with pytest.raises(MisconfigurationException, match=rf"2 loaders in a {kind}: give a validation loader, or loss="):
+        silent_trainer(pl, 2, Compression(budget=0.5, epoch=0, samples=16)).fit(module(pl), loaders)
+
+
+def test_batches_of_several_training_loaders_are_measured_as_the_training_step_gets_them(pl):
+    seen, trained = [], []
+    model = module(pl)
+    whole = size(model)
+
+    def loss(model, batch):
+        seen.append({name: labels.tolist() for name, (_, labels) in batch.items()})
+        return sum(nn.functional.cross_entropy(model(x), labels) for x, labels in batch.values())
+
+    def training_step(batch, batch_idx):
+        trained.append({name: labels.tolist() for name, (_, labels) in batch.items()})
+        return loss(model, batch)
+
+    model.training_step = training_step
+    callback = Compression(budget=0.5, epoch=0, samples=16, loss=loss)
+    silent_trainer(pl, 1, callback).fit(model, named_loaders())
+    assert size(model) <= 0.5 * whole and seen[:2] == trained[:2] and len(trained) == 4
+
+
+def test_persistent_workers_train_on_what_they_were_measured_on(pl):
+    trained = []
+    model = module(pl)
+    model.on_train_batch_start = lambda batch, _: trained.append(batch[1].tolist())
+    workers = DataLoader(loader().dataset, 8, num_workers=1, persistent_workers=True)
+    silent_trainer(pl, 1, Compression(budget=0.5, epoch=0, samples=16)).fit(model, workers)
+    assert trained == [labels.tolist() for _, labels in loader()]
+
+
 def test_an_object_compresses_each_module_that_it_is_in_the_fit_of(pl):
     callback, models = Compression(budget=0.5, epoch=1, samples=16), [module(pl), module(pl)]
     for model in models:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.callbacks.compression import Compression
+from lightning_struct.callbacks.validation_merit import BEST_WEIGHTS
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
 from lightning_struct.nn.attention import StructuredAttention
@@ -29,7 +30,8 @@ class AdapterCheckpoint(Callback):
     What a checkpoint keeps of the weights is what :func:`~lightning_struct.nn.adapter_state_dict` returns: the
     adapters, what is trained besides, and the buffers. With ``ckpt_path`` the Trainer loads it into a module that has
     its base and its adapters already, from ``__init__`` or ``configure_model``; a resumed run goes on as if it had not
-    stopped. The norms of the left-out weights are kept, so that another base is an error. ::
+    stopped. The norms of the left-out weights are kept, so that another base is an error. The best weights that a
+    :class:`~lightning_struct.callbacks.ValidationMeritStopping` keeps are without the base, too. ::
 
         Trainer(callbacks=[AdapterCheckpoint(), ModelCheckpoint(...)])
 
@@ -86,6 +88,10 @@ def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: b
     frozen = frozen_parameter_names(pl_module)
     if is_compressed:
         frozen -= _names_in_structured_layers(pl_module)
+    for state in _states_with_weights(checkpoint):
+        best, now = state[BEST_WEIGHTS], checkpoint.get("state_dict", {})
+        same = {n for n in best.keys() & now.keys() if plain_name(n) in frozen and torch.equal(best[n], now[n].cpu())}
+        state[BEST_WEIGHTS] = {name: value for name, value in best.items() if name not in same}
     norms = checkpoint.setdefault(_BASE_NORMS, {})  # of a second call there are none left to be added
     for key in _WEIGHTS & checkpoint.keys():
         weights = checkpoint[key]
@@ -115,6 +121,14 @@ def _fill_in_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
             )
     for key in _WEIGHTS & checkpoint.keys():
         checkpoint[key] = {**left_out, **checkpoint[key]}
+    for state in _states_with_weights(checkpoint):
+        state[BEST_WEIGHTS] = {**{name: value.cpu() for name, value in left_out.items()}, **state[BEST_WEIGHTS]}
+
+
+def _states_with_weights(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of those ValidationMeritStopping that keep weights to put back."""
+    states = checkpoint.get("callbacks", {}).values()
+    return [state for state in states if isinstance(state, dict) and state.get(BEST_WEIGHTS)]
 
 
 def _norm(weight: Tensor) -> float:

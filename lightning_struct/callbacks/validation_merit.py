@@ -15,6 +15,8 @@ from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
+BEST_WEIGHTS = "best_weights"  # key in the state of the callback
+
 
 class ValidationMeritStopping(Callback):
     """Ends training when a monitored value has not improved for a while, and puts the best weights back.
@@ -183,7 +185,7 @@ class ValidationMeritStopping(Callback):
             "best_value": self.best_value,
             "best_step": self.best_step,
             "wait": self.wait,
-            "best_weights": self._best_weights,
+            BEST_WEIGHTS: self._best_weights,
             "validation": self._validation.state_dict(),
         }
 
@@ -191,7 +193,7 @@ class ValidationMeritStopping(Callback):
         self.best_value = state_dict["best_value"]
         self.best_step = state_dict["best_step"]
         self.wait = state_dict["wait"]
-        self._best_weights = state_dict["best_weights"]
+        self._best_weights = state_dict[BEST_WEIGHTS]
         self._validation.load_state_dict(state_dict["validation"])
 
     def _give_merit(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizers: list[SHF]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct import AdapterCheckpoint
+from lightning_struct import AdapterCheckpoint, ValidationMeritStopping
 from lightning_struct.nn import LDRSubdiagonal, adapter_state_dict, add_adapters, load_adapter_state_dict
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
@@ -134,6 +134,43 @@ def test_fit_without_adapters_is_an_error(pl):
         MisconfigurationException, match="AdapterCheckpoint: Adapted has no adapters. Call add_adapters"
     ):
         trainer(pl, 1).fit(module(pl, adapted=False), loader())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_best_weights_are_kept_and_put_back_without_the_base(pl, tmp_path, first):
+    def fit_and_put_back(epochs, path=None):
+        merit, last = (
+            ValidationMeritStopping("val_loss"),
+            pl.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1),
+        )
+        callbacks = [AdapterCheckpoint(), merit][:: 1 if first == 0 else -1]
+        run, model = trainer(pl, epochs, [*callbacks, last], checkpointing=True), module(pl)
+        losses = iter([3.0, 1.0, 2.0, 4.0][-epochs:] if path is None else [2.0, 4.0])
+        model.validation_step = lambda batch, batch_idx: None
+        model.on_validation_epoch_end = lambda: model.log("val_loss", next(losses))
+        run.fit(model, loader(), loader(), ckpt_path=path)
+        assert merit.best_value == 1.0
+        return model.state_dict()
+
+    whole = fit_and_put_back(4)
+    (state,) = (
+        state
+        for state in torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["callbacks"].values()
+        if "best_weights" in state
+    )
+    assert state["best_weights"].keys() == adapter_state_dict(module(pl)).keys()
+    resumed = fit_and_put_back(4, tmp_path / "epoch=1.ckpt")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_a_best_weight_that_was_frozen_later_is_kept(pl, stopped):
+    model, path = stopped
+    checkpoint = torch.load(path, weights_only=False)
+    best = model.state_dict() | {"net.3.weight": torch.zeros(3, 8)}
+    saved = checkpoint | {"state_dict": model.state_dict(), "callbacks": {"some": {"best_weights": best}}}
+    AdapterCheckpoint().on_save_checkpoint(trainer(pl), model, saved)
+    kept = saved["callbacks"]["some"]["best_weights"]
+    assert "net.3.weight" in kept and "net.0.base.weight" not in kept
 
 
 @pytest.mark.parametrize("first", [0, 1])

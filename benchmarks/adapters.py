@@ -294,7 +294,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             run = partial(run_way, way, networks[name], rank, rate, train, check, 100)
             run_once(results / file_name(*key.values()), lambda key=key, run=run: key | run())
     best = best_rates(load_runs(results))
-    jobs = [(*cell, shift, seed) for seed in range(arguments.seeds) for shift in arguments.shifts for cell in cells]
+    jobs = [(*cell, shift, seed) for seed in arguments.seeds for shift in arguments.shifts for cell in cells]
     for name, way, rank, shift, seed in progress(jobs, len(jobs), "shifts"):
         train, _, test = data[shift]
         key = {"kind": "shift", "network": name, "way": way, "rank": rank, "shift": shift, "seed": seed}
@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS), help="budgets, of low rank")
     parser.add_argument("--lower-rates", action="store_true", help="all by the rate below the best one")
     parser.add_argument("--shifts", nargs="+", choices=SHIFTS, default=list(SHIFTS))
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--approximation", action="store_true", help="errors of the nearest members of the classes")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
     arguments = parser.parse_args()

@@ -233,7 +233,7 @@ def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
             "in_8_bits": accuracy(in_8_bits(copy.deepcopy(network)), test),
         },
     )
-    jobs = [(seed, budget, way) for seed in range(arguments.seeds) for budget in arguments.budgets for way in WAYS]
+    jobs = [(seed, budget, way) for seed in arguments.seeds for budget in arguments.budgets for way in WAYS]
     made: dict[tuple[float, str], tuple[nn.Module, float]] = {}
     for seed, budget, way in progress(jobs, len(jobs), name):
 
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data", help="where the files are")
     parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS), help="parts of the parameters")
-    parser.add_argument("--seeds", type=int, default=3, help="how many orders of the samples it is trained on with")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the orders of the samples")
     parser.add_argument("--sizes", action="store_true", help="bytes of checkpoints, frozen models and ONNX files")
     parser.add_argument("--verbose", action="store_true", help="what became of which layer")
     parser.add_argument("--report", action="store_true", help="print what is there, without new runs")

@@ -252,6 +252,13 @@ def test_a_table_changes_with_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert papers.filled(made) == made
 
 
+def test_seeds_are_a_list_in_every_script() -> None:
+    options = [
+        line for file in DIRECTORY.glob("*.py") for line in file.read_text().splitlines() if '("--seeds"' in line
+    ]
+    assert len(options) > 10 and all('type=int, nargs="+", default=[0' in option for option in options)
+
+
 def test_commands_that_differ_in_their_seeds_are_one() -> None:
     commands = [f"python a.py --seeds {seeds} --epochs 3" for seeds in ("0", "2 1")] + ["python b.py"]
     assert import_module("papers").commands_of({"command": command} for command in commands) == [

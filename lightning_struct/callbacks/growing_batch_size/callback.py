@@ -20,22 +20,21 @@ from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGr
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
+from lightning_struct.callbacks.growing_batch_size.records import keep, record_of_check
 from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
 from lightning_struct.callbacks.growing_batch_size.settings import check_settings
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
+from lightning_struct.callbacks.growing_batch_size.step_log import StepLog
 from lightning_struct.callbacks.validation import DueValidation, monitored_value
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lightning_internals import logs_now, optimizer_steps, trained_on
+from lightning_struct.utilities.lightning_internals import optimizer_steps, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-LOGGED = ("batch_size", "batch_size_predicted", "gradient_variance", "gradient_noise_scale", "learning_rate_scale")
-MOST_RECORDS = 4096
 
 
 class GrowingBatchSize(Callback):
@@ -195,8 +194,7 @@ class GrowingBatchSize(Callback):
         self._batch: tuple[L.Trainer, L.LightningModule, Any, int] | None = None  # under way, with its number
         self._batch_ended = self._stepped = False
         self._resumes = False
-        self._to_log: dict[str, float] = {}
-        self._logged_here: tuple[str, ...] | None = None
+        self._log = StepLog()
         self._told = False
         self._validation = DueValidation()
         self._rate = None if self.scale_lr is None else LearningRateScale(self.scale_lr)
@@ -287,7 +285,8 @@ class GrowingBatchSize(Callback):
                 "has no length: set max_batch_size to what memory allows"
             )
         self._last_step = optimizer_steps(trainer, pl_module)
-        self._logged_here, self._told, self._has_trained = None, False, True
+        self._log.begin()
+        self._told, self._has_trained = False, True
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
 
@@ -324,8 +323,7 @@ class GrowingBatchSize(Callback):
         if self._stepped:
             if not self._told:
                 self._tell()
-            if self._logged_here is None or logs_now(trainer):
-                self._log(trainer, pl_module)
+            self._log.end_step(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
@@ -453,14 +451,14 @@ class GrowingBatchSize(Callback):
             return
         if measurement.is_reported:
             self._samples += step.samples
-        self._to_log["batch_size"] = float(step.samples)
+        self._log.values["batch_size"] = float(step.samples)
         growth.on_step(step.samples)
         if self._rate is not None:
-            self._to_log["learning_rate_scale"] = self._rate.factor
+            self._log.values["learning_rate_scale"] = self._rate.factor
             noise = [noise.value for noise in measurement.noise.values()] if step.checked else []
             self._rate.end_step(growth.batch_size, min(noise, default=None))
         if self._schedule is not None:
-            self._record({"samples": self._samples, "batch_size": step.samples})
+            keep({"samples": self._samples, "batch_size": step.samples}, self.records)
             self._set_batch_size(trainer)
             return
         if step.checked is None:
@@ -536,7 +534,7 @@ class GrowingBatchSize(Callback):
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Predict the batch size from the statistics of a step and the averages so far, and record both."""
-        size, variance, squared_norm = statistics.batch_size, statistics.variance, statistics.gradient_squared_norm
+        size, variance = statistics.batch_size, statistics.variance
         assert self._theta is not None
         measurement, theta = self._active_measurement, (self._theta if self._tests_norm else math.inf)
         if variance is None and theta < math.inf:
@@ -561,24 +559,15 @@ class GrowingBatchSize(Callback):
             taken = [statistics] if measurement.is_reported else [noise.statistics(size) for noise in noises]
             dataset_size = self._active_growth.dataset_size
             predicted = max(predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
-            self._to_log["gradient_variance"] = variance
-        self._to_log["batch_size_predicted"] = float(predicted)
+            self._log.values["gradient_variance"] = variance
+        self._log.values["batch_size_predicted"] = float(predicted)
         if noises and (noise_scale := max(noise.value for noise in noises)) < math.inf:
-            self._to_log["gradient_noise_scale"] = noise_scale
+            self._log.values["gradient_noise_scale"] = noise_scale
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
-        record: dict[str, float] = {"samples": self._samples, "batch_size": size, "batch_size_predicted": predicted}
-        if variance is not None and squared_norm > 0:
-            record["variance_ratio"] = variance / (size * squared_norm)
         if self.validation_monitor is None and statistics.validation_value is not None:
             self.validation_values = [*self.validation_values, statistics.validation_value][-self.window - 1 :]
-        if self.validation_values:
-            record["validation_value"] = self.validation_values[-1]
-        self._record(record)
-
-    def _record(self, record: dict[str, float]) -> None:
-        self.records.append(record)
-        if len(self.records) > MOST_RECORDS:
-            del self.records[: MOST_RECORDS // 2 : 2]
+        validation_value = self.validation_values[-1] if self.validation_values else None
+        keep(record_of_check(statistics, self._samples, predicted, validation_value), self.records)
 
     def _tell(self) -> None:
         """Say once in a fit what was chosen; after the first step, in which estimators count their work."""
@@ -597,17 +586,6 @@ class GrowingBatchSize(Callback):
         elif self.validation_monitor is not None:
             rule += f"; it grows by growth={self.growth:g} where {self.validation_monitor!r} stalls"
         rank_zero_info(f"GrowingBatchSize {measures}{rule}")
-
-    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log what is new: in the first step, and when loggers write, since logging takes longer than checking."""
-        if trainer.barebones:
-            return
-        if self._logged_here is None:
-            self._logged_here = tuple(name for name in LOGGED if name not in trainer.callback_metrics)
-        for name in self._logged_here:
-            if name in self._to_log:
-                pl_module.log(name, self._to_log[name], batch_size=int(self._to_log["batch_size"]))
-        self._to_log = {}
 
     def _give_back(self, keep_state: bool) -> None:
         """Give Trainer and loaders back as they were; a checkpoint may still be written."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lightning_internals import validation_loaders
+from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -115,8 +115,7 @@ class ReconstructionPlot(Callback):
 
     def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
-        batch = next(iter(validation_loaders(trainer)[0]))
-        batch = trainer.precision_plugin.convert_input(trainer.strategy.batch_to_device(batch, pl_module.device))
+        batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])))
         select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
         images = select(batch)[0][: self.count]
         was_training = pl_module.training

@@ -187,6 +187,9 @@ class RecipeCLI(LightningCLI):
 
     def before_fit(self) -> None:
         vars(self.model)["configure_optimizers"] = partial(_configure_optimizers, self.model)
+        if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # it has no logger
+            # before there are other processes: Lightning asks all of them, and after an error not all may be left
+            self._log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         self._fit_began = time.monotonic()
 
     def after_fit(self) -> None:
@@ -211,12 +214,9 @@ class RecipeCLI(LightningCLI):
                 console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
         console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
         console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
-        for picture in sorted(self._log_dir().glob("*.png")):
+        for picture in sorted(self._log_dir.glob("*.png")):
             console.print(f"picture          {picture}", markup=False)
-        console.print(f"log              {self._log_dir()}", markup=False)
-
-    def _log_dir(self) -> Path:
-        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        console.print(f"log              {self._log_dir}", markup=False)
 
     def _final_errors(self, checkpoint: str) -> dict[str, Mapping[str, float]]:
         """Errors over each of the three sets; the last one, of the test set, also goes to the log."""
@@ -252,7 +252,7 @@ class RecipeCLI(LightningCLI):
         folders = {str(getattr(callback, "dirpath", None)) for callback in self.trainer.checkpoint_callbacks}
         written = [path for folder in folders for path in Path(folder).glob("*.ckpt") if is_zipfile(path)]  # complete
         newest = max(written, key=lambda path: path.stat().st_mtime, default=self._checkpoint)
-        print(f"\nresults so far   {self._log_dir()}", file=sys.stderr)
+        print(f"\nresults so far   {self._log_dir}", file=sys.stderr)
         if newest is None:
             print("No checkpoint was written yet: start again to train.", file=sys.stderr)
         else:

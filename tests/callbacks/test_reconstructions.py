@@ -39,6 +39,11 @@ class Darken(L.LightningModule):
     val_dataloader = predict_dataloader = train_dataloader
 
 
+class Inverted(Darken):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [1 - images for images in batch]
+
+
 class LabelsFirst(Darken):
     def inputs_and_targets(self, batch):
         return batch[1], batch[1]
@@ -66,6 +71,13 @@ def test_picture_has_images_above_their_reconstructions(tmp_path):
     run.fit(module)
     _, axes = callback.plot(run, module)
     assert torch.allclose(shown(axes[0]), IMAGES[:4]) and torch.allclose(shown(axes[1]), IMAGES[:4] / 2)
+
+
+def test_batch_is_that_of_the_validation_step(tmp_path):
+    callback = ReconstructionPlot(count=3)
+    module, run = Inverted(), trainer(tmp_path, callback)
+    run.fit(module)
+    assert torch.allclose(shown(callback.plot(run, module)[1][0]), 1 - IMAGES[:3])
 
 
 def test_module_says_where_the_images_are_in_a_batch(tmp_path):

@@ -14,6 +14,7 @@ from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHO
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -68,8 +69,7 @@ class OperatorMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:
-        if every_n_steps < 1:
-            raise MisconfigurationException(f"every_n_steps must be at least 1, but is {every_n_steps}")
+        check_positive(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.image_size = image_size
         self.layers: dict[str, StructuredLinear] = {}

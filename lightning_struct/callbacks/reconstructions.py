@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
@@ -96,8 +97,7 @@ class ReconstructionPlot(Callback):
     """
 
     def __init__(self, count: int = 10, image_size: tuple[int, int] | None = None) -> None:
-        if count < 1:
-            raise MisconfigurationException(f"count must be at least 1, but is {count}")
+        check_positive(count=count)
         self.count = count
         self.image_size = image_size
         self.paths: list[Path] = []

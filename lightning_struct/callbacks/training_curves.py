@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -57,8 +58,7 @@ class TrainingCurves(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        if every_n_steps < 1:
-            raise MisconfigurationException(f"every_n_steps must be at least 1, but is {every_n_steps}")
+        check_positive(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.records: list[dict[str, float]] = []
         self.paths: list[Path] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -75,8 +76,7 @@ class ValidationMeritStopping(Callback):
             raise MisconfigurationException(
                 f"patience must be at least 1 and min_delta at least 0, but are {patience} and {min_delta}"
             )
-        if merit_samples is not None and merit_samples < 1:
-            raise MisconfigurationException(f"merit_samples must be at least 1, but is {merit_samples}")
+        check_positive(merit_samples=merit_samples)
         self.monitor, self.patience, self.restore_best = monitor, patience, restore_best
         self.mode, self.min_delta, self.merit_samples = mode, min_delta, merit_samples
         self._begin()

@@ -13,9 +13,9 @@ from lightning_struct.data.in_memory import (
     InMemoryDataModule,
     SamplingOptions,
     Splits,
-    check_positive,
 )
 from lightning_struct.data.text_corpus import synthetic_text
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class CharactersDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive({f"{part}_size": size for part, size in self.sizes.items()} | {"steps": steps})
+        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()}, steps=steps)
         self.path = Path(data_dir, FILE) if text_file is None else Path(text_file)
         self.steps = steps
         self.synthetic = synthetic

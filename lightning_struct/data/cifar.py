@@ -22,11 +22,11 @@ from lightning_struct.data.in_memory import (
     SamplingOptions,
     Splits,
     Unpack,
-    check_positive,
     split_at_random,
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
+from lightning_struct.utilities.checks import check_positive
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -95,7 +95,7 @@ class CIFAR10DataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive({f"{part}_size": size for part, size in self.sizes.items()})
+        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()})
         self.data_dir = data_dir
         self.download = download
         self.grey = grey

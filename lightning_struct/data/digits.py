@@ -24,12 +24,12 @@ from lightning_struct.data.in_memory import (
     LoaderOptions,
     Splits,
     Unpack,
-    check_positive,
     image_dataset,
     split_at_random,
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
+from lightning_struct.utilities.checks import check_positive
 
 CLASSES = 10
 CHUNK = 1 << 20  # bytes
@@ -80,7 +80,7 @@ class DigitsDataModule(InMemoryDataModule):
         super().__init__(batch_size, **loader)
         self.data_dir = data_dir
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive({f"{part}_size": size for part, size in self.sizes.items()})
+        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()})
         self.download = download
         self.synthetic = synthetic
 

@@ -1,7 +1,7 @@
 """Data sets that fit into memory: whole batches by one indexing, and the loaders of a LightningDataModule over them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -86,17 +87,6 @@ def image_dataset(name: str, images: Tensor, labels: Tensor | None = None) -> Ba
     return BatchedTensorDataset(images) if labels is None else BatchedTensorDataset(images, labels)
 
 
-def check_positive(numbers: Mapping[str, int | None]) -> None:
-    """Check numbers that are to be at least 1, by their names; None is right.
-
-    Raises:
-        MisconfigurationException: names the first that is not.
-    """
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise MisconfigurationException(f"{name} must be at least 1, but is {number}")
-
-
 def check_pixels(name: str, images: Tensor) -> None:
     """Check pixels of images of any shape.
 
@@ -158,7 +148,7 @@ class InMemoryDataModule(LightningDataModule, ABC):
         super().__init__()
         if draws not in ("independent", "epoch"):
             raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
-        check_positive({"batch_size": batch_size, "eval_batch_size": eval_batch_size})
+        check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size)
         self.batch_size = batch_size
         self.draws = draws
         self.draws_per_epoch = draws_per_epoch

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_struct.data.equations import DifferentialEquation
-from lightning_struct.data.in_memory import BatchedTensorDataset, check_positive, keep_batch
+from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
 from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, seeded_generator
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)
@@ -227,7 +228,7 @@ class PointsDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_counts(equation.regions, counts)
-        check_positive({"eval_count": eval_count, "steps_per_epoch": steps_per_epoch})
+        check_positive(eval_count=eval_count, steps_per_epoch=steps_per_epoch)
         if seed < 0:
             raise MisconfigurationException(f"seed must not be negative, but is {seed}")
         self.equation = equation

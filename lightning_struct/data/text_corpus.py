@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import naming_file, read_or_explain
-from lightning_struct.data.in_memory import check_positive
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -155,10 +155,8 @@ class TextCorpusDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        positive: dict[str, int | None] = {f"{part}_size": size for part, size in self.sizes.items()}
-        positive |= {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "steps": steps}
-        positive["least_count"] = least_count
-        check_positive(positive)
+        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()})
+        check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size, steps=steps, least_count=least_count)
         if synthetic_vocabulary <= SUCCESSORS:
             raise MisconfigurationException(
                 f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is "

@@ -10,7 +10,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lightning_struct.models.checks import check_train_loss
+from lightning_struct.models.divergence import check_train_loss
+from lightning_struct.models.optimizers import optimizer_and_scheduler
 from lightning_struct.nn.init import sparse_normal_
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.shf import SHFOptimization
@@ -109,11 +110,7 @@ class Autoencoder(L.LightningModule):
         return self(self.inputs_and_targets(batch)[0])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_lr_scheduler is None:
-            return optimizer
-        scheduler = self.make_lr_scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
 
     def _loss(self, batch: Any) -> Tensor:
         images, targets = self.inputs_and_targets(batch)

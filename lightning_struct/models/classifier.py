@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_struct.models.checks import check_train_loss
+from lightning_struct.models.divergence import check_train_loss
+from lightning_struct.models.optimizers import optimizer_and_scheduler
 from lightning_struct.optim.rls import RLS
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.rls import RLSOptimization
@@ -191,11 +192,7 @@ class Classifier(L.LightningModule):
         return self(batch[0]).argmax(dim=1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_lr_scheduler is None:
-            return optimizer
-        scheduler = self.make_lr_scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
 
     def _training_loss(self, batch: Any) -> Tensor:
         inputs, targets = self.inputs_and_targets(batch)

@@ -11,9 +11,10 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.models.checks import check_positive, check_train_loss
+from lightning_struct.models.divergence import check_train_loss
 from lightning_struct.models.structured import LayerFactory
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 State = tuple[Tensor, Tensor]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation
 from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives, tanh_network_laplacian
-from lightning_struct.models.checks import check_train_loss
+from lightning_struct.models.divergence import check_train_loss
+from lightning_struct.models.optimizers import optimizer_and_scheduler
 from lightning_struct.optim.shf import SHF
 from lightning_struct.strategies.shf import SHFOptimization
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -143,11 +144,7 @@ class PhysicsInformedNetwork(L.LightningModule):
         self.to(next(weights.dtype for weights in checkpoint["state_dict"].values() if weights.is_floating_point()))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_lr_scheduler is None:
-            return optimizer
-        scheduler = self.make_lr_scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        return optimizer_and_scheduler(self.parameters(), self.make_optimizer, self.make_lr_scheduler)
 
     def _evaluate(self, batch: Mapping[str, Tensor], stage: str) -> None:
         losses, points = self.block_losses(batch), _points(batch)

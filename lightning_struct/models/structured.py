@@ -5,9 +5,9 @@ from pickle import UnpicklingError
 
 from torch import nn
 
-from lightning_struct.models.checks import check_positive
 from lightning_struct.models.classifier import Classifier
 from lightning_struct.nn import BlockStructured, PrunedLinear
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 LayerFactory = Callable[[int, int], nn.Module]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_struct.data.imdb import PADDING
-from lightning_struct.models.checks import check_positive
+from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 CELLS = {"lstm": nn.LSTM, "rnn": nn.RNN}

@@ -1,21 +1,9 @@
-"""Checks that the models share: of the sizes of networks, and of training losses."""
+"""The check of training losses that the models share."""
 
 import lightning as L
 from torch import Tensor
 
 from lightning_struct.functional.finite import NotFinite
-from lightning_struct.utilities.namespaces import MisconfigurationException
-
-
-def check_positive(**sizes: int) -> None:
-    """Refuse a size below 1.
-
-    Raises:
-        MisconfigurationException: names the first that is.
-    """
-    for name, size in sizes.items():
-        if size < 1:
-            raise MisconfigurationException(f"{name} must be at least 1, but is {size}")
 
 
 def check_train_loss(module: L.LightningModule, loss: Tensor, batch_idx: int) -> None:

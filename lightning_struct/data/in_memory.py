@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws
 from lightning_struct.utilities.checks import check_positive
-from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
+from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 if TYPE_CHECKING:
@@ -167,12 +167,11 @@ class InMemoryDataModule(LightningDataModule, ABC):
 
     def train_dataloader(self) -> DataLoader:
         train = self._loaded.train
+        replicas = data_parallel_replicas(self.trainer)
         if self.draws == "independent":
-            draws = IndependentDraws(train, self.batch_size, self.draws_per_epoch, seed=self.seed)
+            draws = IndependentDraws(train, self.batch_size, self.draws_per_epoch, seed=self.seed, **replicas)
             return DrawLoader(train, sampler=draws)  # by keyword: see evaluation_dataloader
-        processes, rank = (
-            (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)
-        )
+        processes, rank = replicas.get("num_replicas", 1), replicas.get("rank", 0)
         if self.batch_size % processes:
             raise MisconfigurationException(
                 f"batch_size={self.batch_size} cannot be shared by {processes} processes: make it a multiple of them."

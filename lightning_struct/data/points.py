@@ -14,6 +14,7 @@ from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
 from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, seeded_generator
 from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)
@@ -258,6 +259,7 @@ class PointsDataModule(LightningDataModule):
             residual_share=self.residual_share,
             residuals=self._residuals if self.trainer else None,
             seed=self.seed,
+            **data_parallel_replicas(self.trainer),
         )
         if self._held is not None:
             self._draws.hold(self._held)

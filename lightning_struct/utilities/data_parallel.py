@@ -13,3 +13,10 @@ def data_parallel_size(trainer: L.Trainer) -> int:
 def data_parallel_rank(trainer: L.Trainer) -> int:
     """The number of this process among them."""
     return (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank)
+
+
+def data_parallel_replicas(trainer: L.Trainer | None) -> dict[str, int]:
+    """Both as the arguments of a distributed sampler; none without a Trainer."""
+    if trainer is None:
+        return {}
+    return {"num_replicas": data_parallel_size(trainer), "rank": data_parallel_rank(trainer)}

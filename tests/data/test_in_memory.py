@@ -158,8 +158,9 @@ def test_batch_size_of_passes_is_over_all_processes():
     assert [len(images) for images in batches] == [5, 5, 5, 5]
 
 
-def test_processes_that_share_a_model_read_the_same_batches():
-    datamodule = small_curves(batch_size=10, draws="epoch")
+@pytest.mark.parametrize("draws", ["epoch", "independent"])
+def test_processes_that_share_a_model_read_the_same_batches(draws):
+    datamodule = small_curves(batch_size=10, draws=draws, draws_per_epoch=4)
     read = []
     for rank in (2, 3):  # of two replicas of two processes each
         datamodule.trainer = trainer_of(4, rank, num_replicas=2, rank=rank // 2)

@@ -253,3 +253,11 @@ def test_validation_points_draw_none_of_training():
     data.train_dataloader()
     data.val_dataloader()
     assert data.state_dict()["points"] == {}
+
+
+def test_processes_that_share_a_model_draw_the_same_points():
+    data = points_of_heat(residual_share=0)
+    replicas = {"num_replicas": 2, "rank": 1}  # of two processes each
+    data.trainer = type("Trainer", (), {"world_size": 4, "global_rank": 3, "distributed_sampler_kwargs": replicas})()
+    draws = data.train_dataloader().sampler
+    assert (draws.num_replicas, draws.rank) == (2, 1)

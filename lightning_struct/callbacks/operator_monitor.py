@@ -124,6 +124,9 @@ class OperatorMonitor(Callback):
             )
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last_step = trainer.global_step
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

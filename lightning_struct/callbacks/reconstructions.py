@@ -118,11 +118,14 @@ class ReconstructionPlot(Callback):
         batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])))
         select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
         images = select(batch)[0][: self.count]
-        was_training = pl_module.training
+        modes = [(module, module.training) for module in pl_module.modules()]
         pl_module.eval()
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
-            reconstructions = pl_module(images)
-        pl_module.train(was_training)
+        try:
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                reconstructions = pl_module(images)
+        finally:
+            for module, mode in modes:
+                module.training = mode
         return plot_reconstructions(images, reconstructions, self.image_size)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

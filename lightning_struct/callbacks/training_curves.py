@@ -142,12 +142,13 @@ class TrainingCurves(Callback):
             self._record(trainer, names)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._seconds_before, self._started_at = self.seconds, None
+        self._stop_clock()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop_clock()
         if isinstance(exception, (KeyboardInterrupt, SystemExit)):  # SIGTERM: Lightning makes a SystemExit of it
             self._write(trainer)
 
@@ -157,6 +158,9 @@ class TrainingCurves(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.records = [dict(record) for record in state_dict["records"]]
         self._seconds_before = state_dict["seconds"]
+
+    def _stop_clock(self) -> None:
+        self._seconds_before, self._started_at = self.seconds, None
 
     @property
     def _validation_losses(self) -> list[str]:

@@ -73,6 +73,13 @@ def test_every_n_steps(tmp_path):
     assert trainer.lightning_module.logged_at == [2, 4]
 
 
+def test_second_trainer_has_its_own_steps(tmp_path):
+    monitor = OperatorMonitor(every_n_steps=2)
+    for _ in range(2):
+        trainer = fit(tmp_path, LDRSubdiagonal(16, 16), monitor, steps=2)
+        assert trainer.lightning_module.logged_at == [2]
+
+
 def test_pictures_are_written_at_the_end(tmp_path):
     monitor = OperatorMonitor()
     trainer = fit(tmp_path, LDRSubdiagonal(16, 12), monitor)

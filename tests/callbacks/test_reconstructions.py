@@ -108,13 +108,15 @@ def test_picture_is_written_and_its_path_kept(tmp_path):
     assert callback.paths[0].read_bytes().startswith(b"\x89PNG")
 
 
-def test_plotting_leaves_the_mode_of_the_module_alone(tmp_path):
+def test_plotting_leaves_the_modes_of_all_modules_alone(tmp_path):
     callback = ReconstructionPlot()
     module, run = Darken(), trainer(tmp_path, callback)
+    module.frozen = torch.nn.BatchNorm1d(16).eval()
     run.fit(module)
     module.train()
+    module.frozen.eval()
     callback.plot(run, module)
-    assert module.training
+    assert module.training and not module.frozen.training
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):

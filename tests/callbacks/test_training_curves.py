@@ -136,6 +136,15 @@ def test_interrupted_run_is_written_too(tmp_path):
     assert (tmp_path / "training_curves.csv").exists()
 
 
+def test_clock_stands_still_after_an_interruption(tmp_path):
+    module, curves = Descent(), TrainingCurves()
+    module.fail_at = 4
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path, curves, module)
+    seconds = curves.seconds
+    assert curves.seconds == seconds >= curves.records[-1]["seconds"] > 0
+
+
 def test_fast_dev_run_writes_nothing(tmp_path):
     fit(tmp_path, TrainingCurves(), fast_dev_run=True)
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import product
@@ -116,7 +117,7 @@ class Faces(Region):
             the coordinates of space are at their ends.
 
     Raises:
-        MisconfigurationException: coordinates that are none of the box.
+        MisconfigurationException: coordinates that are none of the box, or whose faces have no area.
 
     Example:
         >>> sides = Faces(Box(low=[-1.0, 0.0], high=[1.0, 1.0]), coordinates=[0])  # x = -1 or x = 1, at all times
@@ -133,8 +134,13 @@ class Faces(Region):
         self.box = box
         self._sides = list(product(chosen, (box.low, box.high)))
         sizes = (box.high - box.low).tolist()
-        areas = [torch.tensor([size for i, size in enumerate(sizes) if i != side]).prod() for side, _ in self._sides]
-        self._areas = torch.stack(areas).double()
+        areas = [math.prod(size for i, size in enumerate(sizes) if i != side) for side, _ in self._sides]
+        if not sum(areas) > 0:
+            raise MisconfigurationException(
+                f"The faces of coordinates {chosen} have no area in a box from {box.low.tolist()} to "
+                f"{box.high.tolist()}: choose others, or take a Box, which may be flat, for each face"
+            )
+        self._areas = torch.tensor(areas, dtype=torch.float64)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         points = self.box.sample(count, generator)

@@ -213,6 +213,7 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
                 take_hooks(made, attention)
                 called[id(attention)] = made
             places.append((name, attention))
+    encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     put_in_place(model, [(name, called[id(attention)]) for name, attention in places])
     owners: dict[nn.Module, nn.Module] = {called[id(attention)]: attention for _, attention in places}
     try:
@@ -224,6 +225,9 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
             if not any(isinstance(layer, StructuredLinear) for layer in called[id(attention)].modules())
         ]
         set_modules(model, back)
+        for encoder, used_nested_tensor in encoders:
+            if not any(isinstance(module, StructuredAttention) for module in encoder.modules()):
+                encoder.use_nested_tensor = used_nested_tensor
 
 
 def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Selection) -> list[list[str]]:

@@ -64,4 +64,4 @@ def _hooks_of_state(layer: nn.Module) -> Iterator[Any]:
 
 
 def _makes_weight(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")
+    return (getattr(hook, "__module__", None) or "").startswith("torch.nn.utils.")  # of a function, or of a class

@@ -77,3 +77,13 @@ def test_grid_needs_a_point_for_each_corner():
 def test_coordinates_that_have_no_faces(coordinates):
     with pytest.raises(MisconfigurationException, match="0 to 1"):
         Faces(Box([0.0, 0.0], [1.0, 1.0]), coordinates)
+
+
+def test_small_faces_in_many_dimensions_are_drawn_from():
+    points = Faces(Box([0.0] * 20, [1e-3] * 20)).sample(5, torch.Generator().manual_seed(0))
+    assert ((points == 0) | (points == 1e-3)).any(dim=1).all()
+
+
+def test_faces_without_area_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"coordinates \[0\] have no area"):
+        Faces(Box([0.0, 0.0], [1.0, 0.0]), coordinates=[0])

@@ -260,6 +260,15 @@ def test_convolutions_and_projections_of_attention_are_compressed(network, image
     assert network.head.weight is network.embedding.weight
 
 
+def test_encoder_whose_attention_stays_goes_on_with_nested_tensors():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0, batch_first=True)
+    for include, goes_on in ("layers.0.linear1", True), ("layers.0.self_attn", False):
+        encoder = nn.TransformerEncoder(layer, 1)
+        compress(encoder, batches(), budget=0.95, candidates=ranks, include=include)
+        assert encoder.use_nested_tensor == goes_on
+
+
 def test_attention_that_stays_is_the_one_that_it_was(network, images):
     attention = network.attention
     compress(network, images, budget=0.9, include=["stem"])

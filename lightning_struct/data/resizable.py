@@ -342,8 +342,15 @@ class ResizableLoader:
 
         Raises:
             MisconfigurationException: the data set is iterable and the number of workers another one, so that the
-                samples would come in another order.
+                samples would come in another order; or the loader has more or fewer random generators.
         """
+        before, now = len(position["generators"]), len(self._all_generators())
+        if before != now:
+            raise MisconfigurationException(
+                f"The checkpoint has the states of {before} random generators of the training loader and its sampler, "
+                f"but these have {now}: make the loader with generator=... where it had one in the run that is "
+                "resumed, and without where it had none"
+            )
         if self.iterable and position["delivered"] and position["workers"] != self.loader.num_workers:
             raise MisconfigurationException(
                 "The checkpoint was written in the middle of an epoch over an iterable data set with "

@@ -167,7 +167,7 @@ class IndependentDraws(DistributedSampler):
 
 
 def seeded_generator(*seeds: int) -> torch.Generator:
-    """A generator of its own for each sequence of seeds, none of them negative."""
+    """A generator of its own for each sequence of seeds of one length, none of them negative."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
 
 

@@ -328,7 +328,8 @@ def _parameters_named(model: nn.Module, selectors: Any) -> list[nn.Parameter]:
             below = {id(parameter) for parameter in selector.parameters()}
             found = [parameter for parameter in model.parameters() if id(parameter) in below]
         else:
-            found = [parameter for name, parameter in model.named_parameters() if is_at_or_below(name, selector)]
+            named = model.named_parameters(remove_duplicate=False)  # tied ones have several names
+            found = [parameter for name, parameter in named if is_at_or_below(name, selector)]
         if not found:
             raise ValueError(f"train names {selector!r}, which has no parameters in {type(model).__name__}")
         selected += found

@@ -73,9 +73,9 @@ def compress(
         loss: called as ``loss(model, batch)``, () for a batch; a share of errors makes ``max_loss_increase`` a loss of
             accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its first
             item; it needs no labels.
-        candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. None:
-            low rank with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the numbers of the layer, and Monarch matrices of 2, 4, 8
-            and 16 blocks.
+        candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. One
+            with which the loss is not finite is left out. None: low rank with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the
+            numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
         include, exclude: as in :func:`~lightning_struct.nn.replace_linear`.
 
     Returns:
@@ -304,6 +304,9 @@ def _measured_options(
                 take_hooks(new, old)
                 with _replaced(model, [(name, new) for name in names]) as changed:
                     loss = measured(changed)
+                if loss == float("inf"):
+                    _log.info("%s as %s: the loss is not finite", names[0] or "the model", structured)
+                    continue
                 options.append(Option(new, size, max(0.0, loss - start)))
                 _log.info("%s as %s: loss %+.4g", names[0] or "the model", structured, loss - start)
             every.append(sorted(options, key=lambda option: -option.parameters))  # of equal costs the largest is taken

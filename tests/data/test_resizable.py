@@ -466,6 +466,14 @@ def test_a_loader_is_resized_by_one_only():
         ResizableLoader(loader)
 
 
+def test_a_pass_cannot_be_gone_on_with_by_other_generators():
+    loader, sizes = resizable(range(9), batch_size=2, shuffle=True)
+    next(iter(loader))
+    _, other = resizable(range(9), batch_size=2, shuffle=True, generator=torch.Generator())
+    with pytest.raises(MisconfigurationException, match=r"states of 0 random generators .* have 1: make the loader"):
+        other.resume(sizes.position())
+
+
 def test_a_stream_cannot_be_gone_on_with_by_other_workers():
     loader, sizes = resizable(Stream(10), batch_size=2)
     next(iter(loader))

@@ -323,6 +323,15 @@ def test_compiled_model_trains_and_its_state_has_plain_names():
     load_adapter_state_dict(compiled, state)
 
 
+@pytest.mark.parametrize("train", ["head", "head.weight", "embedding"])
+def test_tied_weights_are_trained_by_each_of_their_names(train):
+    layers = {"embedding": nn.Embedding(9, 8), "hidden": nn.Linear(8, 8), "head": nn.Linear(8, 9, bias=False)}
+    model = nn.ModuleDict(layers)
+    model["head"].weight = model["embedding"].weight
+    add_adapters(model, LowRank, include="hidden", train=train)
+    assert model["head"].weight.requires_grad and not model["hidden"].base.weight.requires_grad
+
+
 def test_operators_have_a_rate_of_their_own():
     model = add_adapters(made(), LDRSubdiagonal, train="0.bias")
     others, operators = adapter_parameter_groups(model, lr=0.01)

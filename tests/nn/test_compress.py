@@ -412,6 +412,19 @@ def test_subclasses_of_linear_with_another_map_stay_unless_they_are_named():
     assert compressed(include="0") == ["LowRank", "Linear"]
 
 
+def test_candidates_whose_loss_is_not_finite_are_left_out():
+    def overflowing(linear):
+        layer = LowRank(linear.in_features, linear.out_features, 1)
+        layer.G.detach().fill_(1e30)
+        layer.H.detach().fill_(1.0)
+        return layer
+
+    overflowing.__name__ = "from_linear"
+    model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    with pytest.raises(ValueError, match="smallest model has 1,200 of 1,200"):
+        compress(model, batches(), budget=0.6, candidates=lambda _: [overflowing])
+
+
 def test_report_says_what_compress_has_left_and_why():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3), nn.Linear(3, 3))

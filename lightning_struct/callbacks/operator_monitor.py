@@ -17,6 +17,7 @@ from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +58,7 @@ class OperatorMonitor(Callback):
 
     Raises:
         MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if the module has no
-            structured layer, or matplotlib is missing.
+            structured layer, the strategy shards the weights, or matplotlib is missing.
 
     Example:
         >>> from lightning import Trainer
@@ -116,6 +117,7 @@ class OperatorMonitor(Callback):
         }
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        refuse_sharded_weights(trainer, "OperatorMonitor")
         self.setup(trainer, pl_module, "fit")  # configure_model may have made layers since
         if not self.layers:
             raise MisconfigurationException(

@@ -128,10 +128,13 @@ class SolutionPlot(Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         directory = Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        figure, _ = self.plot(pl_module)  # in all processes, which gather sharded weights together
+        if trainer.is_global_zero:
             directory.mkdir(parents=True, exist_ok=True)
             self.paths = [directory / "solution.png"]
-            self.plot(pl_module)[0].savefig(self.paths[0], dpi=150)
+            figure.savefig(self.paths[0], dpi=150)
 
     def state_dict(self) -> dict[str, Any]:
         return {"records": [dict(record) for record in self.records]}

@@ -1,10 +1,12 @@
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -78,6 +80,12 @@ def test_second_trainer_has_its_own_steps(tmp_path):
     for _ in range(2):
         trainer = fit(tmp_path, LDRSubdiagonal(16, 16), monitor, steps=2)
         assert trainer.lightning_module.logged_at == [2]
+
+
+def test_sharded_weights_are_refused():
+    trainer = SimpleNamespace(strategy=ModelParallelStrategy.__new__(ModelParallelStrategy))
+    with pytest.raises(MisconfigurationException, match="OperatorMonitor needs all weights .* ModelParallelStrategy"):
+        OperatorMonitor().on_fit_start(trainer, Network(LowRank(16, 12, 2)))
 
 
 def test_pictures_are_written_at_the_end(tmp_path):

@@ -2,10 +2,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct.callbacks import PredictionWriter, ReconstructionPlot
 from lightning_struct.callbacks.reconstructions import plot_reconstructions
+from tests.callbacks.growing_batch_size.test_estimators_distributed import two_sharded_processes
 from tests.strategies.helpers import make_trainer
 
 IMAGES = torch.rand(12, 16, generator=torch.Generator().manual_seed(0))
@@ -127,6 +129,28 @@ def test_fast_dev_run_writes_nothing(tmp_path):
 def test_missing_validation_loader_is_refused_before_training(tmp_path):
     with pytest.raises(MisconfigurationException, match="there is no validation loader"):
         trainer(tmp_path, ReconstructionPlot(), limit_val_batches=0).fit(Darken())
+
+
+class Sharded(Darken):
+    """Each of its layers is gathered when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = None
+        self.network = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.Linear(4, 16))
+
+    def configure_model(self):
+        for layer in (*self.network, self.network):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def forward(self, images):
+        return self.network(images)
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_gathered_by_all_processes(tmp_path):
+    trainer(tmp_path, ReconstructionPlot(), **two_sharded_processes()).fit(Sharded())
+    assert (tmp_path / "reconstructions.png").exists()
 
 
 def test_count_must_be_positive():

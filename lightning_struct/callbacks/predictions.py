@@ -28,7 +28,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Raises:
         MisconfigurationException: at the end of the predictions, if they are anything but tensors, or of several
-            loaders.
+            loaders, or tensors that are no rows of one shape.
 
     Example:
         >>> from lightning import Trainer
@@ -53,6 +53,13 @@ class PredictionWriter(BasePredictionWriter):
             raise MisconfigurationException(
                 f"PredictionWriter writes tensors of one loader, but got {', '.join(sorted(others))}: have "
                 "predict_step return a tensor, predict with one loader at a time, or leave out this callback"
+            )
+        shapes = {tuple(prediction.shape[1:]) if prediction.dim() else None for prediction in predictions}
+        if None in shapes or len(shapes) > 1:
+            raise MisconfigurationException(
+                "PredictionWriter writes one tensor (n, ...) with a row for each sample, but predict_step returned the "
+                f"shapes {', '.join(sorted({str(tuple(prediction.shape)) for prediction in predictions}))}: have it "
+                "return rows of one shape, or leave out this callback"
             )
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         directory.mkdir(parents=True, exist_ok=True)

@@ -73,12 +73,7 @@ class PointDraws(IndependentDraws):
         rank: int | None = None,
     ) -> None:
         check_counts(regions, counts)
-        if redraw_every_n_steps is not None and redraw_every_n_steps < 1:
-            raise MisconfigurationException(
-                f"redraw_every_n_steps must be at least 1, or None for points that stay, but is {redraw_every_n_steps}"
-            )
-        if not 0 <= residual_share < 1:
-            raise MisconfigurationException(f"residual_share must be in [0, 1), but is {residual_share}")
+        _check_redraws(redraw_every_n_steps, residual_share)
         if residual_share > 0 and residuals is None:
             raise MisconfigurationException(
                 f"residual_share={residual_share} needs the residuals of a network: train with a Trainer, or set it to "
@@ -229,7 +224,8 @@ class PointsDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         check_counts(equation.regions, counts)
-        check_positive(eval_count=eval_count, steps_per_epoch=steps_per_epoch)
+        _check_redraws(redraw_every_n_steps, residual_share)
+        check_positive(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)
         if seed < 0:
             raise MisconfigurationException(f"seed must not be negative, but is {seed}")
         self.equation = equation
@@ -339,6 +335,15 @@ def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> No
     few = {block: count for block, count in counts.items() if count < 1}
     if few:
         raise MisconfigurationException(f"counts must be at least 1, but are {few}")
+
+
+def _check_redraws(every_n_steps: int | None, residual_share: float) -> None:
+    if every_n_steps is not None and every_n_steps < 1:
+        raise MisconfigurationException(
+            f"redraw_every_n_steps must be at least 1, or None for points that stay, but is {every_n_steps}"
+        )
+    if not 0 <= residual_share < 1:
+        raise MisconfigurationException(f"residual_share must be in [0, 1), but is {residual_share}")
 
 
 class _NoDataset(Dataset):

@@ -168,6 +168,22 @@ def test_images_of_a_given_size_are_drawn_so():
     assert axes[0, 0].images[0].get_array().shape == (3, 4)
 
 
+class Sums(Darken):
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).sum()
+
+
+class FewerAndFewer(Darken):
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])[:, batch_idx:]
+
+
+@pytest.mark.parametrize(("module", "shapes"), [(Sums, r"\(\)"), (FewerAndFewer, r"\(2, 14\), \(5, 15\), \(5, 16\)")])
+def test_predictions_that_make_no_rows_are_refused_by_their_shapes(tmp_path, module, shapes):
+    with pytest.raises(MisconfigurationException, match=f"returned the shapes {shapes}: have it return rows"):
+        trainer(tmp_path, PredictionWriter()).predict(module())
+
+
 def test_predictions_are_written_with_their_places(tmp_path):
     trainer(tmp_path, PredictionWriter("reconstructions")).predict(Darken())
     written = torch.load(tmp_path / "reconstructions.pt")

@@ -231,7 +231,13 @@ def test_module_that_returns_no_residuals_is_told_the_remedy(tmp_path):
         fit(tmp_path, points_of_heat(), Values())
 
 
-@pytest.mark.parametrize(("name", "number"), [("steps_per_epoch", 0), ("eval_count", 0), ("seed", -1)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *(("steps_per_epoch", 0), ("eval_count", 0), ("seed", -1)),
+        *(("redraw_every_n_steps", 0), ("residual_share", 1.0), ("predict_count", 0)),
+    ],
+)
 def test_numbers_out_of_range_are_refused_when_the_data_module_is_made(name, number):
     with pytest.raises(MisconfigurationException, match=f"{name} must .* but is {number}"):
         points_of_heat(**{name: number})

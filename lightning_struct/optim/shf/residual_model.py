@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_struct.collective import all_gather_rows, all_reduce
+from lightning_struct.collective import all_gather_rows, all_reduce, world_size
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form
@@ -84,7 +84,9 @@ class ResidualModel:
                 for name, block in blocks.items()
             ]
         ).to(self._device)
-        squares = [0.5 * inner(block, block) / counts[name] for name, block in blocks.items()]
+        # In the dtype of the weights, as those of all other values of f: autocast and modules may round residuals.
+        wide = {name: block.to(self._dtype) for name, block in blocks.items()}
+        squares = [0.5 * inner(block, block) / counts[name] for name, block in wide.items()]
         self.block_losses = dict(zip(blocks, all_reduce(torch.stack(squares)).tolist(), strict=True))
         self.value = sum(shares[name] * value for name, value in self.block_losses.items())
         self.rows = sum(counts[name] * (block[:1].numel() if block.ndim else 1) for name, block in blocks.items())
@@ -242,14 +244,14 @@ def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
 
 
 def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, device: torch.device) -> None:
+    digest = torch.tensor([zlib.crc32("\n".join(blocks).encode())], device=device)
+    if len(set(all_gather_rows(digest)[:, 0].tolist())) > 1:  # first: it asks all of them
+        raise ValueError(f"the module returned the blocks {_listed(blocks)} here, and others on another process")
     if names is not None and list(blocks) != list(names):
         raise ValueError(
             f"the module returned the blocks {_listed(blocks)}, in the step before {_listed(names)}: the blocks of "
             "residuals and their order stay the same. The weights are unchanged"
         )
-    digest = torch.tensor([zlib.crc32("\n".join(blocks).encode())], device=device)
-    if len(set(all_gather_rows(digest)[:, 0].tolist())) > 1:
-        raise ValueError(f"the module returned the blocks {_listed(blocks)} here, and others on another process")
 
 
 def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[str, int]:
@@ -272,7 +274,7 @@ def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[
 
 
 def _on_rank(rank: int) -> str:
-    return f" on rank {rank}" if torch.distributed.is_initialized() else ""
+    return f" on rank {rank}" if world_size() > 1 else ""
 
 
 def _listed(names: Collection[str]) -> str:

@@ -292,4 +292,5 @@ def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> fl
     """
     if left is None or abs(loss - left) <= torch.finfo(torch.float64).eps ** 0.5 * left:
         return warm_start
-    return 0.5 * (warm_start + min(max(1.0 - left / loss, 0.0), _LARGEST_WARM_START))
+    unseen = 1.0 - left / loss if loss > left else 0.0
+    return 0.5 * (warm_start + min(unseen, _LARGEST_WARM_START))

@@ -185,6 +185,17 @@ def test_the_warm_start_rises_where_new_points_show_that_the_old_ones_were_overf
     assert 0.3 < warm_starts[-1] <= 0.7
 
 
+@pytest.mark.filterwarnings("ignore:SHF. the gradient of this batch is zero")
+def test_the_warm_start_falls_where_a_batch_has_no_loss() -> None:
+    module = Fit()
+    optimizer = SHF(module, "least_squares", damping=100.0)
+    optimizer.step(inputs=(torch.ones(1, 2).double(), torch.ones(1, 2).double()))
+    optimizer.param_groups[0]["warm_start"] = 0.5
+    x = torch.zeros(1, 2).double()
+    assert optimizer.step(inputs=(x, module.net(x).detach())).loss_before == 0.0
+    assert optimizer.param_groups[0]["warm_start"] == 0.25
+
+
 def test_a_warm_start_that_is_given_stays() -> None:
     optimizer = SHF(Equation(), "least_squares", warm_start=0.2, warm_start_growth=1.0)
     for number in range(3):
@@ -435,6 +446,25 @@ def test_other_things_than_residuals_are_named(returned: Any) -> None:
     module.forward = lambda _: {"a": returned} if returned != () else ()  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="block 'a'|it returned tuple|returned an empty|returned tuple"):
         SHF(module, "least_squares").step(inputs=torch.ones(1, 1))
+
+
+class RoundedFit(nn.Module):
+    """Residuals in half precision, whose squares it cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (300.0 * self.net(x)).half()
+
+
+def test_the_loss_of_residuals_in_half_precision_has_the_precision_of_the_weights() -> None:
+    module, x = RoundedFit(), gaussian(2000, 2, seed=0).float()
+    expected = 0.5 * module(x).detach().double().square().mean().item()
+    report = SHF(module, "least_squares", solver="lsmr").step(inputs=x)
+    assert report.loss_before == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_module_that_changes_its_inputs_is_refused() -> None:

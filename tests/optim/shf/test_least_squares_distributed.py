@@ -83,8 +83,23 @@ def fail(rank: int) -> str:
     return ""
 
 
+def rename(rank: int) -> str:
+    """The message of a second step in which a block on rank 1 has another name."""
+    inputs = points(SIZES["tall"], rank)
+    module = Equation()
+    optimizer, forward = SHF(module, "least_squares"), module.forward
+    optimizer.step(inputs=inputs)
+    if rank == 1:
+        module.forward = lambda points: {f"{name}_2": block for name, block in forward(points).items()}  # type: ignore[method-assign]
+    try:
+        optimizer.step(inputs=inputs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def work(rank: int) -> dict[str, Any]:
-    return {"steps": train(rank), "message": fail(rank)}
+    return {"steps": train(rank), "message": fail(rank), "message of names": rename(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +140,8 @@ def test_a_block_that_is_nan_on_one_process_is_an_error_on_both(processes: list[
             "block 'interior' of the residuals holds NaN or infinity at the current weights on rank 1"
             in process["message"]
         )
+
+
+def test_a_block_that_changes_its_name_on_one_process_is_an_error_on_both(processes: list[dict[str, Any]]) -> None:
+    for result in processes:
+        assert "here, and others on another process" in result["message of names"]

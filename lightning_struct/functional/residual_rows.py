@@ -202,7 +202,7 @@ class BatchResiduals:
         """Blocks row by row; None for those whose rows cannot be told apart."""
         if self._rows is None:
             self._rows = {
-                name: self._records.rows_of(name, block, self._params, self._args)
+                name: self._records.rows_of(name, block, self._params, self._args, self._context)
                 for name, block in self.blocks.items()
             }
         return self._rows
@@ -229,7 +229,14 @@ class RowRecords:
     def __getstate__(self) -> dict[str, Any]:  # a copy records anew
         return {**vars(self), "_kept": {}}
 
-    def rows_of(self, name: str, block: Tensor, params: Parameters, args: tuple[Any, ...]) -> _Rows | None:
+    def rows_of(
+        self,
+        name: str,
+        block: Tensor,
+        params: Parameters,
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> _Rows | None:
         """A block row by row, by a record that gives its values at ``params``; None where there is none."""
         rows = self.kept_rows_of(name, block, args)
         if rows is not None and rows.give(block, params):
@@ -241,7 +248,8 @@ class RowRecords:
             return self.refuse(name, "none of the inputs has a row for each of them")
         buffers = dict(self.module.named_buffers())
         try:
-            graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
+            with context():
+                graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
             record = _Record(graph, (dict(params), buffers, inputs.first_row()), block.abs().max().item())
             rows = _Rows(record, inputs, buffers)
             fits = rows.give(block, params)

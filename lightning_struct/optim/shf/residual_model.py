@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_struct.collective import all_gather_rows, all_reduce, world_size
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form
-from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
@@ -68,8 +69,7 @@ class ResidualModel:
         args = arguments(inputs)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         _check_inputs(tensors, self._device)
-        state = random_state(*tensors)
-        self._batch = BatchResiduals(records, weights, args, lambda: restored_random_state(state))
+        self._batch = BatchResiduals(records, weights, args, _repeating(random_state(*tensors), self._device))
         blocks = self._batch.blocks
         _check_names(blocks, counts, self._device)
         shares = loss.weights_of(blocks)
@@ -234,6 +234,18 @@ class Products:
     def backward(self, u: Tensor) -> Tensor:
         """Jᵀu over the rows of all processes."""
         return all_reduce(self._weights.flat(self._linearization.vjp(u * self._scale)))
+
+
+def _repeating(state: RandomState, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which the module runs as now: from the same random numbers, and in the same autocast."""
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with restored_random_state(state), torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            yield
+
+    return context
 
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:

@@ -30,9 +30,9 @@ from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
 
 _log = logging.getLogger(__name__)
-# Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update`, `take`, `step`, torch's two
-# wrappers.
-_CALLER_OF_STEP = 8
+# Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update_of`, `_update`, `take`, `step`,
+# torch's two wrappers.
+_CALLER_OF_STEP = 9
 _OF_PAPER = ("drop", "min_damping", "max_damping", "warm_start_growth", "maxiter")
 _FILLED = {name: PAPER[name] for name in _OF_PAPER} | {"warm_start": 0.0, "geodesic_acceleration": True}
 # Where a step fails, the next one goes on with λ times this.
@@ -211,9 +211,17 @@ class ResidualSteps:
             counts: name -> rows of the blocks of the step before; None in the first step.
             timed: the phases of the step.
         """
-        settings = self.settings
         with timed("linearize"):
             model = ResidualModel(self._records, self.loss, weights, inputs, counts=counts)
+        with torch.autocast(model.residual.device.type, enabled=False):  # which is for the module, not for solvers
+            return self._update_of(model, damping=damping, adapts=adapts, start=start, timed=timed)
+
+    def _update_of(
+        self, model: ResidualModel, *, damping: float | None, adapts: bool, start: Tensor | None, timed: PhaseTimer
+    ) -> ResidualUpdate:
+        """The same, given the problem of the batch."""
+        settings = self.settings
+        with timed("linearize"):
             solver = make_solver(model, settings.solver, settings.maxiter)
         if solver.method == "exact":
             self._warn_of_slow_rows()

@@ -467,6 +467,51 @@ def test_the_loss_of_residuals_in_half_precision_has_the_precision_of_the_weight
     assert report.loss_before == pytest.approx(expected, rel=1e-6)
 
 
+class FullPrecisionFit(nn.Module):
+    """Residuals that do without autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.net(x) - x.sin()
+
+
+class MixedPrecisionFit(FullPrecisionFit):
+    """The same with a network that autocast computes in half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) - x.sin()
+
+
+@pytest.mark.parametrize("solver", ["exact", "lsmr"])
+def test_autocast_is_for_the_module_and_not_for_the_solver(solver: str) -> None:
+    x, weights = gaussian(20, 1, seed=0).float(), []
+    for enabled in (False, True):
+        module = FullPrecisionFit()
+        optimizer = SHF(module, "least_squares", solver=solver)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            for _ in range(3):
+                optimizer.step(inputs=x)
+        weights.append(flat(trainable(module)).clone())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("solver", ["exact", "lsmr"])
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+def test_a_module_under_autocast_is_trained(solver: str) -> None:
+    module, x = MixedPrecisionFit(), gaussian(20, 1, seed=0).float()
+    optimizer = SHF(module, "least_squares", solver=solver)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reports = [optimizer.step(inputs=x) for _ in range(4)]
+        expected = 0.5 * module(x).float().square().mean().item()
+    assert reports[-1].loss_after == pytest.approx(expected, rel=0.01)
+    assert expected < 0.1 * reports[0].loss_before
+
+
 def test_a_module_that_changes_its_inputs_is_refused() -> None:
     module = Fit()
     module.forward = lambda x, measured: module.net(x.mul_(0.5)) - measured  # type: ignore[method-assign]

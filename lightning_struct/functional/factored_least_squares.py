@@ -103,7 +103,7 @@ class FactoredLeastSquares(_AllDampings):
 
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
         s = self.singular_values
-        solution = coordinates * (s / (s * s + damping * damping))
+        solution = coordinates / (s + damping * (damping / s))  # without squares, which may be out of range
         if self._tall:
             return self._right @ solution
         padded = solution.new_zeros(self.jacobian.shape[1])

@@ -8,7 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.vectors import float32_holds, inner
+
 _CHECK_EVERY = 10
+# Vectors that a basis has room for at first; then for twice as many, and so on.
+_ROOM = 16
 
 
 class ProjectedLeastSquares:
@@ -56,28 +60,24 @@ class ProjectedLeastSquares:
         method: str = "lsqr",
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        self.product, self._method, self._sum = matvec, method, all_reduce
-        self._left: list[Tensor] = []
-        self._right: list[Tensor] = []
-        self._alphas: list[float] = []
-        self._betas: list[float] = []
-        beta = self._keep(self._left, b.clone(), shared=True)
-        self._betas.append(beta)
+        self.product, self._method = matvec, method
         product = rmatvec(b)
         self.gradient = -product
-        alpha = self._keep(self._right, product / beta if beta > 0.0 else product, shared=False)
-        self._alphas.append(alpha)
+        self._left, self._right = _Basis(b, all_reduce), _Basis(product, lambda tensor: tensor)
+        beta = self._left.append(b)
+        alpha = self._right.append(product / beta if beta > 0.0 else product)
+        self._betas, self._alphas = [beta], [alpha]
         first = alpha * beta
         while alpha > 0.0 and len(self._betas) <= steps:
-            beta = self._keep(self._left, matvec(self._right[-1]) - alpha * self._left[-1], shared=True)
+            beta = self._left.append(matvec(self._right.rows[-1]) - alpha * self._left.rows[-1])
             self._betas.append(beta)
             alpha = 0.0
             if beta > 0.0:
-                alpha = self._keep(self._right, rmatvec(self._left[-1]) - beta * self._right[-1], shared=False)
+                alpha = self._right.append(rmatvec(self._left.rows[-1]) - beta * self._right.rows[-1])
             self._alphas.append(alpha)
             if self.steps % _CHECK_EVERY == 0 and self._gradient_norm(damping) <= tolerance * first:
                 break
-        self._basis = torch.stack(self._right[: self.steps]) if self.steps else b.new_zeros(0, len(product))
+        self._basis = self._right.rows[: self.steps]
         self._p, self.singular_values, self._q = torch.linalg.svd(self._bidiagonal(), full_matrices=False)
 
     @property
@@ -91,8 +91,7 @@ class ProjectedLeastSquares:
 
     def coordinates(self, b: Tensor) -> Tensor:
         """All that the solution in this space has of another right-hand side, (k,)."""
-        projections = torch.stack([torch.dot(u, b) for u in self._left[: self.steps + 1]])
-        return self._p.mT @ self._sum(projections).double()
+        return self._p.mT @ self._left.components(b).double()
 
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
         """d, (P,), with the lowest residual in this space, from the coordinates of a right-hand side."""
@@ -103,30 +102,19 @@ class ProjectedLeastSquares:
         """d, (P,), with the lowest residual in this space, for another right-hand side."""
         return self.solve_coordinates(self.coordinates(b), damping)
 
-    def _keep(self, basis: list[Tensor], vector: Tensor, shared: bool) -> float:
-        """Append what a vector has beside the basis, of unit norm; its norm."""
-        total = self._sum if shared else (lambda tensor: tensor)
-        for _ in range(2 if basis else 0):  # twice is enough
-            inner = total(torch.stack([torch.dot(u, vector) for u in basis]))
-            for u, share in zip(basis, inner.unbind(), strict=True):
-                vector = vector.sub(u * share)
-        norm = math.sqrt(total(torch.dot(vector, vector).double()).item())
-        if not math.isfinite(norm):
-            raise FloatingPointError("a product with the Jacobian of the residuals holds NaN or infinity")
-        basis.append(vector / norm if norm > 0.0 else vector)
-        return norm
-
     def _bidiagonal(self) -> Tensor:
         """B, (k + 1, k), float64."""
         k = self.steps
         bidiagonal = torch.zeros(k + 1, k, dtype=torch.float64)
         bidiagonal.diagonal().copy_(torch.tensor(self._alphas[:k]))
         bidiagonal.diagonal(-1).copy_(torch.tensor(self._betas[1:]))
-        return bidiagonal.to(self._right[0].device)
+        return bidiagonal.to(self.gradient.device)
 
     def _projected(self, damping: float) -> Tensor:
         """V-coordinates of the solution for b, (k,)."""
         bidiagonal, k = self._bidiagonal(), self.steps
+        if k == 0:
+            return bidiagonal.new_zeros(0)
         if self._method == "lsqr":
             matrix = torch.cat([bidiagonal, damping * torch.eye(k).to(bidiagonal)])
             right = matrix.new_zeros(len(matrix), 1)
@@ -143,3 +131,44 @@ class ProjectedLeastSquares:
     def _gradient_norm(self, damping: float) -> float:
         """‖Jᵀ(b - J d) - λ² d‖ of LSQR's solution."""
         return self._alphas[-1] * self._betas[-1] * abs(self._projected(damping)[-1].item())
+
+
+class _Basis:
+    """Orthonormal vectors, as the rows of a matrix with room for more.
+
+    Args:
+        like: a vector as they are.
+        all_reduce: sums a tensor over processes that hold parts of the vectors.
+    """
+
+    def __init__(self, like: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self._storage, self._count, self._sum = like.new_empty(_ROOM, len(like)), 0, all_reduce
+
+    @property
+    def rows(self) -> Tensor:
+        """The vectors, (k, n)."""
+        return self._storage[: self._count]
+
+    def components(self, vector: Tensor) -> Tensor:
+        """The inner products of a vector (n,) with those of the basis, (k,)."""
+        return self._sum(self.rows @ vector)
+
+    def append(self, vector: Tensor) -> float:
+        """Append what a vector (n,) has beside the basis, of unit norm; return its norm.
+
+        Raises:
+            FloatingPointError: it holds NaN or infinity.
+        """
+        for _ in range(2 if self._count else 0):  # twice is enough
+            vector = torch.addmv(vector, self.rows.mT, self.components(vector), alpha=-1.0)
+        squares = self._sum(inner(vector, vector)).item()
+        if not float32_holds(squares):
+            squares = self._sum(inner(vector.double(), vector.double())).item()
+        norm = math.sqrt(squares)
+        if not math.isfinite(norm):
+            raise FloatingPointError("a product with the Jacobian of the residuals holds NaN or infinity")
+        if self._count == len(self._storage):
+            self._storage = torch.cat([self._storage, torch.empty_like(self._storage)])
+        self._storage[self._count] = vector / norm if norm > 0.0 else vector
+        self._count += 1
+        return norm

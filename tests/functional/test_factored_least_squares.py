@@ -77,3 +77,16 @@ def test_the_acceleration_is_minus_half_the_solution_for_the_second_derivative(s
     factored = FactoredLeastSquares(jacobian)
     expected = -0.5 * factored.solve(torch.einsum("nij,i,j->n", curvature, v, v), 0.3)
     torch.testing.assert_close(geodesic_acceleration(factored, residual, residual_at, v, 0.3), expected)
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12)], ids=str)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_float32_numbers_whose_squares_are_out_of_range_are_solved(shape: tuple[int, int], scale: float) -> None:
+    jacobian, b = gaussian(*shape, seed=0).float(), gaussian(shape[0], seed=1).float()
+    expected = FactoredLeastSquares(jacobian).solve(b, 2.0)
+    torch.testing.assert_close(FactoredLeastSquares(jacobian * scale).solve(b, 2.0 * scale) * scale, expected)
+
+
+def test_a_singular_value_of_zero_gets_no_share() -> None:
+    solution = FactoredLeastSquares(torch.diag(torch.tensor([2.0, 0.0]))).solve(torch.ones(2), 1.0)
+    torch.testing.assert_close(solution, torch.tensor([0.4, 0.0]))

@@ -48,12 +48,30 @@ def test_it_ends_where_the_gradient_has_fallen_to_the_tolerance() -> None:
     assert solver.steps < 40
 
 
-def test_a_right_hand_side_that_needs_no_step_and_one_that_ends_early() -> None:
+@pytest.mark.parametrize("method", ["lsmr", "lsqr"])
+def test_a_right_hand_side_that_needs_no_step_and_one_that_ends_early(method: str) -> None:
     jacobian = torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    assert project(jacobian, torch.zeros(3, dtype=torch.float64), 3).solution(1.0).eq(0).all()
-    early = project(jacobian, torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64), 3)
+    for b, steps in ((torch.zeros(3), 3), (torch.ones(3), 0)):
+        none = project(jacobian, b.double(), steps, method)
+        assert none.solution(1.0).eq(0).all() and none.solve(b.double(), 1.0).eq(0).all()
+    early = project(jacobian, torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64), 3, method)
     assert early.steps == 1
     torch.testing.assert_close(early.solution(1.0), torch.tensor([0.0, 0.4, 0.0], dtype=torch.float64))
+
+
+def test_as_many_steps_as_a_basis_has_no_room_for_at_first() -> None:
+    jacobian, b = gaussian(60, 50, seed=0), gaussian(60, seed=1)
+    solver = project(jacobian, b, 50)
+    assert solver.steps == 50
+    torch.testing.assert_close(solver.solution(0.0), torch.linalg.lstsq(jacobian, b[:, None]).solution[:, 0])
+
+
+@pytest.mark.parametrize("method", ["lsmr", "lsqr"])
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20])
+def test_float32_numbers_whose_squares_are_out_of_range_are_solved(method: str, scale: float) -> None:
+    jacobian, b = gaussian(12, 5, seed=0).float(), gaussian(12, seed=1).float()
+    expected = project(jacobian, b, 5, method).solution(1.0)
+    torch.testing.assert_close(project(jacobian, b * scale, 5, method).solution(1.0) / scale, expected)
 
 
 def test_nan_in_a_product_is_an_error() -> None:

@@ -13,6 +13,8 @@ from lightning_struct.functional.vectors import float32_holds, inner
 _CHECK_EVERY = 10
 # Vectors that a basis has room for at first; then for twice as many, and so on.
 _ROOM = 16
+# Of a vector, that a pass of orthogonalisation leaves at least where no other has to follow; and passes at most.
+_PART, _PASSES = 0.7, 4
 
 
 class ProjectedLeastSquares:
@@ -154,21 +156,33 @@ class _Basis:
         return self._sum(self.rows @ vector)
 
     def append(self, vector: Tensor) -> float:
-        """Append what a vector (n,) has beside the basis, of unit norm; return its norm.
+        """Append what a vector (n,) has beside the basis, of unit norm; return its norm, 0 where it has nothing.
+
+        A pass that leaves less than a part of the vector leaves rounding errors, too, so that another one follows
+        (Daniel et al. 1976). Where each pass does, there are only rounding errors: the basis spans all that is reached.
 
         Raises:
             FloatingPointError: it holds NaN or infinity.
         """
-        for _ in range(2 if self._count else 0):  # twice is enough
+        norm = self._norm(vector)
+        for _ in range(_PASSES if self._count else 0):
+            before = norm
             vector = torch.addmv(vector, self.rows.mT, self.components(vector), alpha=-1.0)
+            norm = self._norm(vector)
+            if norm > _PART * before:
+                break
+        else:
+            norm = norm if not self._count else 0.0
+        if self._count == len(self._storage):
+            self._storage = torch.cat([self._storage, torch.empty_like(self._storage)])
+        self._storage[self._count] = vector / norm if norm > 0.0 else 0.0
+        self._count += 1
+        return norm
+
+    def _norm(self, vector: Tensor) -> float:
         squares = self._sum(inner(vector, vector)).item()
         if not float32_holds(squares):
             squares = self._sum(inner(vector.double(), vector.double())).item()
-        norm = math.sqrt(squares)
-        if not math.isfinite(norm):
+        if not math.isfinite(squares):
             raise FloatingPointError("a product with the Jacobian of the residuals holds NaN or infinity")
-        if self._count == len(self._storage):
-            self._storage = torch.cat([self._storage, torch.empty_like(self._storage)])
-        self._storage[self._count] = vector / norm if norm > 0.0 else vector
-        self._count += 1
-        return norm
+        return math.sqrt(squares)

@@ -74,6 +74,16 @@ def test_float32_numbers_whose_squares_are_out_of_range_are_solved(method: str, 
     torch.testing.assert_close(project(jacobian, b * scale, 5, method).solution(1.0) / scale, expected)
 
 
+@pytest.mark.parametrize("shape", [(400, 3), (5, 400)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_it_ends_where_rounding_errors_alone_are_left(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for seed in range(0, 20, 2):
+        jacobian, b = gaussian(*shape, seed=seed).to(dtype), gaussian(shape[0], seed=seed + 1).to(dtype)
+        solver = project(jacobian, b, 50)
+        assert solver.steps == min(shape)
+        torch.testing.assert_close(solver.singular_values.to(dtype), torch.linalg.svdvals(jacobian))
+
+
 def test_nan_in_a_product_is_an_error() -> None:
     jacobian = torch.full((3, 2), torch.nan)
     with pytest.raises(FloatingPointError, match="NaN or infinity"):

@@ -465,6 +465,7 @@ def test_the_loss_of_residuals_in_half_precision_has_the_precision_of_the_weight
     expected = 0.5 * module(x).detach().double().square().mean().item()
     report = SHF(module, "least_squares", solver="lsmr").step(inputs=x)
     assert report.loss_before == pytest.approx(expected, rel=1e-6)
+    assert report.loss_after < 0.01 * expected
 
 
 class FullPrecisionFit(nn.Module):

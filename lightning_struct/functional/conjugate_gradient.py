@@ -74,7 +74,7 @@ def conjugate_gradient(
 
     Raises:
         ValueError: an option out of range, or a vector of the wrong structure.
-        TypeError: a vector is no tensor, or holds integers or complex numbers.
+        TypeError: a vector is no tensor, or holds other numbers than float32 and float64.
         FloatingPointError: a product returned NaN or infinity.
 
     Example:

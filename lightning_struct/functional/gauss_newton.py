@@ -420,7 +420,7 @@ def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple
 
 
 def _sum(vectors: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    total = next(vectors)
+    total = {name: t.clone() for name, t in next(vectors).items()}  # which may be a view of what was given
     for vector in vectors:
         for name, t in vector.items():
             total[name] += t

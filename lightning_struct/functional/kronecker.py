@@ -232,7 +232,8 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
     """
     of_inputs, of_outputs = _mean_eigenvalue(inputs), _mean_eigenvalue(outputs)
     defined = (of_inputs > 0) & (of_outputs > 0)
-    ratio = torch.where(defined, of_inputs / torch.where(defined, of_outputs, 1.0), 1.0).sqrt()
+    # The quotient of the roots: that of the numbers may be out of range.
+    ratio = torch.where(defined, of_inputs.sqrt() / torch.where(defined, of_outputs, 1.0).sqrt(), 1.0)
     return KroneckerRoot(_root(inputs, damping * ratio), _root(outputs, damping / ratio))
 
 

@@ -16,14 +16,14 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
     """The tensors of a vector, in the order of ``like`` where one is given; errors call it by ``name``.
 
     Raises:
-        TypeError: neither a tensor nor a mapping; without ``like``, tensors that are no real floating-point numbers.
+        TypeError: neither a tensor nor a mapping; without ``like``, other numbers than float32 and float64.
         ValueError: other names or shapes than those of ``like``.
     """
     if not isinstance(vector, Tensor | Mapping):
         raise TypeError(f"{name} must be a tensor or a dict of tensors, got {type(vector).__name__}")
     if like is None:
         tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
-        if others := {t.dtype for t in tensors if not t.is_floating_point()}:
+        if others := {t.dtype for t in tensors} - {torch.float32, torch.float64}:
             raise TypeError(f"{name} must hold float32 or float64 numbers, got {', '.join(sorted(map(str, others)))}")
         return tensors
     if isinstance(vector, Tensor) and isinstance(like, Tensor):

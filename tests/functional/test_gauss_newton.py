@@ -60,6 +60,13 @@ def test_the_backend_is_chosen_by_what_covers_the_module(case: Case) -> None:
     assert linearized(case, case.automatic)[2].backend == case.automatic
 
 
+def test_chunks_leave_what_they_multiply_as_it_is() -> None:
+    linearization = linearize(lambda p, x: p["w"] + x, {"w": torch.zeros(1, 2)}, torch.zeros(3, 2), chunk_size=1)
+    u = torch.ones(3, 2)
+    assert linearization.vjp(u)["w"].tolist() == [[3.0, 3.0]]
+    assert u.eq(1.0).all()
+
+
 @pytest.mark.parametrize("case", [named(c) for c in CASES if c.name in ("mlp", "conv", "lstm", "batch_norm_eval")])
 def test_chunks_give_the_same_products(case: Case) -> None:
     module, inputs, whole = linearized(case, case.automatic)

@@ -165,6 +165,11 @@ def test_solve_normal_stays_positive_where_an_inverse_in_float32_would_not() -> 
     assert (x * root.solve_normal(x)).sum() > 0
 
 
+def test_factors_whose_quotient_is_out_of_range_have_a_root() -> None:
+    root = kronecker_root(torch.eye(3)[None] * 1e20, torch.eye(2)[None] * 1e-20, damping=1.0)
+    torch.testing.assert_close(root.solve_normal(torch.ones(1, 2, 3)), torch.full((1, 2, 3), 0.25))
+
+
 @pytest.mark.parametrize("zero", ["inputs", "outputs", "both"])
 def test_a_factor_of_zeros_leaves_the_damping(zero: str) -> None:
     inputs, outputs = positive(1, 4), positive(1, 3, seed=1)

@@ -503,8 +503,8 @@ def test_a_start_of_another_shape_than_the_transposed_product_is_refused(solver:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
-def test_integers_and_complex_numbers_are_refused(solver: Solver, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float16, torch.bfloat16], ids=str)
+def test_other_numbers_than_float32_and_float64_are_refused(solver: Solver, dtype: torch.dtype) -> None:
     matrix = torch.eye(2, dtype=dtype)
     with pytest.raises(TypeError, match=f"b must hold float32 or float64 numbers, got {dtype}"):
         solver(*operators(matrix), torch.ones(2, dtype=dtype))

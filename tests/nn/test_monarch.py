@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lightning_struct.functional import hadamard_transform
+from lightning_struct.functional.structured.monarch import monarch_matmul
 from lightning_struct.nn import LowRank, Monarch
 from tests.nn.layers import linear_of
 
@@ -127,3 +128,9 @@ def test_parameters_on_the_meta_device_are_made_later():
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Monarch(12, 7, **options)
+
+
+@pytest.mark.parametrize(("left", "right"), [((2, 3, 0), (0, 2, 4)), ((2, 3, 0), (5, 0, 4))], ids=str)
+def test_blocks_without_entries_are_named(left, right):
+    with pytest.raises(ValueError, match="none of them 0, got"):
+        monarch_matmul(torch.ones(left), torch.ones(right), torch.ones(7, right[0] * 4))

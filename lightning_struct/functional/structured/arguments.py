@@ -18,10 +18,8 @@ def require_generators(G: Tensor, H: Tensor, m: int | None = None, n: int | None
     """
     for name, generator, size in (("G", G, m), ("H", H, n)):
         if generator.ndim != 2 or 0 in generator.shape or size not in (None, generator.shape[0]):
-            expected = (
-                "(size, r), neither of them 0" if size is None else f"({size}, r) beside an operator of that size"
-            )
-            raise ValueError(f"{name} must be {expected}, got {tuple(generator.shape)}")
+            expected = "(size, r) with size >= 1" if size is None else f"({size}, r) beside an operator of that size"
+            raise ValueError(f"{name} must be {expected} and r >= 1, got {tuple(generator.shape)}")
     if G.shape[1] != H.shape[1]:
         raise ValueError(f"G and H must have the same number of columns, got {G.shape[1]} and {H.shape[1]}")
 

@@ -66,5 +66,9 @@ def prepare_toeplitz_like(
 
 def _parts(G: Tensor, H: Tensor, f: float | Tensor, g: float | Tensor) -> tuple[Tensor, ...]:
     """The arguments of :func:`scaled_toeplitz_matmul` but x: a shift is a subdiagonal operator of ones."""
+    for name, corner in (("f", f), ("g", g)):
+        if isinstance(corner, complex) or (isinstance(corner, Tensor) and (corner.is_complex() or corner.ndim)):
+            got = f"{tuple(corner.shape)} of {corner.dtype}" if isinstance(corner, Tensor) else corner
+            raise ValueError(f"{name} must be a real number, or a tensor () of one, got {got}")
     f, g = (torch.as_tensor(corner, dtype=G.dtype, device=G.device) for corner in (f, g))
     return G, H, G.new_ones(G.shape[0] - 1), f, H.new_ones(H.shape[0] - 1), g

@@ -68,7 +68,7 @@ class ExactSolver(ResidualSolver):
     """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller; by QR and SVD where λ is too small for that.
 
     Raises:
-        MemoryError: J and its factors take more than is free.
+        MemoryError: J and its factors take more than is free, on any of the processes.
         ValueError: NaN or infinity in J.
     """
 
@@ -76,7 +76,10 @@ class ExactSolver(ResidualSolver):
 
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
-        check_memory(*_memory_of_exact(model))
+        memory = what, needed, _, remedy = _memory_of_exact(model)
+        if not _fits_everywhere(model, needed):
+            check_memory(*memory)
+            raise MemoryError(f"{what} take more than is free on another process. {remedy}")
         self._jacobian = model.jacobian(model.form_for_gram)
         self.gradient = all_reduce(self._jacobian.transposed_product(model.residual))
         self.variance = model.variance_from_rows(self._jacobian)

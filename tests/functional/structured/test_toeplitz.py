@@ -184,3 +184,14 @@ def test_shapes_that_do_not_fit_are_refused(shapes, error, words):
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="x must hold real floating-point numbers, not torch.int64"):
         toeplitz_like_matmul(torch.ones(3, 1), torch.ones(3, 1), torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("corner", [1j, torch.tensor(1j), torch.ones(1)], ids=str)
+def test_a_corner_that_is_no_real_number_is_named(corner):
+    with pytest.raises(ValueError, match=r"g must be a real number, or a tensor \(\) of one, got"):
+        toeplitz_like_matmul(torch.ones(3, 1), torch.ones(3, 1), torch.ones(3), 1.0, corner)
+
+
+def test_generators_without_columns_are_named():
+    with pytest.raises(ValueError, match=r"G must be \(size, r\) with size >= 1 and r >= 1, got \(3, 0\)"):
+        toeplitz_like_matmul(torch.ones(3, 0), torch.ones(3, 0), torch.ones(3))

@@ -575,6 +575,12 @@ def test_matrices_that_do_not_fit_are_an_error_with_the_alternative(monkeypatch:
     assert SHF(Equation(), "least_squares", solver="lsmr").step(inputs=points()).step_length == 1.0
 
 
+def test_matrices_that_do_not_fit_on_another_process_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_struct.optim.shf.residual_solvers._fits_everywhere", lambda *_: False)
+    with pytest.raises(MemoryError, match=r"for 32 residuals .* than is free on another process.*solver='lsmr'"):
+        SHF(Equation(), "least_squares", solver="exact").step(inputs=points())
+
+
 def test_a_solver_that_is_not_named_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SHF(Equation(), "least_squares").step(inputs=points()).stop_reason == "exact"
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: 1000)

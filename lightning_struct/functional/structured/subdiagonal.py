@@ -54,6 +54,8 @@ _FLOAT32_LOSS, _FLOAT64_LOSS = 4.0, 11.0
 _FLOAT64_LOSS_FOR_FLOAT32 = 18.0
 # Nats that the entries of D of both operators may spread: beyond, their products could overflow.
 _FLOAT32_SPREAD, _FLOAT64_SPREAD = 60.0, 500.0
+# Nats that the highest powers of A and B may differ by, each from their mean, before the operators are balanced.
+_NATS_OF_POWERS = 20.0
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ def subdiagonal_matmul(
             waits for the device.
 
     Returns:
-        (..., m), in the dtype to which G and x are promoted. Half precision is computed in float32. Where powers of A
-        and B overflow, so does M.
+        (..., m), in the dtype to which G and x are promoted. Half precision is computed in float32. Where products
+        of powers of A and of B overflow, so does M.
 
     Raises:
         ValueError: shapes do not fit, the method is unknown, or it is ``"scaled"`` and a subdiagonal on the CPU has a
@@ -427,4 +429,17 @@ def _as_circles(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, G: Tensor, H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arguments of :func:`stein_matrix`, of which each operator is a circle: its corner, then its subdiagonal."""
-    return torch.cat([a_corner[None], a_subdiagonal]), torch.cat([b_corner[None], b_subdiagonal]), G, H
+    a, b = torch.cat([a_corner[None], a_subdiagonal]), torch.cat([b_corner[None], b_subdiagonal])
+    share = _balance(a, b)
+    return a / share, b * share, G, H
+
+
+def _balance(a: Tensor, b: Tensor) -> Tensor:
+    """c, by which A/c and c B, of the same M, have entries of one size; 1 where powers of A and B differ little anyway.
+
+    Without it, powers of A overflow where those of B vanish, and M would be NaN, whose entries are products of both.
+    """
+    of_a, of_b = (tensor.detach().abs().log().median() for tensor in (a, b))
+    nats = 0.5 * (of_a - of_b)
+    is_far = nats.isfinite() & (nats.abs() * max(len(a), len(b)) > _NATS_OF_POWERS)
+    return torch.where(is_far, nats, 0.0).exp()

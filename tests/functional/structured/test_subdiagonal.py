@@ -319,3 +319,19 @@ def test_operators_of_wrong_shapes_and_dtypes_are_refused(position, name):
     inputs[position] = inputs[position].long()
     with pytest.raises(TypeError, match=f"{name} must hold real floating-point numbers, not torch.int64"):
         subdiagonal_matmul(*inputs)
+
+
+@pytest.mark.parametrize("method", ["dense", "tree"])
+@pytest.mark.parametrize("corner", [0.0, 1.0])
+@pytest.mark.parametrize("growth", [0.09, -0.09])
+def test_powers_of_one_operator_may_overflow_where_those_of_the_other_vanish(method, corner, growth):
+    n, generator = 1024, torch.Generator().manual_seed(0)
+    a, b = (
+        (0.05 * torch.randn(n - 1, generator=generator) + trend).exp().requires_grad_() for trend in (growth, -growth)
+    )
+    corner = torch.tensor(corner)
+    G, H, x = (torch.randn(size, generator=generator) for size in ((n, 1), (n, 1), (1, n)))
+    expected = subdiagonal_matmul(*(t.detach().double() for t in (a, corner, b, corner, G, H, x)), method="dense")
+    product = subdiagonal_matmul(a, corner, b, corner, G, H, x, method=method)
+    assert (product - expected).norm() < 1e-5 * expected.norm()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(product.sum(), (a, b)))

@@ -35,9 +35,9 @@ class TrainingCurves(Callback):
 
     After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
     validation ``val_loss``, with several loaders that of each, as ``val_loss/dataloader_idx_0``: whichever of them the
-    module logs. When ``fit`` ends, or is interrupted by Ctrl-C or
-    SIGTERM, ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process,
-    and not under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint.
+    module logs. When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``training_curves.csv`` and
+    ``training_curves.png`` are written to the log directory (by the first process, and not under ``fast_dev_run``). A
+    resumed run goes on with the records and the clock of its checkpoint.
 
     The clock starts after the sanity check and runs through validations too. matplotlib is needed, from the start:
     ``pip install 'lightning-struct[recipes]'``.

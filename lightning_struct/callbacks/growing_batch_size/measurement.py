@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators import (
     GradientEstimator,
-    NotFinite,
+    GradientNotFinite,
     Unmeasurable,
     choose_estimator,
     samples_in,
@@ -261,7 +261,7 @@ class Measurement:
             return None
         try:
             return ask(self._estimator)
-        except NotFinite:
+        except GradientNotFinite:
             if loss_scale(self._trainer) is None:  # a GradScaler skips such steps
                 self._tell_of_nan()
         except Unmeasurable as problem:

@@ -6,7 +6,7 @@ those of consecutive steps; ``choice`` chooses one of them, and ``cadence`` how 
 
 from lightning_struct.callbacks.growing_batch_size.estimators.choice import choose_estimator
 from lightning_struct.callbacks.growing_batch_size.estimators.estimator import GradientEstimator
-from lightning_struct.callbacks.growing_batch_size.estimators.faults import NotFinite, Unmeasurable
+from lightning_struct.callbacks.growing_batch_size.estimators.faults import GradientNotFinite, Unmeasurable
 from lightning_struct.callbacks.growing_batch_size.estimators.samples import samples_in
 
-__all__ = ["GradientEstimator", "NotFinite", "Unmeasurable", "choose_estimator", "samples_in"]
+__all__ = ["GradientEstimator", "GradientNotFinite", "Unmeasurable", "choose_estimator", "samples_in"]

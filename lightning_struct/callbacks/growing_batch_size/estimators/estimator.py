@@ -41,7 +41,7 @@ class GradientEstimator(Protocol):
         """Take what is needed of the gradients by which ``optimizer`` is about to step, before they are clipped.
 
         Raises:
-            NotFinite: a gradient is NaN or infinite; the next step that is checked may be measured again.
+            GradientNotFinite: a gradient is NaN or infinite; the next step that is checked may be measured again.
             Unmeasurable: neither these gradients nor those of any other optimizer can be measured.
         """
 

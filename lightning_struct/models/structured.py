@@ -33,18 +33,18 @@ def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 def single_hidden_layer(
-    pixels: int = 784, classes: int = 10, layer: LayerFactory = unbiased_linear, hidden: int | None = None
+    pixels: int = 784, num_classes: int = 10, layer: LayerFactory = unbiased_linear, hidden: int | None = None
 ) -> nn.Sequential:
     """A hidden layer, a ReLU and an output layer (appendix F.1, Tables 1, 6, 8, 13).
 
     Args:
         pixels: of an image; images are flattened.
-        classes: outputs.
+        num_classes: outputs.
         layer: makes the hidden layer, ``layer(pixels, hidden)``. The paper's has no bias.
         hidden: its units; None takes as many as there are pixels.
 
     Returns:
-        A network from (n, ...) to (n, classes): logits. Its layers are named ``hidden`` and ``output``.
+        A network from (n, ...) to (n, num_classes): logits. Its layers are named ``hidden`` and ``output``.
 
     Raises:
         MisconfigurationException: if a size is not positive.
@@ -57,12 +57,12 @@ def single_hidden_layer(
         10986
     """
     units = pixels if hidden is None else hidden
-    check_positive(pixels=pixels, classes=classes, hidden=units)
-    return _with_head(nn.Sequential(nn.Flatten()), layer(pixels, units), units, classes)
+    check_positive(pixels=pixels, num_classes=num_classes, hidden=units)
+    return _with_head(nn.Sequential(nn.Flatten()), layer(pixels, units), units, num_classes)
 
 
 def lenet(
-    size: int = 28, channels: int = 1, classes: int = 10, layer: LayerFactory = nn.Linear, hidden: int | None = None
+    size: int = 28, channels: int = 1, num_classes: int = 10, layer: LayerFactory = nn.Linear, hidden: int | None = None
 ) -> nn.Sequential:
     """Two convolutions with poolings, a fully connected layer and an output layer (appendix F.1, Tables 7, 9).
 
@@ -73,12 +73,12 @@ def lenet(
     Args:
         size: height and width of an image, a multiple of 4.
         channels: of an image; images may be flat.
-        classes: outputs.
+        num_classes: outputs.
         layer: makes the fully connected layer, ``layer(features, hidden)``, with bias as ``nn.Linear`` has it.
         hidden: its units; None takes as many as there are features.
 
     Returns:
-        A network from (n, ...) to (n, classes): logits. Its last layers are named ``hidden`` and ``output``.
+        A network from (n, ...) to (n, num_classes): logits. Its last layers are named ``hidden`` and ``output``.
 
     Raises:
         MisconfigurationException: if a size is not positive, or ``size`` is not a multiple of 4.
@@ -88,7 +88,7 @@ def lenet(
         >>> lenet(size=8)(torch.zeros(5, 64)).shape
         torch.Size([5, 10])
     """
-    check_positive(size=size, channels=channels, classes=classes)
+    check_positive(size=size, channels=channels, num_classes=num_classes)
     if size % HALVINGS:
         raise MisconfigurationException(f"size must be a multiple of 4, which two poolings can halve, but is {size}")
     features = 16 * (size // HALVINGS) ** 2
@@ -101,11 +101,11 @@ def lenet(
         *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Flatten(),
     )
-    return _with_head(nn.Sequential(*stages), layer(features, units), units, classes)
+    return _with_head(nn.Sequential(*stages), layer(features, units), units, num_classes)
 
 
 def convolution_and_layer(
-    channels: int = 3, pool: bool = False, hidden: int = 512, classes: int = 10, size: int = 32
+    channels: int = 3, pool: bool = False, hidden: int = 512, num_classes: int = 10, size: int = 32
 ) -> nn.Sequential:
     """One convolution of colour images and one hidden layer: the first rows of Table 3.
 
@@ -116,11 +116,12 @@ def convolution_and_layer(
         channels: outputs of the convolution.
         pool: halve height and width after it.
         hidden: units of the hidden layer.
-        classes: outputs.
+        num_classes: outputs.
         size: height and width of an image, even if there is a pooling.
 
     Returns:
-        A network from (n, 3, size, size) to (n, classes): logits. The hidden layers are named ``first`` and ``hidden``.
+        A network from (n, 3, size, size) to (n, num_classes): logits. The hidden layers are named ``first`` and
+        ``hidden``.
 
     Raises:
         MisconfigurationException: if a size is not positive, or odd with ``pool``.
@@ -130,7 +131,7 @@ def convolution_and_layer(
         >>> convolution_and_layer(hidden=16, pool=True, size=8)(torch.zeros(5, 3, 8, 8)).shape
         torch.Size([5, 10])
     """
-    check_positive(channels=channels, hidden=hidden, classes=classes, size=size)
+    check_positive(channels=channels, hidden=hidden, num_classes=num_classes, size=size)
     if pool and size % 2:
         raise MisconfigurationException(f"size must be even to be halved by the pooling, but is {size}")
     side = size // 2 if pool else size
@@ -140,7 +141,7 @@ def convolution_and_layer(
     if pool:
         layers.append(nn.MaxPool2d(2))
     layers.append(nn.Flatten())
-    return _with_head(layers, unbiased_linear(channels * side**2, hidden), hidden, classes)
+    return _with_head(layers, unbiased_linear(channels * side**2, hidden), hidden, num_classes)
 
 
 def structured_in_place_of_convolution(
@@ -148,7 +149,7 @@ def structured_in_place_of_convolution(
     layer: LayerFactory,
     channels: bool = False,
     hidden: int = 512,
-    classes: int = 10,
+    num_classes: int = 10,
     size: int = 32,
 ) -> nn.Sequential:
     """Two structured layers on colour images: the last rows of Table 3.
@@ -161,11 +162,12 @@ def structured_in_place_of_convolution(
         channels: nine square matrices between three channels, ``first(size ** 2, size ** 2)`` each
             (:class:`BlockStructured`), instead of one matrix ``first(3 * size ** 2, 3 * size ** 2)``.
         hidden: units of the hidden layer.
-        classes: outputs.
+        num_classes: outputs.
         size: height and width of an image.
 
     Returns:
-        A network from (n, 3, size, size) to (n, classes): logits. The hidden layers are named ``first`` and ``hidden``.
+        A network from (n, 3, size, size) to (n, num_classes): logits. The hidden layers are named ``first`` and
+        ``hidden``.
 
     Raises:
         MisconfigurationException: if a size is not positive.
@@ -178,7 +180,7 @@ def structured_in_place_of_convolution(
         >>> structured_in_place_of_convolution(layer, layer, size=4)(torch.zeros(5, 3, 4, 4)).shape
         torch.Size([5, 10])
     """
-    check_positive(hidden=hidden, classes=classes, size=size)
+    check_positive(hidden=hidden, num_classes=num_classes, size=size)
     entries = size**2
     layers = nn.Sequential(nn.Flatten())
     if channels:
@@ -192,7 +194,7 @@ def structured_in_place_of_convolution(
     else:
         layers.add_module("first", first(COLORS * entries, COLORS * entries))
     layers.append(nn.ReLU())
-    return _with_head(layers, layer(COLORS * entries, hidden), hidden, classes)
+    return _with_head(layers, layer(COLORS * entries, hidden), hidden, num_classes)
 
 
 def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
@@ -225,9 +227,9 @@ def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
     return network
 
 
-def _with_head(layers: nn.Sequential, hidden: nn.Module, units: int, classes: int) -> nn.Sequential:
+def _with_head(layers: nn.Sequential, hidden: nn.Module, units: int, num_classes: int) -> nn.Sequential:
     """The layers, a hidden layer named ``hidden``, a ReLU, and an output layer named ``output``."""
     layers.add_module("hidden", hidden)
     layers.append(nn.ReLU())
-    layers.add_module("output", nn.Linear(units, classes))
+    layers.add_module("output", nn.Linear(units, num_classes))
     return layers

@@ -7,9 +7,9 @@ Other data sets, ranks and rates are options::
 
     --data.generate=true                                    the images made anew from MNIST
     --data.variant=noise                                    MNIST-noise
-    --data=RectanglesDataModule --model.num_classes=2 --model.network.classes=2
+    --data=RectanglesDataModule --model.num_classes=2 --model.network.num_classes=2
     --data=CIFAR10DataModule --data.grey=true --data.train_size=42500 --data.val_size=7500 --model.network.pixels=1024
-    --data=NORBDataModule --model.num_classes=6 --model.network.classes=6 --model.network.pixels=1024
+    --data=NORBDataModule --model.num_classes=6 --model.network.num_classes=6 --model.network.pixels=1024
     --model.network.layer.rank=16                           Figure 3, Tables 8 and 9
     --data.train_fraction=0.25                              Tables 10 and 11
     --model.optimizer.lr=0.0005                             the grid of the paper: 0.0002, 0.0005, 0.001, 0.002

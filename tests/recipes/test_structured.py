@@ -139,7 +139,7 @@ def test_without_a_config_ldr_sd_is_trained(name):
     ("arguments", "pixels", "classes"),
     [
         (["--data.variant=noise"], 784, 10),
-        (["--data=RectanglesDataModule", "--model.num_classes=2", "--model.network.classes=2"], 784, 2),
+        (["--data=RectanglesDataModule", "--model.num_classes=2", "--model.network.num_classes=2"], 784, 2),
         (
             ["--data=CIFAR10DataModule", "--data.grey=true", "--data.val_size=7", "--model.network.pixels=1024"],
             1024,
@@ -149,7 +149,7 @@ def test_without_a_config_ldr_sd_is_trained(name):
             [
                 "--data=NORBDataModule",
                 "--model.num_classes=6",
-                "--model.network.classes=6",
+                "--model.network.num_classes=6",
                 "--model.network.pixels=1024",
             ],
             1024,

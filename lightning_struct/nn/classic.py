@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -251,9 +250,9 @@ class VandermondeLike(_FixedNodesLinear):
 
     Thomas et al., Table 5, by equation (2). Vandermonde matrices V[a, b] = v_aᵇ are of rank 1.
 
-    The nodes v (m,) are fixed, in float32 at least: the paper counts G and H alone. By default they are Chebyshev's,
-    cos((2a + 1)π / 2m), which cover (-1, 1) such that no power grows; ``init="reference"`` draws them from U(-0.7,
-    0.7), as the authors' code does.
+    The nodes v (m,) are fixed, in float32 at least: the paper counts G and H alone. By default they are spaced evenly
+    in (-1, 1), v_a = 1 - (2a + 1) / m, so that no power grows; ``init="reference"`` draws them from U(-0.7, 0.7), as
+    the authors' code does.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -275,16 +274,17 @@ class VandermondeLike(_FixedNodesLinear):
         if self.init == "reference":
             nn.init.uniform_(self.nodes, -0.7, 0.7)
         else:
-            self.nodes.copy_(self._chebyshev_nodes())
+            self.nodes.copy_(self._even_nodes())
         super()._draw_weights()
 
-    def _chebyshev_nodes(self) -> Tensor:
+    def _even_nodes(self) -> Tensor:
+        # Not Chebyshev's, which crowd at 1 and -1: there all rows are alike, and together they make SGD diverge.
         places = torch.arange(self.rows, device="cpu", dtype=torch.float64)
-        return torch.cos((2 * places + 1) * (math.pi / (2 * self.rows))).to(self.nodes.dtype)
+        return (1 - (2 * places + 1) / self.rows).to(self.nodes.dtype)
 
     def _sum_of_squares(self) -> float:
         # Of the nodes as they are drawn, not as they are: on the meta device they have no values.
-        squares = self._chebyshev_nodes()[: self.out_features, None].double().square()
+        squares = self._even_nodes()[: self.out_features, None].double().square()
         powers = squares ** torch.arange(self.in_features, device="cpu")
         return float(powers.cumsum(1).sum())
 

@@ -199,8 +199,7 @@ def test_reference_initial_values_are_those_of_the_authors():
 
 
 def test_default_nodes():
-    nodes = VandermondeLike(5, 8).nodes
-    assert nodes.abs().max() < 1 and len(nodes.unique()) == 8
+    torch.testing.assert_close(VandermondeLike(5, 4).nodes, torch.tensor([0.75, 0.25, -0.25, -0.75]))
     for m, n in ((6, 6), (4, 8), (8, 4), (3, 7), (1, 1)):
         layer = CauchyLike(n, m)
         both = torch.cat([layer.row_nodes, layer.column_nodes])

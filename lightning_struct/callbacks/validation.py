@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_struct.data.resizable import isolated_random_states
+from lightning_struct.data.random_states import isolated_random_states
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import (
     prepare_batch,

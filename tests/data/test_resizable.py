@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from lightning_struct.data import DrawLoader, IndependentDraws
-from lightning_struct.data.resizable import ResizableBatchSampler, ResizableLoader
+from lightning_struct.data.resizable import ResizableLoader
+from lightning_struct.data.resizable_batches import ResizableBatchSampler
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 

@@ -110,6 +110,11 @@ def test_a_new_size_holds_from_the_next_draw(dataset):
     assert sizes == [6, 8, 10]
 
 
+@pytest.mark.parametrize("size", [1, 20])
+def test_a_draw_has_from_one_sample_to_all(dataset, size):
+    assert [len(draw) for draw in IndependentDraws(dataset, size, draws_per_epoch=1)] == [size]
+
+
 @pytest.mark.parametrize("size", [0, -1, 21])
 def test_sizes_that_cannot_be_drawn_are_refused(dataset, size):
     with pytest.raises(MisconfigurationException, match=f"from 1 to the 20 samples of the data set, .* but is {size}"):

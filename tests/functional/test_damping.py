@@ -63,6 +63,11 @@ def test_the_paper_s_settings_are_valid() -> None:
     check_levenberg_marquardt(**VALID)
 
 
+@pytest.mark.parametrize("changed", [{"drop": 1.0}, {"drop": 0.01}, {"lower": 0.75}, {"max_damping": 1e-9}], ids=str)
+def test_settings_at_their_limits_are_valid(changed: dict[str, Any]) -> None:
+    check_levenberg_marquardt(**{**VALID, **changed})
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.callbacks.pictures import directory_to_write, new_figure, write_picture
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
@@ -124,7 +125,7 @@ class OperatorMonitor(Callback):
                 f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
                 "it, for example by replace_linear, or leave out this callback."
             )
-        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        self._directory = directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
@@ -140,11 +141,11 @@ class OperatorMonitor(Callback):
                 pl_module.log_dict({f"operators/{name}/{key}": value for key, value in records.items()})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer)
+        self._write()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt):
-            self._write(trainer)
+            self._write()
 
     def _layer(self, layer: str | StructuredLinear) -> StructuredLinear:
         if not isinstance(layer, str):
@@ -156,15 +157,14 @@ class OperatorMonitor(Callback):
             )
         return self.layers[layer]
 
-    def _write(self, trainer: L.Trainer) -> None:
-        if self._directory is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    def _write(self) -> None:
+        if self._directory is None:
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
         self.paths = []
         for name, layer in self.layers.items():
             if layer.in_features * layer.out_features <= _LARGEST_PICTURE:
                 path = self._directory / f"operators_{name}.png"
-                self.plot(layer)[0].savefig(path, dpi=150)
+                write_picture(self.plot(layer)[0], path)
                 self.paths.append(path)
 
 
@@ -213,12 +213,8 @@ def plot_layer(layer: StructuredLinear, image_size: tuple[int, int] | None = Non
     return figure, axes
 
 
-def _new_figure(count: int) -> tuple[Figure, list[Axes]]:
-    require("matplotlib", "A plot of structured layers")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * count, 4.5), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+def _new_figure(panels: int) -> tuple[Figure, list[Axes]]:
+    return new_figure(panels, 5.5, 4.5, "A plot of structured layers")
 
 
 def _draw_matrix(axes: Axes, layer: StructuredLinear) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import BasePredictionWriter, MisconfigurationException, lightning_classes
 
@@ -61,9 +61,11 @@ class PredictionWriter(BasePredictionWriter):
                 f"shapes {', '.join(sorted({str(tuple(prediction.shape)) for prediction in predictions}))}: have it "
                 "return rows of one shape, or leave out this callback"
             )
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
+        directory = log_directory(trainer)
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / (f"{self.name}.pt" if trainer.world_size == 1 else f"{self.name}_{trainer.global_rank}.pt")
-        indices = torch.tensor([index for batches in batch_indices for batch in batches for index in batch])
+        indices = torch.tensor(
+            [index for batches in batch_indices for batch in batches for index in batch], dtype=torch.int64
+        )
         torch.save({self.name: torch.cat(list(predictions)).cpu(), "indices": indices}, file)
         rank_zero_info(f"{self.name.capitalize()} are in {file}")

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_struct.callbacks.pictures import write_at_end_of_fit
+from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
@@ -118,22 +120,9 @@ class ReconstructionPlot(Callback):
         batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])))
         select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
         images = select(batch)[0][: self.count]
-        modes = [(module, module.training) for module in pl_module.modules()]
-        pl_module.eval()
-        try:
-            with torch.no_grad(), trainer.precision_plugin.forward_context():
-                reconstructions = pl_module(images)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with torch.no_grad(), in_eval_mode(pl_module), trainer.precision_plugin.forward_context():
+            reconstructions = pl_module(images)
         return plot_reconstructions(images, reconstructions, self.image_size)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        figure, _ = self.plot(trainer, pl_module)  # in all processes, which gather sharded weights together
-        if trainer.is_global_zero:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.paths = [directory / "reconstructions.png"]
-            figure.savefig(self.paths[0], dpi=150)
+        self.paths = write_at_end_of_fit(trainer, "reconstructions.png", lambda: self.plot(trainer, pl_module)[0])

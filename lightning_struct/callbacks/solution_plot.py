@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_struct.callbacks.pictures import draw_curve, new_figure, write_at_end_of_fit
+from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
@@ -51,17 +53,12 @@ def plot_solution(
         >>> [panel.get_title() for panel in axes]
         ['u', 'u - solution']
     """
-    require("matplotlib", "A plot of a solution")
-    from matplotlib.figure import Figure
-
     points = _slice(equation)
     values = network(points).detach().cpu()
     pictures = {"u": values}
     if equation.is_solved:
         pictures["u - solution"] = values - equation.solution(points)
-    panels = len(pictures) + bool(records)
-    figure = Figure(figsize=(4.4 * panels, 3.6), layout="constrained")
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    figure, axes = new_figure(len(pictures) + bool(records), 4.4, 3.6, "A plot of a solution")
     for panel, (title, numbers) in zip(axes, pictures.items(), strict=False):
         panel.set_title(title)
         _draw_field(panel, equation, points.numpy(), numbers.double().numpy())
@@ -117,24 +114,17 @@ class SolutionPlot(Callback):
                 self.records.append({"step": trainer.global_step, **values})
 
     def plot(self, pl_module: L.LightningModule) -> tuple[Figure, list[Axes]]:
-        """Figure and axes of the module as it is."""
+        """Figure and axes of the module as it is, in eval mode."""
         module: Any = pl_module
 
         def network(points: Tensor) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), in_eval_mode(module):
                 return module.network(points.to(module.device, module.dtype))
 
         return plot_solution(module.equation, network, self.records)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        figure, _ = self.plot(pl_module)  # in all processes, which gather sharded weights together
-        if trainer.is_global_zero:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.paths = [directory / "solution.png"]
-            figure.savefig(self.paths[0], dpi=150)
+        self.paths = write_at_end_of_fit(trainer, "solution.png", lambda: self.plot(pl_module)[0])
 
     def state_dict(self) -> dict[str, Any]:
         return {"records": [dict(record) for record in self.records]}
@@ -170,7 +160,6 @@ def _draw_field(panel: Axes, equation: DifferentialEquation, points: np.ndarray,
 
 def _draw_convergence(panel: Axes, records: Sequence[dict[str, float]]) -> None:
     measure = next((name for name in _MEASURES if name in records[-1]), "val_loss")
-    measured = [(record["step"], record[measure]) for record in records if measure in record]
-    panel.plot(*zip(*measured, strict=True), marker="." if len(measured) <= 20 else "")
+    draw_curve(panel, records, "step", measure)
     panel.set(yscale="log", xlabel="step", title=_MEASURES[measure])
     panel.grid(alpha=0.25, which="both")

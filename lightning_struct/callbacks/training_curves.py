@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_struct.callbacks.pictures import directory_to_write, draw_curve, new_figure, write_picture
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
@@ -25,9 +26,6 @@ COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, VALIDATION_LOSS)
 
 # What Lightning adds to the name of a metric where there are several loaders, before the number of the loader.
 _OF_LOADER = "/dataloader_idx_"
-
-# A curve of at most so many points shows each of them.
-_FEW_POINTS = 20
 
 
 class TrainingCurves(Callback):
@@ -85,21 +83,20 @@ class TrainingCurves(Callback):
             MisconfigurationException: if nothing has been recorded, or matplotlib is missing.
         """
         require("matplotlib", "TrainingCurves.plot")
-        from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, StrMethodFormatter
 
         if not self.records:
             raise MisconfigurationException(
                 "TrainingCurves has no records: train first, and log train_loss or val_loss."
             )
-        draw_batch_size = any("batch_size" in record for record in self.records)
-        figure = Figure(figsize=(5.5 * (1 + draw_batch_size), 4), layout="constrained")
-        losses, *others = axes = list(figure.subplots(1, 1 + draw_batch_size, squeeze=False)[0])
-        self._draw(losses, "train_loss", linestyle=":", color="C1", label="training")
+        panels = 1 + any("batch_size" in record for record in self.records)
+        figure, axes = new_figure(panels, 5.5, 4, "TrainingCurves.plot")
+        losses, *others = axes
+        draw_curve(losses, self.records, "seconds", "train_loss", linestyle=":", color="C1", label="training")
         for number, name in enumerate(self._validation_losses):
             loader = name.removeprefix(VALIDATION_LOSS).replace(_OF_LOADER, " ")
             color = f"C{number + (number > 0)}"  # C1 is that of training
-            self._draw(losses, name, linestyle="-", color=color, label=f"validation{loader}")
+            draw_curve(losses, self.records, "seconds", name, linestyle="-", color=color, label=f"validation{loader}")
         if losses.lines:
             losses.legend()
         losses.set_ylabel("loss")
@@ -109,7 +106,7 @@ class TrainingCurves(Callback):
         losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         losses.yaxis.set_minor_formatter("")
         for panel in others:
-            self._draw(panel, "batch_size", drawstyle="steps-post")
+            draw_curve(panel, self.records, "seconds", "batch_size", drawstyle="steps-post")
             panel.set(ylabel="samples in a batch", ylim=(0, None))
         for panel in axes:
             panel.set(xlabel="seconds of training", xlim=(0, None))
@@ -122,7 +119,7 @@ class TrainingCurves(Callback):
             require("matplotlib", "TrainingCurves")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._directory = Path(trainer.log_dir or trainer.default_root_dir)
+        self._directory = directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started_at = time.monotonic()
@@ -145,12 +142,12 @@ class TrainingCurves(Callback):
         self._stop_clock()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write(trainer)
+        self._write()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop_clock()
         if isinstance(exception, (KeyboardInterrupt, SystemExit)):  # SIGTERM: Lightning makes a SystemExit of it
-            self._write(trainer)
+            self._write()
 
     def state_dict(self) -> dict[str, Any]:
         return {"records": [dict(record) for record in self.records], "seconds": self.seconds}
@@ -175,19 +172,14 @@ class TrainingCurves(Callback):
         if values:
             self.records.append({"seconds": self.seconds, "step": trainer.global_step, **values})
 
-    def _draw(self, panel: Axes, name: str, **style: Any) -> None:
-        points = [(record["seconds"], record[name]) for record in self.records if name in record]
-        if points:
-            panel.plot(*zip(*points, strict=True), marker="." if len(points) <= _FEW_POINTS else "", **style)
-
-    def _write(self, trainer: L.Trainer) -> None:
-        if self._directory is None or not self.records or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    def _write(self) -> None:
+        if self._directory is None or not self.records:
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
         table, picture = self._directory / "training_curves.csv", self._directory / "training_curves.png"
+        self._directory.mkdir(parents=True, exist_ok=True)
         with table.open("w", newline="") as file:
             writer = csv.DictWriter(file, dict.fromkeys((*COLUMNS, *self._validation_losses)))
             writer.writeheader()
             writer.writerows(self.records)
-        self.plot()[0].savefig(picture, dpi=150)
+        write_picture(self.plot()[0], picture)
         self.paths = [picture, table]

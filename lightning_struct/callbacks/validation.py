@@ -129,6 +129,7 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
 
 def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | None, seed: int) -> Iterable[Any]:
     """Batches of a loader for the process ``rank`` of so many; ``limit`` is in batches of one process."""
+    batches = None if limit == math.inf else int(limit)
     plain = (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -141,14 +142,15 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
                 f"{type(loader).__name__} over an iterable data set or with a batch sampler of its own: leave the "
                 "number out"
             )
-        return islice(loader, None if limit == float("inf") else int(limit))
+        return islice(loader, batches)
     made: Any = loader.batch_sampler
     sampler, batch_size = (loader.sampler, None) if made is None else (made.sampler, made.batch_size)
     if processes > 1 and not isinstance(sampler, DistributedSampler):  # the share of this process is made already
         samples = None if samples is None else math.ceil(samples / processes)
         rank, processes = 0, 1
     items = _items(loader.dataset, sampler)
-    items = items[: int(limit) * (batch_size or 1) * processes]
+    if batches is not None:
+        items = items[: batches * (batch_size or 1) * processes]
     if samples is not None:
         if batch_size is None:
             raise MisconfigurationException(

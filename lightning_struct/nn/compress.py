@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.hub import tqdm
 
+from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, own_linear, why_not_called, with_projections
 from lightning_struct.nn.budget import Option, least_increase, smallest_within
@@ -365,11 +366,6 @@ def _one_number(loss: Any) -> float:
 
 @torch.no_grad()
 def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> float:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with in_eval_mode(model):
         value = sum(_one_number(loss(model, batch)) for batch in batches) / len(batches)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return value if abs(value) < float("inf") else float("inf")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.hooks import take_hooks
@@ -114,16 +115,13 @@ def _sizes_of_images(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Modu
         dimensions = len(layer.kernel_size)  # type: ignore[arg-type]
         sizes.setdefault(layer, set()).add((args[0].shape[-dimensions:], output.shape[-dimensions:]))
 
-    modes = {module: module.training for module in model.modules()}
-    handles = [module.register_forward_hook(note) for module in modes if type(module) in CONVOLUTIONS]
+    handles = [module.register_forward_hook(note) for module in model.modules() if type(module) in CONVOLUTIONS]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.eval()(*example)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), in_eval_mode(model):
+            model(*example)
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return sizes
 
 

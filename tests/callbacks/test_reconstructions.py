@@ -190,6 +190,17 @@ def test_predictions_are_written_with_their_places(tmp_path):
     assert torch.equal(written["reconstructions"], IMAGES / 2) and written["indices"].tolist() == list(range(12))
 
 
+class Rows(list):
+    """A loader without samplers, of batches that Lightning cannot trace to samples."""
+
+
+def test_places_that_are_not_known_are_no_numbers_of_another_type(tmp_path):
+    trainer(tmp_path, PredictionWriter()).predict(Darken(), Rows([(IMAGES[:7],), (IMAGES[7:],)]))
+    written = torch.load(tmp_path / "predictions.pt")
+    assert torch.equal(written["predictions"], IMAGES / 2)
+    assert written["indices"].shape == (0,) and written["indices"].dtype == torch.int64
+
+
 def test_fast_dev_run_writes_no_predictions(tmp_path):
     trainer(tmp_path, PredictionWriter("reconstructions"), fast_dev_run=True).predict(Darken())
     assert not list(tmp_path.iterdir())

@@ -52,6 +52,25 @@ def test_resumed_run_goes_on_with_the_records(tmp_path):
     assert resumed.records == whole.records
 
 
+class Dropping(torch.nn.Module):
+    """Half of its values are zero in training, and its batch norm counts the forward passes there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1), torch.nn.Dropout(0.5))
+
+    def forward(self, points):
+        return self.layers(points)[:, 0]
+
+
+def test_the_network_is_drawn_as_it_is_validated():
+    module = PhysicsInformedNetwork(Heat(), network=Dropping())
+    _, (values, *_) = SolutionPlot().plot(module)
+    norm = module.network.layers[0]
+    assert norm.num_batches_tracked == 0 and all(layer.training for layer in module.modules())
+    assert (torch.as_tensor(values.collections[0].get_array()) != 0).all()
+
+
 def test_other_modules_are_refused_at_the_start(tmp_path):
     data = PointsDataModule(Heat(), {"interior": 6, "boundary": 2, "initial": 2}, eval_count=5)
     with pytest.raises(MisconfigurationException, match="Fitted has no equation and no network"):

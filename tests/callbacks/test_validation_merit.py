@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 
 from lightning_struct import SHF, ValidationMeritStopping
 from tests.strategies.helpers import (
@@ -477,6 +477,21 @@ def test_the_samples_of_a_sampler_are_read(tmp_path, given):
     data = regression_data(30, seed=1)
     fit_shf(tmp_path, validation=DataLoader(data, batch_size=8, sampler=[3, 1, 2]))
     assert torch.equal(inputs_of(given[0]), data.tensors[0][[3, 1, 2]])
+
+
+class WithoutLength(Sampler):
+    """Yields the first nine samples, and does not say how many there are."""
+
+    def __iter__(self):
+        return iter(range(9))
+
+
+@pytest.mark.parametrize("limit", [1.0, 2])
+def test_a_sampler_may_have_no_length(tmp_path, given, limit):
+    dataset = validation_loader().dataset
+    loader = DataLoader(dataset, batch_size=4, sampler=WithoutLength())
+    fit_shf(tmp_path, validation=loader, limit_val_batches=limit)
+    assert torch.equal(inputs_of(given[0]), dataset[: 9 if limit == 1.0 else 8][0])
 
 
 def test_the_collate_fn_of_the_loader_is_used(tmp_path, given):

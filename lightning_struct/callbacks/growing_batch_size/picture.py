@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_struct.utilities.optional import require
+from lightning_struct.callbacks.pictures import draw_curve, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,24 +27,22 @@ def plot_growth(records: Sequence[Mapping[str, float]], bound: float | None) -> 
     Raises:
         MisconfigurationException: matplotlib is missing.
     """
-    require("matplotlib", "GrowingBatchSize.plot")
-    from matplotlib.figure import Figure
+    names = [name for name in PANELS if any(name in record for record in records)]
+    figure, axes = new_figure(len(names), 3.3, 3, "GrowingBatchSize.plot")
     from matplotlib.ticker import EngFormatter
 
-    names = [name for name in PANELS if any(name in record for record in records)]
-    figure = Figure(figsize=(3.3 * len(names), 3), layout="constrained")
-    axes = list(figure.subplots(1, len(names), squeeze=False)[0])
     for panel, name in zip(axes, names, strict=True):
         style: dict[str, Any] = (
             {"drawstyle": "steps-pre", "label": "batch"} if name == "batch_size" else {"linewidth": 1}
         )
-        _draw(panel, records, name, **style)
+        draw_curve(panel, records, "samples", name, **style)
         panel.set(xlabel="samples seen", ylabel=PANELS[name])
         panel.grid(alpha=0.25)
         panel.locator_params(axis="x", nbins=4)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
         if name == "batch_size":
-            _draw(panel, records, "batch_size_predicted", alpha=0.4, linewidth=0.8, zorder=1, label="predicted")
+            faint = {"alpha": 0.4, "linewidth": 0.8, "zorder": 1}
+            draw_curve(panel, records, "samples", "batch_size_predicted", label="predicted", **faint)
             panel.legend()
         elif name == "variance_ratio":
             panel.set_yscale("log")
@@ -52,8 +50,3 @@ def plot_growth(records: Sequence[Mapping[str, float]], bound: float | None) -> 
                 panel.axhline(bound, color="black", linestyle="--", linewidth=1, label="norm test")
                 panel.legend(handles=[panel.lines[-1]])
     return figure, axes
-
-
-def _draw(panel: "Axes", records: Sequence[Mapping[str, float]], name: str, **style: Any) -> None:
-    points = [(record["samples"], record[name]) for record in records if name in record]
-    panel.plot(*zip(*points, strict=True), **style)

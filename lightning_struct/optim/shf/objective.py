@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
+from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import RandomState, restored_random_state
 from lightning_struct.functional.stateless import call_with
@@ -86,7 +86,7 @@ class Objective:
         """φ(d) = f(w + d) on validation data, equation (20): the module in eval mode, without the penalty."""
         weights = self._weights.vector + d
         total = self._like.new_zeros(2, dtype=torch.float64)
-        with _eval_mode(self._module):
+        with in_eval_mode(self._module):
             for inputs, targets in batches:
                 if len(targets) == 0:  # its mean is NaN
                     continue
@@ -109,14 +109,3 @@ class Objective:
     def _outputs(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
         buffers = {name: b.clone() for name, b in self._module.named_buffers()}
         return call_with(self._module, {**buffers, **self._weights.unflat(weights)}, args).to(self._like.dtype)
-
-
-@contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
-    training = [layer for layer in module.modules() if layer.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for layer in training:
-            layer.training = True

@@ -1,0 +1,70 @@
+"""Figures of the callbacks that draw, the curves of what they record, and where the files go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.optional import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A curve of at most so many points shows each of them.
+_FEW_POINTS = 20
+
+
+def new_figure(panels: int, width: float, height: float, needed_by: str) -> tuple[Figure, list[Axes]]:
+    """A figure of panels side by side, each of this size in inches, and its axes.
+
+    Raises:
+        MisconfigurationException: matplotlib is missing, which ``needed_by`` needs.
+    """
+    require("matplotlib", needed_by)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(panels * width, height), layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def draw_curve(panel: Axes, records: Sequence[Mapping[str, float]], x: str, y: str, **style: Any) -> None:
+    """Draw a value of the records over another one, for those that have it."""
+    points = [(record[x], record[y]) for record in records if y in record]
+    if points:
+        panel.plot(*zip(*points, strict=True), marker="." if len(points) <= _FEW_POINTS else "", **style)
+
+
+def log_directory(trainer: L.Trainer) -> Path:
+    """Where the files of a run go; a collective call."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def directory_to_write(trainer: L.Trainer) -> Path | None:
+    """The same in the process that writes; None in the others, and under ``fast_dev_run``."""
+    directory = log_directory(trainer)
+    return directory if trainer.is_global_zero and not trainer.fast_dev_run else None  # type: ignore[attr-defined]
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure to a file, whose folder need not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def write_at_end_of_fit(trainer: L.Trainer, name: str, draw: Callable[[], Figure]) -> list[Path]:
+    """Draw a trained module in all processes, which gather sharded weights together, and write it in the first one.
+
+    Returns:
+        The file; none in other processes, and under ``fast_dev_run``, where nothing is drawn.
+    """
+    directory = directory_to_write(trainer)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return []
+    figure = draw()
+    if directory is None:
+        return []
+    write_picture(figure, directory / name)
+    return [directory / name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ def all_reduce(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def all_reduce_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of each of several tensors over processes; one collective, in the widest of their dtypes."""
+    if world_size() == 1 or not tensors:
+        return list(tensors)
+    device, dtype = tensors[0].device, max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+    flat = all_reduce(torch.cat([t.reshape(-1).to(device, dtype) for t in tensors]))
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.to(t).view_as(t) for part, t in zip(parts, tensors, strict=True)]
 
 
 def all_gather_rows(row: Tensor) -> Tensor:

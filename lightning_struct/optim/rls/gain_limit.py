@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.collective import all_reduce_together
 from lightning_struct.functional.recursive_least_squares import InverseAutocorrelation
 
 Name = TypeVar("Name", bound=Hashable)
@@ -125,7 +125,8 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
     for iteration in range(1, max(last.values(), default=0) + 1):
         going_on = {name: gain for name, gain in gains.items() if iteration <= last[name]}
         applied = {name: gain.inverse.apply(directions[name]) for name, gain in going_on.items()}
-        products = _summed({name: gain.product(applied[name]) for name, gain in going_on.items()})
+        own = [gain.product(applied[name]) for name, gain in going_on.items()]
+        products = dict(zip(going_on, all_reduce_together(own), strict=True))
         for name, gain in going_on.items():
             tiny = torch.finfo(gain.direction.dtype).tiny
             norm = torch.linalg.vector_norm(products[name], dim=1, keepdim=True)
@@ -163,16 +164,3 @@ class GainLimit:
         return ((h / self.weights).clamp(min=self.bound) / (self.largest * max(scale, 1.0)).clamp(min=tiny)).clamp(
             max=1
         )
-
-
-def _summed(products: dict[Name, Tensor]) -> dict[Name, Tensor]:
-    """Over processes, in one collective."""
-    if world_size() == 1 or not products:
-        return products
-    first = next(iter(products.values()))
-    dtype = max((product.dtype for product in products.values()), key=lambda dtype: dtype.itemsize)
-    flat = all_reduce(torch.cat([product.flatten().to(first.device, dtype) for product in products.values()]))
-    parts = flat.split([product.numel() for product in products.values()])
-    return {
-        name: part.to(product).view_as(product) for (name, product), part in zip(products.items(), parts, strict=True)
-    }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.collective import all_reduce_together, world_size
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 
@@ -21,23 +21,19 @@ def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
     """
     refuse_rows_of_processes(weights)
     dtype = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
-    device = weights[0].parameter.device
     totals = [
-        weight.parameter.new_zeros(weight.groups * weight.features, dtype=weight.dtype)
+        weight.parameter.new_zeros(weight.groups, weight.features, dtype=weight.dtype)
         if weight.statistics.total is None
-        else weight.statistics.total.flatten()
+        else weight.statistics.total
         for weight in weights
     ]
-    counts = [count for weight in weights for count in weight.statistics.counts]
-    flat = torch.cat([*(total.to(device, dtype) for total in totals), torch.tensor(counts, dtype=dtype, device=device)])
-    parts = list(all_reduce(flat).split([*(len(total) for total in totals), len(counts)]))
-    numbers = iter(parts.pop().tolist())
-    for weight, total in zip(weights, parts, strict=True):
+    counts = torch.tensor([count for weight in weights for count in weight.statistics.counts], dtype=dtype)
+    *totals, counts = all_reduce_together([*totals, counts])
+    numbers = iter(counts.tolist())
+    for weight, total in zip(weights, totals, strict=True):
         statistics = weight.statistics
         statistics.counts = [next(numbers) for _ in statistics.counts]
-        statistics.total = (
-            total.to(weight.parameter.device, weight.dtype).view(weight.groups, -1) if statistics.counts[0] else None
-        )
+        statistics.total = total if statistics.counts[0] else None
         statistics.pairs = None  # of this process alone
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_struct.functional.damping import MAX_DAMPING, levenberg_marquardt
+from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.least_squares import RightPreconditioner
 from lightning_struct.optim.shf.settings import Settings
 
@@ -44,6 +45,12 @@ class CompleteSettings:
     def of(cls, settings: Settings) -> Self:
         """Those of the settings that have a field here; the others have no meaning with the loss."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    def predicted_batch_size(self, variance: float | None, gradient_squared: float) -> int | None:
+        """n̂ of the norm test, equation (14); None where the variance is, or where the gradient is zero."""
+        if variance is None or not gradient_squared > 0.0:
+            return None
+        return required_batch_size(variance, gradient_squared, self.dataset_size, self.theta)
 
     def _as_given(self) -> Settings:
         """The same as it could be given, which checks it."""

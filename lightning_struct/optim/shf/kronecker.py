@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.collective import all_reduce, world_size
+from lightning_struct.collective import all_reduce_together
 from lightning_struct.functional.kronecker import DiagonalRoot, KroneckerRoot, NotPositiveDefinite
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.functional.per_sample.contributions import Contribution
@@ -122,7 +122,8 @@ class KroneckerFactors:
             else:
                 totals = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(totals, sums, strict=True)]
         assert totals is not None
-        totals = _reduced(totals)
+        reduced = iter(all_reduce_together([total for sums in totals for total in sums]))
+        totals = [[next(reduced) for _ in sums] for sums in totals]
         self._warn_of_unreached(totals)
         return {
             block.name: block.factors(sums, model.curvature_n) for block, sums in zip(self._blocks, totals, strict=True)
@@ -196,11 +197,3 @@ class KroneckerFactors:
 def averaged(old: Factors, new: Factors, decay: float) -> Factors:
     """decay · old + (1 - decay) · new."""
     return {name: {k: torch.lerp(t, old[name][k], decay) for k, t in block.items()} for name, block in new.items()}
-
-
-def _reduced(totals: list[list[Tensor]]) -> list[list[Tensor]]:
-    if world_size() == 1:
-        return totals
-    flat = [t for sums in totals for t in sums]
-    parts = iter(all_reduce(torch.cat([t.reshape(-1) for t in flat])).split([t.numel() for t in flat]))
-    return [[next(parts).view(t.shape) for t in sums] for sums in totals]

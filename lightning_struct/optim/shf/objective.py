@@ -41,6 +41,11 @@ class FlatWeights:
         parts = vector.split(self._sizes)
         return {name: part.view(p.shape) for (name, p), part in zip(self.by_name.items(), parts, strict=True)}
 
+    def add_(self, d: Tensor) -> None:
+        """Add a flat vector to the weights themselves; ``vector`` stays as it is."""
+        for name, part in self.unflat(d).items():
+            self.by_name[name].add_(part)
+
 
 class Objective:
     """f(w) = mean loss of the batch + ½ l2 ‖w‖², truly evaluated, over all processes.

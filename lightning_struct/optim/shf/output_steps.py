@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError, derivative_error
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.optim.shf.batch_model import BatchModel, updates_buffers
@@ -113,7 +112,8 @@ class OutputSteps:
             model = self._model_of(now, inputs, targets)
         preconditioner = self._preconditioner_of(now, model)  # c (Algorithm 3)
         update = self._search(now, model, preconditioner)  # d by LSMR (Algorithm 6), ρ and s (section 4.2)
-        _move(model, update)  # w <- w + s d
+        if update.solution is not None:
+            model.weights.add_(update.solution.direction * update.step_length)  # w <- w + s d
         self._adapt(now, model, preconditioner, update)  # λ, γ and maxiter (sections 4.2 and 4.5)
         return self._report(now, model, update)  # n̂ (Algorithm 2)
 
@@ -207,8 +207,7 @@ class OutputSteps:
         harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
         if harmful:
             _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
-            for name, part in model.weights.unflat(change).items():
-                model.weights.by_name[name].sub_(part)
+            model.weights.add_(-change)
             averages, ratio = (0.0, averages[1]), -1.0
         smallest, largest = settings.damping_bounds
         ruled = next_batch_rule(
@@ -348,13 +347,8 @@ class OutputSteps:
 
     def _report(self, now: StepState, model: BatchModel, update: Update) -> StepReport:
         """The report of a step, with the merit at the new weights and n̂ (Algorithm 2)."""
-        settings, predicted = self.settings, None
         with now.timed("merit"):
             merit = None if self._validation is None else merit_after(model, update, self._validation)
-        if model.variance is not None and model.gradient_squared > 0.0:
-            predicted = required_batch_size(
-                model.variance, model.gradient_squared, settings.dataset_size, settings.theta
-            )
         return StepReport(
             loss_before=model.value,
             loss_after=update.loss,
@@ -368,15 +362,8 @@ class OutputSteps:
             gradient_norm=math.sqrt(model.gradient_squared),
             gradient_variance=model.variance,
             batch_size=model.samples,
-            predicted_batch_size=predicted,
+            predicted_batch_size=self.settings.predicted_batch_size(model.variance, model.gradient_squared),
             seconds=now.timed.seconds,
             step_scale=now.step_scale,
             next_batch_ratio=now.memory.get("ratio"),
         )
-
-
-def _move(model: BatchModel, update: Update) -> None:
-    """w <- w + s d."""
-    if update.solution is not None:
-        for name, change in model.weights.unflat(update.solution.direction * update.step_length).items():
-            model.weights.by_name[name].add_(change)

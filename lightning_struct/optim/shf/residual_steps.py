@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import rank
-from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
@@ -74,9 +73,6 @@ class ResidualUpdate:
 
     def report(self, settings: ResidualSettings, seconds: dict[str, float]) -> StepReport:
         """The report of the step."""
-        predicted = None
-        if self.variance is not None and self.gradient_squared > 0.0:
-            predicted = required_batch_size(self.variance, self.gradient_squared, settings.dataset_size, settings.theta)
         return StepReport(
             loss_before=self.model.value,
             loss_after=self.loss,
@@ -90,7 +86,7 @@ class ResidualUpdate:
             gradient_norm=math.sqrt(self.gradient_squared),
             gradient_variance=self.variance,
             batch_size=self.model.samples,
-            predicted_batch_size=predicted,
+            predicted_batch_size=settings.predicted_batch_size(self.variance, self.gradient_squared),
             seconds=seconds,
             block_losses=self.model.block_losses,
         )
@@ -151,8 +147,7 @@ class ResidualSteps:
             with seeded(seed, like.device), torch.enable_grad():  # residuals may be derivatives in the inputs
                 self._module(*arguments(inputs))
         if update.direction is not None:
-            for name, change in update.model.weights.unflat(update.direction).items():
-                weights[name].add_(change)
+            update.model.weights.add_(update.direction)
         if self._adapts_warm_start:
             group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, memory.get("loss_after"))
         else:

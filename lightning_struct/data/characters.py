@@ -1,7 +1,7 @@
 """A text as windows of characters, each with the character that follows it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -13,15 +13,11 @@ from lightning_struct.data.in_memory import (
     InMemoryDataModule,
     SamplingOptions,
     Splits,
+    Unpack,
 )
 from lightning_struct.data.text_corpus import synthetic_text
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-else:
-    from lightning_struct.data.in_memory import Unpack
 
 CHARACTERS = 128
 """Numbers of characters: those of ASCII, and the last one for all others."""
@@ -82,7 +78,7 @@ class CharactersDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()}, steps=steps)
+        check_positive(train_size=train_size, val_size=val_size, test_size=test_size, steps=steps)
         self.path = Path(data_dir, FILE) if text_file is None else Path(text_file)
         self.steps = steps
         self.synthetic = synthetic

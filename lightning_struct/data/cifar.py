@@ -22,7 +22,7 @@ from lightning_struct.data.in_memory import (
     SamplingOptions,
     Splits,
     Unpack,
-    split_at_random,
+    choose_at_random,
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
@@ -95,7 +95,7 @@ class CIFAR10DataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()})
+        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
         self.data_dir = data_dir
         self.download = download
         self.grey = grey
@@ -111,10 +111,7 @@ class CIFAR10DataModule(InMemoryDataModule):
             sizes = tuple(self.sizes.values())
             parts = split_in_order(synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed), sizes)
         else:
-            (images, labels), (test_images, test_labels) = self._read_both(download=False)
-            train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
-            (test,) = split_at_random(len(test_images), (self.sizes["test"],))
-            parts = [(images[train], labels[train]), (images[val], labels[val]), (test_images[test], test_labels[test])]
+            parts = list(choose_at_random(*self._read_both(download=False), self.sizes).values())
         if self.grey:
             scaled = [as_grey(images) for images, _ in parts]
             mean, std = mean_and_std(scaled[0])

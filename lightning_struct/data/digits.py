@@ -24,6 +24,7 @@ from lightning_struct.data.in_memory import (
     LoaderOptions,
     Splits,
     Unpack,
+    choose_at_random,
     image_dataset,
     split_at_random,
     split_in_order,
@@ -80,7 +81,7 @@ class DigitsDataModule(InMemoryDataModule):
         super().__init__(batch_size, **loader)
         self.data_dir = data_dir
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()})
+        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
         self.download = download
         self.synthetic = synthetic
 
@@ -203,14 +204,7 @@ class MNISTDataModule(DigitsDataModule):
         check_idx_file(path, () if "labels" in path.name else (self.image_size, self.image_size))
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
-        images, labels = official_train
-        train, val = split_at_random(len(images), (self.sizes["train"], self.sizes["val"]))
-        (test,) = split_at_random(len(official_test[0]), (self.sizes["test"],))
-        return {
-            "train": (images[train], labels[train]),
-            "val": (images[val], labels[val]),
-            "test": (official_test[0][test], official_test[1][test]),
-        }
+        return choose_at_random(official_train, official_test, self.sizes)
 
 
 class USPSDataModule(DigitsDataModule):

@@ -1,14 +1,14 @@
 """Data sets that fit into memory: whole batches by one indexing, and the loaders of a LightningDataModule over them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -57,11 +57,6 @@ class BatchedTensorDataset(TensorDataset):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self[indices]
-
-
-def keep_batch(batch: Any) -> Any:
-    """The ``collate_fn`` for batches that come whole from the data set."""
-    return batch
 
 
 class Splits(NamedTuple):
@@ -217,6 +212,25 @@ def split_in_order(samples: LabelledImages, sizes: Sequence[int]) -> list[Labell
     """Consecutive parts of images and labels, of sizes that sum to the number of samples."""
     images, labels = (tensor.split(list(sizes)) for tensor in samples)
     return list(zip(images, labels, strict=True))
+
+
+def choose_at_random(
+    official_train: LabelledImages, official_test: LabelledImages, sizes: Mapping[str, int]
+) -> dict[str, LabelledImages]:
+    """Training and validation images from the official training set, and test images from the other one.
+
+    Args:
+        official_train: images and labels.
+        official_test: likewise.
+        sizes: of ``"train"``, ``"val"`` and ``"test"``, the names of the parts.
+
+    Raises:
+        MisconfigurationException: as of :func:`split_at_random`.
+    """
+    train, val = split_at_random(len(official_train[0]), (sizes["train"], sizes["val"]))
+    (test,) = split_at_random(len(official_test[0]), (sizes["test"],))
+    chosen = {"train": (official_train, train), "val": (official_train, val), "test": (official_test, test)}
+    return {part: (images[rows], labels[rows]) for part, ((images, labels), rows) in chosen.items()}
 
 
 def split_at_random(count: int, sizes: tuple[int, ...], *, seed: int = 0) -> list[Tensor]:

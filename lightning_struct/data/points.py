@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_struct.data.equations import DifferentialEquation
-from lightning_struct.data.in_memory import BatchedTensorDataset, keep_batch
+from lightning_struct.data.in_memory import BatchedTensorDataset
 from lightning_struct.data.regions import Region
-from lightning_struct.data.sampling import DrawLoader, IndependentDraws, seeded_generator
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException

@@ -45,8 +45,6 @@ class IndependentDraws(DistributedSampler):
         [25, 25, 25, 25]
     """
 
-    resizable = True
-
     def __init__(
         self,
         dataset: Dataset,
@@ -226,7 +224,7 @@ class DrawLoader(DataLoader):
             )
         if collate_fn is not None or not isinstance(dataset, TensorDataset):
             dataset = _IndexedByLists(dataset, collate_fn or default_collate)
-        super().__init__(dataset, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
+        super().__init__(dataset, batch_size=None, sampler=sampler, collate_fn=keep_batch, **options)
 
     def __iter__(self) -> Any:
         # A DataLoader draws a seed for workers each time: here not from the global generator, since a resumed run
@@ -245,6 +243,11 @@ class DrawLoader(DataLoader):
         self.sampler.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
 
+def keep_batch(batch: Any) -> Any:
+    """The ``collate_fn`` for batches that come whole from the data set."""
+    return batch
+
+
 class _IndexedByLists(Dataset):
     """A data set whose items are batches of another data set's samples."""
 
@@ -257,7 +260,3 @@ class _IndexedByLists(Dataset):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -155,7 +155,7 @@ class TextCorpusDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(**{f"{part}_size": size for part, size in self.sizes.items()})
+        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
         check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size, steps=steps, least_count=least_count)
         if synthetic_vocabulary <= SUCCESSORS:
             raise MisconfigurationException(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.models.divergence import check_train_loss
+from lightning_struct.models.optimizers import optimizer_and_scheduler
 from lightning_struct.models.structured import LayerFactory
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
 from lightning_struct.utilities.checks import check_positive
@@ -149,13 +150,13 @@ class LanguageModel(L.LightningModule):
         return self._next_logits("predict", batch[0], batch_idx).argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(self._parameter_groups())
-        for group in optimizer.param_groups:
-            group["lr"] /= group["jacobian_norm"]
-        if self.make_lr_scheduler is None:
+        def balanced(groups: Any) -> torch.optim.Optimizer:
+            optimizer = self.make_optimizer(groups)
+            for group in optimizer.param_groups:
+                group["lr"] /= group["jacobian_norm"]
             return optimizer
-        scheduler = self.make_lr_scheduler(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+        return optimizer_and_scheduler(self._parameter_groups(), balanced, self.make_lr_scheduler)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:  # they are a part of checkpoints

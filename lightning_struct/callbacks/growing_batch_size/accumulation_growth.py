@@ -86,9 +86,8 @@ class AccumulationGrowth:
     def on_train_epoch_start(self) -> None: ...
 
     def on_train_batch_start(self) -> None:
-        if (
-            self._trainer.fit_loop.batch_idx == 0
-        ):  # a run resumed at the end of an epoch is not told that the next one starts
+        if self._trainer.fit_loop.batch_idx == 0:
+            # a run that is resumed at the end of an epoch is not told that the next one starts
             self._trainer.accumulate_grad_batches = self._wanted
 
     def on_train_batch_end(self) -> None:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches, check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import State
+from lightning_struct.collective import all_gather_objects
 from lightning_struct.data.resizable import why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
@@ -160,13 +160,9 @@ class LoaderGrowth:
         epoch = self._trainer_loaders
         done = epoch.batches_done if epoch.epoch_done else 0
         mine = [loader.position(epoch.unread, over=epoch.epoch_done) for loader in self._loaders]
-        of_processes: list[Any] = [mine]
-        if self._trainer.world_size > 1:
-            of_processes = [None] * self._trainer.world_size
-            torch.distributed.all_gather_object(of_processes, mine)
         return {
             "decided": self._decided,
-            "positions": of_processes,
+            "positions": all_gather_objects(mine),
             "epoch_done": done,
             "val_check_batch": self._trainer.val_check_batch,
             "accumulated": [self._trainer.accumulate_grad_batches, self._accumulated],

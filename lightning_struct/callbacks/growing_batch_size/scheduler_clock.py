@@ -56,8 +56,7 @@ class SchedulerClock:
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer, self._accumulated = trainer, trainer.accumulate_grad_batches
-        self._frequencies: dict[int, int] = {}
-        self._configs: list[Any] = []
+        self._taken: dict[int, tuple[Any, int]] = {}  # configurations of schedulers by their ids, and their frequencies
         self._batches = self._batches_stepped = 0.0
 
     def attach(self, growth: BatchGrowth) -> None:
@@ -78,15 +77,14 @@ class SchedulerClock:
         if configs and trainer.fit_loop.restarting and not self._batches:  # by the checkpoint of a run without a clock
             self._batches = self._batches_stepped = float(trainer.fit_loop.batch_idx + 1)
         for config in configs:
-            self._configs.append(config)
-            self._frequencies[id(config)] = config.frequency
+            self._taken[id(config)] = config, config.frequency
             config.frequency = sys.maxsize  # batches between the steps that Lightning makes
 
     def detach(self) -> None:
         """Give the stepping back."""
-        for config in self._configs:
-            config.frequency = self._frequencies[id(config)]
-        self._configs, self._frequencies = [], {}
+        for config, frequency in self._taken.values():
+            config.frequency = frequency
+        self._taken = {}
 
     def end_batch(self, batch_idx: int, growth: BatchGrowth, stepped: bool) -> None:
         """Count a batch, before the next size is decided, and step the schedulers if the optimizer has stepped.
@@ -96,7 +94,7 @@ class SchedulerClock:
             growth: of the batch.
             stepped: whether the optimizer has.
         """
-        if not self._configs:
+        if not self._taken:
             return
         length = growth.first_length
         if batch_idx == 0:
@@ -117,11 +115,10 @@ class SchedulerClock:
             steps = self._trainer.global_step
             places = self._place(places[0], steps - 1, length), self._place(places[1], steps, length)
         for config in self._trainer.lr_scheduler_configs:  # callbacks may have put others there
-            if id(config) not in self._frequencies:
+            if id(config) not in self._taken:
                 continue
-            before, now = (
-                scheduler_steps(batches, length, self._accumulated, self._frequencies[id(config)]) for batches in places
-            )
+            _, frequency = self._taken[id(config)]
+            before, now = (scheduler_steps(batches, length, self._accumulated, frequency) for batches in places)
             for _ in range(now - before):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
         self._batches_stepped = self._batches

@@ -69,11 +69,13 @@ class Cadence:
         return self._given is None and self._counts["samples"] == 0
 
     def count_backward(self, loss: Tensor) -> None:
-        self._counts["intermediate"] += moved_in_backward(loss)
+        if self.counts:
+            self._counts["intermediate"] += moved_in_backward(loss)
 
     def count_step(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._stepped.append((optimizer, parameters))
+        if self.counts:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._stepped.append((optimizer, parameters))
 
     def end_count(self, samples: int) -> None:
         """End the step that is counted, of so many samples, after its optimizers have stepped."""

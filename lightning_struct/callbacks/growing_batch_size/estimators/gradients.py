@@ -12,17 +12,15 @@ from lightning_struct.collective import world_size
 
 def local(tensor: Any) -> Tensor:
     """The part of a tensor that this process holds."""
-    return (tensor.to_local() if hasattr(tensor, "placements") else tensor).detach()
+    return (tensor.to_local() if hasattr(tensor, "placements") else tensor).detach()  # a DTensor has placements
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The part of a parameter's gradient that this process holds, dense or coalesced; None without a gradient."""
-    gradient: Any = parameter.grad
-    if gradient is None:
+    if parameter.grad is None:
         return None
-    if hasattr(gradient, "placements"):  # a DTensor
-        gradient = gradient.to_local()
-    return gradient.detach().coalesce() if gradient.is_sparse else gradient.detach()
+    gradient = local(parameter.grad)
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 def share(parameter: nn.Parameter, in_parts: bool = False) -> float:

@@ -83,15 +83,13 @@ class BackwardPasses:
             self._attach()
 
     def before_backward(self, loss: Tensor) -> None:
-        if self._cadence.counts:
-            self._cadence.count_backward(loss)
+        self._cadence.count_backward(loss)
 
     def after_backward(self) -> None:
         self._passes += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._cadence.counts:
-            self._cadence.count_step(optimizer)
+        self._cadence.count_step(optimizer)
         if not self._handles or self._measured is not None:
             return
         parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
@@ -113,15 +111,14 @@ class BackwardPasses:
         self._measured = of_pass, of_mean, self._passes * world_size()
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
-        passes = self._passes
         if self._cadence.counts:
             self._cadence.end_count(samples)
-            self._set_cadence(samples, passes)
-            self._due = self._step + self.every_n_steps
+        elif self._measured is None:
+            return {}
+        self.every_n_steps = self._cadence.every_n_steps(samples, self._passes + 1)  # norms: of each, and of the step
+        self._due = self._step + self.every_n_steps
         if self._measured is None:
             return {}
-        self._set_cadence(samples, passes)
-        self._due = self._step + self.every_n_steps
         of_pass, of_step, number = self._measured
         return {0: statistics_of_parts(of_pass, of_step, number, samples)} if number > 1 else {}
 
@@ -136,10 +133,6 @@ class BackwardPasses:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._due, self.every_n_steps = state["due"], state["every_n_steps"]
         self._cadence.load_state_dict(state["cadence"])
-
-    def _set_cadence(self, samples: int, passes: int) -> None:
-        # a norm of each pass, and that of the step
-        self.every_n_steps = self._cadence.every_n_steps(samples, passes + 1)
 
     def _squared_norm(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
         """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters."""

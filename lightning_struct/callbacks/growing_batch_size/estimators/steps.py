@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
@@ -108,8 +108,7 @@ class StepPairs:
             self._due = step + max(self.every_n_steps, 2) - 1
 
     def before_backward(self, loss: Tensor) -> None:
-        if self._cadence.counts:
-            self._cadence.count_backward(loss)
+        self._cadence.count_backward(loss)
 
     def after_backward(self) -> None: ...
 
@@ -121,8 +120,7 @@ class StepPairs:
         if self._optimizers.setdefault(number, optimizer) is not optimizer:  # it has been replaced
             self._optimizers[number] = optimizer
             self._kept.pop(number, None)
-        if self._cadence.counts:
-            self._cadence.count_step(optimizer)
+        self._cadence.count_step(optimizer)
         closes = number in self._kept
         opens = self._step >= self._due - 1 and (not closes or self.every_n_steps == 1)
         if not (opens or closes):
@@ -133,7 +131,7 @@ class StepPairs:
         with torch.no_grad():
             with self.faults.kept():
                 tensors = {i: g for i, p in enumerate(parameters) if (g := local_gradient(p)) is not None}
-                gradients = _Gradients(tensors, {i: self._share(parameters[i]) for i in tensors})
+                gradients = _Gradients(tensors, {i: share(parameters[i], self._in_parts) for i in tensors})
             if closes:
                 self._close(optimizer, gradients, scale)
             if opens:
@@ -146,10 +144,10 @@ class StepPairs:
             kept.samples = kept.samples or samples
         if self._cadence.counts:
             self._cadence.end_count(samples)
-            self._set_cadence(samples)
+            self.every_n_steps = self._cadence.every_n_steps(samples, PASSES)
             self._due = self._step + max(self.every_n_steps, 2) - 1
         elif self._pairs:
-            self._set_cadence(samples)
+            self.every_n_steps = self._cadence.every_n_steps(samples, PASSES)
             self._due = self._step + self.every_n_steps
         pairs, self._pairs = self._pairs, {}
         return {
@@ -185,12 +183,6 @@ class StepPairs:
         self._cadence.load_state_dict(state["cadence"])
         self._kept = {number: _Kept(**kept) for number, kept in state["kept"].items()}
         self._memory = {number: dict(kept.gradients) for number, kept in self._kept.items()}
-
-    def _share(self, parameter: nn.Parameter) -> float:
-        return 1.0 if self._in_parts and not hasattr(parameter.grad, "placements") else share(parameter)
-
-    def _set_cadence(self, samples: int) -> None:
-        self.every_n_steps = self._cadence.every_n_steps(samples, PASSES)
 
     def _open(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
         """Keep the gradients of the first step of a pair."""

@@ -57,6 +57,8 @@ class LevenbergMarquardtDamping(Callback):
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
         self._hooks: list[RemovableHandle] = []
+        # of each optimizer the dampings before the steps that it is in: that of a class may call that of its base
+        self._steps: list[list[float]] = []
 
     def decide(self, damping: float, reduction_ratio: float) -> float:
         """Damping of the next step; override it for another rule."""
@@ -83,6 +85,12 @@ class LevenbergMarquardtDamping(Callback):
         for optimizer in _damped(trainer):
             self._follow(optimizer, trainer)
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        for steps in self._steps:
+            steps.clear()  # after a step that failed and was passed over
+
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._leave()
 
@@ -91,16 +99,15 @@ class LevenbergMarquardtDamping(Callback):
 
     def _follow(self, optimizer: Any, trainer: L.Trainer) -> None:
         """Hook the optimizer's own step: ``global_step`` does not tell which of several optimizers has stepped."""
-        before, depth = optimizer.damping, 0
+        steps: list[float] = []
+        self._steps.append(steps)
 
         def before_step(*_: Any) -> None:
-            nonlocal before, depth
-            before, depth = optimizer.damping if depth == 0 else before, depth + 1
+            steps.append(optimizer.damping)
 
         def after_step(*_: Any) -> None:
-            nonlocal depth
-            depth -= 1
-            if depth:  # the step of a base class, called by that of the optimizer, which is not done
+            before = steps.pop()
+            if steps:  # the step of a base class, called by that of the optimizer, which is not done
                 return
             report = getattr(optimizer, "report", None)
             ratio = getattr(optimizer if report is None else report, "reduction_ratio", None)
@@ -116,7 +123,7 @@ class LevenbergMarquardtDamping(Callback):
     def _leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._steps = [], []
 
 
 def _damped(trainer: L.Trainer) -> list[Any]:

@@ -1,4 +1,4 @@
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import lightning as L
@@ -105,6 +105,24 @@ def test_bounds_for_the_ratio_can_be_set(tmp_path):
 
 def test_a_batch_without_a_step_changes_nothing(tmp_path):
     assert dampings(tmp_path, [0.8, 0.8], accumulate=2) == [8.0, 4.0, 4.0, 2.0]
+
+
+class FailingSGD(DampedSGD):
+    """Fails in the steps that have no ratio in the script."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.report.reduction_ratio is None:
+            raise FloatingPointError
+
+
+def test_a_step_that_failed_and_was_passed_over_does_no_harm(tmp_path, monkeypatch):
+    def passing_over(self, *arguments):
+        with suppress(FloatingPointError):
+            L.LightningModule.optimizer_step(self, *arguments)
+
+    monkeypatch.setattr(ScriptedNetwork, "optimizer_step", passing_over)
+    assert dampings(tmp_path, [0.8, None, 0.8, 0.8], make=FailingSGD) == [4.0, 4.0, 2.0, 1.0]
 
 
 def test_another_rule_can_be_put_in_place(tmp_path):

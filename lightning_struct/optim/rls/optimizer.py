@@ -291,12 +291,8 @@ class RLS(torch.optim.Optimizer):
         limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
         changes_at_most = LARGEST_CHANGE if self.max_gain is not None and len(means) > 1 else None
         for weight, mean in means.items():
-            group = group_of[weight]
-            weight.step_(
-                self._state_of(weight), mean, ratio=group["ratio"], scale=group["gradient_scale"], lr=group["lr"],
-                clip=coefficient, momentum=group["momentum"], l1=group["l1"], decay=group["lr"] * group["weight_decay"],
-                limit=limits.get(weight), changes_at_most=changes_at_most,
-            )  # fmt: skip
+            state, group, limit = self._state_of(weight), group_of[weight], limits.get(weight)
+            weight.step_(state, mean, group, clip=coefficient, limit=limit, changes_at_most=changes_at_most)
         mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
         forget_statistics(self._weights)
         return coefficient

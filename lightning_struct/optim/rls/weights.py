@@ -221,32 +221,24 @@ class TrainedWeight:
         self,
         state: dict[str, Any],
         mean: Tensor,
+        group: Mapping[str, float],
         *,
-        ratio: float,
-        scale: float,
-        lr: float,
         clip: float | Tensor,
-        momentum: float,
-        l1: float,
-        decay: float = 0.0,
         limit: GainLimit | None = None,
         changes_at_most: float | None = None,
     ) -> None:
-        """θ ← (1 - δ)θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
+        """θ ← (1 - lr·δ) θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
         Args:
             state: of :meth:`initial_state`; changed in place.
             mean: x̄, (groups, d).
-            ratio: k.
-            scale: η.
-            lr: by which the step is multiplied, bounded or not.
+            group: that of the weight, with the options ``ratio`` k, ``gradient_scale`` η, ``lr``, by which the step is
+                multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
             clip: the coefficient of clipping.
-            momentum: α.
-            l1: γ.
-            decay: δ.
             limit: of the gain; None where it is small for sure.
             changes_at_most: bound on the norm of the step, as a share of that of the weight; see :mod:`.gain_limit`.
         """
+        ratio, scale, lr, momentum = group["ratio"], group["gradient_scale"], group["lr"], group["momentum"]
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
         if self.by_rows:
             inverse = self._update_by_rows_(inverse, ratio)
@@ -265,7 +257,7 @@ class TrainedWeight:
         )
         if self.parameter.grad is None:
             features = features.clone()  # it is frozen: only the biases are written
-        if decay:
+        if decay := lr * group["weight_decay"]:
             features.mul_(1 - decay)
             constants.mul_(1 - decay)
         most = None
@@ -290,6 +282,7 @@ class TrainedWeight:
             )
         # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
         # it.
+        l1 = group["l1"]
         if l1 and isinstance(inverse, LowRankInverse):
             inverse.add_product_([features, constants], features.sign(), constants.sign(), torch.full_like(h, -l1))
         elif l1:

@@ -46,8 +46,8 @@ class Compression(Callback):
         budget, max_loss_increase: the goal, one of them, see :func:`~lightning_struct.nn.compress`.
         epoch: at whose beginning the module is compressed; 0 for one that comes with trained weights.
         samples: that are measured on.
-        loss: called as ``loss(module, batch)``, () for a batch. None: the relative squared change of
-            ``module(batch[0])``.
+        loss: called as ``loss(module, batch)``, () for a batch. None: the relative squared change of the outputs for a
+            batch that is a tensor, or for its first element.
         include, exclude: names or patterns of layers, beginning from the module: ``"network.layer1.*"``.
         candidates: see :func:`~lightning_struct.nn.compress`.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.callbacks.pictures import directory_to_write, new_figure, write_picture
+from lightning_struct.callbacks.pictures import directory_to_write, height_and_width, new_figure, write_picture
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
@@ -226,19 +226,13 @@ def _draw_matrix(axes: Axes, layer: StructuredLinear) -> None:
 
 def _draw_subdiagonal(axes: Axes, subdiagonal: np.ndarray, image_size: tuple[int, int] | None) -> None:
     pixels = np.concatenate([[np.nan], subdiagonal])
-    side = math.isqrt(pixels.size)
     axes.set_title("subdiagonal of B")
-    if image_size is None and side * side != pixels.size:
+    if image_size is None and math.isqrt(pixels.size) ** 2 != pixels.size:
         axes.plot(pixels, linewidth=0.8)
         axes.set(xlabel="input", ylabel="entry")
         axes.grid(alpha=0.25)
         return
-    height, width = image_size or (side, side)
-    if height * width != pixels.size:
-        raise MisconfigurationException(
-            f"{pixels.size} inputs are no image of {height} x {width}: give image_size=(height, width)."
-        )
-    _draw_heat_map(axes, pixels.reshape(height, width))
+    _draw_heat_map(axes, pixels.reshape(height_and_width(pixels.size, image_size, "inputs")))
     axes.set(xlabel="column of the input image", ylabel="row of the input image")
 
 

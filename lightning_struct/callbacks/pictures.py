@@ -1,12 +1,14 @@
-"""Figures of the callbacks that draw, the curves of what they record, and where the files go."""
+"""Figures of the callbacks that draw: their panels and curves, the size of an image, and where the files go."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
@@ -28,6 +30,20 @@ def new_figure(panels: int, width: float, height: float, needed_by: str) -> tupl
 
     figure = Figure(figsize=(panels * width, height), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def height_and_width(count: int, image_size: tuple[int, int] | None, what: str) -> tuple[int, int]:
+    """The size of an image of so many pixels: ``image_size``, or that of a square for None.
+
+    Raises:
+        MisconfigurationException: they do not make such an image; ``what`` says in the plural what they are.
+    """
+    height, width = image_size or (math.isqrt(count), math.isqrt(count))
+    if height * width != count:
+        raise MisconfigurationException(
+            f"{count} {what} are no image of {height} x {width}: give image_size=(height, width)."
+        )
+    return height, width
 
 
 def draw_curve(panel: Axes, records: Sequence[Mapping[str, float]], x: str, y: str, **style: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import write_at_end_of_fit
+from lightning_struct.callbacks.pictures import height_and_width, write_at_end_of_fit
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
@@ -54,12 +53,7 @@ def plot_reconstructions(
             f"Images have {images.shape[1]} pixels, but their reconstructions {reconstructions.shape[1]}: the module "
             "must return images as large as it reads."
         )
-    pixels = images.shape[1]
-    height, width = image_size or (math.isqrt(pixels), math.isqrt(pixels))
-    if height * width != pixels:
-        raise MisconfigurationException(
-            f"{pixels} pixels are no image of {height} x {width}: give image_size=(height, width)."
-        )
+    height, width = height_and_width(images.shape[1], image_size, "pixels")
     columns = len(images)
     figure = Figure(figsize=(columns, 2.3), layout="constrained")
     axes = figure.subplots(2, columns, squeeze=False)
@@ -78,9 +72,8 @@ class ReconstructionPlot(Callback):
     it after a callback that changes the weights at the end of ``fit``.
 
     The module must return reconstructions when it is called on images, both (n, pixels) or (n, 1, height, width); a
-    module with ``inputs_and_targets(batch)`` says itself where the images are in a batch, else they are its first
-    element.
-    matplotlib is needed, from the start: ``pip install 'lightning-struct[recipes]'``.
+    module with ``inputs_and_targets(batch)`` says itself where the images are, else they are the batch or its first
+    element. matplotlib is needed, from the start: ``pip install 'lightning-struct[recipes]'``.
 
     Args:
         count: how many images, the first ones that the validation loader gives.
@@ -118,8 +111,10 @@ class ReconstructionPlot(Callback):
     def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
         batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])))
-        select = getattr(pl_module, "inputs_and_targets", lambda batch: (batch[0], None))
-        images = select(batch)[0][: self.count]
+        select = getattr(pl_module, "inputs_and_targets", None)
+        if select is not None:
+            batch = select(batch)
+        images = (batch if isinstance(batch, Tensor) else batch[0])[: self.count]
         with torch.no_grad(), in_eval_mode(pl_module), trainer.precision_plugin.forward_context():
             reconstructions = pl_module(images)
         return plot_reconstructions(images, reconstructions, self.image_size)

@@ -89,6 +89,12 @@ def test_module_says_where_the_images_are_in_a_batch(tmp_path):
     assert torch.allclose(shown(callback.plot(run, module)[1][0]), IMAGES[:4])
 
 
+def test_a_batch_may_be_the_images_alone(tmp_path):
+    module, run = Darken(), trainer(tmp_path, callback := ReconstructionPlot(count=4), limit_train_batches=0)
+    run.fit(module, None, DataLoader(IMAGES, batch_size=5))
+    assert torch.allclose(shown(callback.plot(run, module)[1][0]), IMAGES[:4])
+
+
 @pytest.mark.parametrize("shape", [(16,), (1, 4, 4)])
 def test_images_may_have_a_channel_and_loaders_names(tmp_path, shape):
     images = IMAGES.view(12, *shape)

@@ -94,20 +94,7 @@ def solve(
     anchor = start if settings.damping_center == "start" else None
     if settings.solver == "cg":
         return _solve_by_cg(model, settings, damping, start, anchor, preconditioner, maxiter)
-    return _solve_by_least_squares(model, settings, damping, start, anchor, preconditioner, maxiter, validation)
-
-
-def _solve_by_least_squares(
-    model: BatchModel,
-    settings: OutputSettings,
-    damping: float,
-    start: Tensor | None,
-    anchor: Tensor | None,
-    preconditioner: Preconditioner,
-    maxiter: int,
-    validation: Batches | None,
-) -> Solution:
-    """LSMR (Algorithm 6) or LSQR on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling."""
+    # LSMR (Algorithm 6) or LSQR on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling
     stopping = None if validation is None else _merit_stopping(model, settings, start, maxiter, validation)
     strength: float = damping
     center: str | Tensor = settings.damping_center

@@ -133,9 +133,9 @@ class StepPairs:
                 tensors = {i: g for i, p in enumerate(parameters) if (g := local_gradient(p)) is not None}
                 gradients = _Gradients(tensors, {i: share(parameters[i], self._in_parts) for i in tensors})
             if closes:
-                self._close(optimizer, gradients, scale)
+                self._close(number, gradients, scale)
             if opens:
-                self._open(optimizer, gradients, scale)
+                self._open(number, gradients, scale)
 
     def statistics(self, samples: int) -> dict[int, GradientStatistics]:
         if not self._step:  # it has begun in the middle of this batch
@@ -184,9 +184,8 @@ class StepPairs:
         self._kept = {number: _Kept(**kept) for number, kept in state["kept"].items()}
         self._memory = {number: dict(kept.gradients) for number, kept in self._kept.items()}
 
-    def _open(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
+    def _open(self, number: int, gradients: _Gradients, scale: float) -> None:
         """Keep the gradients of the first step of a pair."""
-        number = self._trainer.optimizers.index(optimizer)
         memory = self._memory.setdefault(number, {})
         sums = sum_of_squares([], self._module.device).repeat(1)
         with self.faults.kept():
@@ -199,9 +198,8 @@ class StepPairs:
             return
         self._kept[number] = _Kept({i: memory[i] for i in gradients.tensors}, norm / scale**2, scale)
 
-    def _close(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
+    def _close(self, number: int, gradients: _Gradients, scale: float) -> None:
         """Compare the kept gradients with those of the second step; their memory gets the differences."""
-        number = self._trainer.optimizers.index(optimizer)
         kept = self._kept.pop(number)
         both: list[int] = []
         norms = sum_of_squares([], self._module.device).repeat(3)

@@ -146,7 +146,7 @@ def find_config(text: str, recipe: str) -> str:
             ...
         LookupError: There is no file hrsl, and no config of that name. Did you mean hrls? The configs of ...
     """
-    if Path(text).is_file() or any(sign in text for sign in ("://", "{", ":", "\n")):
+    if Path(text).is_file() or any(sign in text for sign in "{:\n"):
         return text
     wanted = text.removesuffix(".yaml").removesuffix(".yml")
     owner, _, config = wanted.rpartition("/")

@@ -65,7 +65,6 @@ STRUCTURED_CLASSIFIER_RESULTS = replace(CLASSIFIER_RESULTS, gap="test_accuracy")
 LANGUAGE_MODEL_RESULTS = Results(
     {"test_loss": ("nats", ".4g"), "test_perplexity": ("perplexity", ".2f")}, "words", log_every_n_steps=50
 )
-
 PINN_RESULTS = Results(
     {"test_loss": ("Σ ½ mean r²", ".3g"), "relative_l2_error": ("relative L² error", ".2e")},
     "field",
@@ -380,11 +379,9 @@ def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None
             "or say by --config which model its weights are to go into"
         )
     text = checkpoint.get(CONFIG_IN_CHECKPOINT)
-    return (
-        None
-        if text is None
-        else {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
-    )
+    if text is None:
+        return None
+    return {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
 
 
 def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[str]:

@@ -55,9 +55,8 @@ class RecipeParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with the message, and the nearest right name below it."""
-        question = (
-            "" if "Did you mean" in message else suggestion(message, self)
-        )  # a parser within this one may have asked
+        # a parser within this one may have asked
+        question = "" if "Did you mean" in message else suggestion(message, self)
         super().error(f"{message}\n{question}" if question else message, ex)
 
 

@@ -21,9 +21,8 @@ LOG_MESSAGES = (
     r"TPU available: False",
     r"HPU available: False",
 )
-LOGGERS = tuple(
-    f"{namespace}.utilities.rank_zero" for namespace in NAMESPACES
-)  # messages go to that of the one imported last
+# messages go to that of the one imported last
+LOGGERS = tuple(f"{namespace}.utilities.rank_zero" for namespace in NAMESPACES)
 
 
 @contextmanager

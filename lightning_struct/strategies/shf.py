@@ -114,9 +114,8 @@ class SHFOptimization(ManualOptimization):
         Raises:
             MisconfigurationException: the batch is not a sequence of two tensors.
         """
-        own = getattr(
-            super(ManualOptimization, self), "inputs_and_targets", None
-        )  # of the module before which this is put
+        # of the module before which this is put
+        own = getattr(super(ManualOptimization, self), "inputs_and_targets", None)
         if own is None and self._returns_residuals:
             return tuple(batch) if isinstance(batch, list) else batch, None
         return super().inputs_and_targets(batch)

@@ -119,9 +119,6 @@ class AccumulationGrowth:
         return rounded_size(self._decided / self._samples_of_batch)
 
     def _loaders(self) -> list[Any]:
-        loaders = self._trainer.train_dataloader
-        return (
-            loaders.flattened
-            if isinstance(loaders, lightning_classes("utilities.CombinedLoader"))
-            else tree_leaves(loaders)
-        )
+        loaders: Any = self._trainer.train_dataloader
+        is_combined = isinstance(loaders, lightning_classes("utilities.CombinedLoader"))
+        return loaders.flattened if is_combined else tree_leaves(loaders)

@@ -96,11 +96,9 @@ class LoaderGrowth:
     def relative_size(self) -> float | None:
         loader = self._loaders[self._main]
         read = loader.sizes_read(self._trainer_loaders.ahead)
-        return (
-            read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
-            if read and not self._limits_batches
-            else None
-        )
+        if self._limits_batches or not read:
+            return None
+        return read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
 
     def expected_sizes(self) -> list[int]:
         ahead = self._trainer_loaders.ahead
@@ -193,11 +191,8 @@ class LoaderGrowth:
             for loader in self._loaders:
                 loader.restore()
             self._loaders = []
-        draws = [
-            s
-            for name in ("sampler", "batch_sampler")
-            if isinstance(s := getattr(dataloader, name, None), IndependentDraws)
-        ]
+        samplers = (getattr(dataloader, name, None) for name in ("sampler", "batch_sampler"))
+        draws = [sampler for sampler in samplers if isinstance(sampler, IndependentDraws)]
         if draws:
             self._loaders.append(GrowingDraws(dataloader, draws[0]))
         elif self._on_refusal is not None and (refusal := why_not_resizable(dataloader)) is not None:
@@ -217,10 +212,8 @@ class LoaderGrowth:
     def _prepared(self) -> None:
         if self._trainer_loaders.steps_fetch:
             module = type(self._trainer.lightning_module).__name__
-            problem, remedy = (
-                f"{module}.training_step(dataloader_iter), which fetches them itself",
-                "take the batch as argument",
-            )
+            problem = f"{module}.training_step(dataloader_iter), which fetches them itself"
+            remedy = "take the batch as argument"
             if self._on_refusal is None:
                 raise MisconfigurationException(f"The size of batches cannot be changed in {problem}: {remedy}")
             self.restore()

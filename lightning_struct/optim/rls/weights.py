@@ -251,10 +251,8 @@ class TrainedWeight:
         if limit is not None:
             rate = rate * limit.coefficient(h, scale)
         rate = rate * lr * clip
-        features, constants = (
-            self._features(self.parameter.detach()).to(self.dtype),
-            self._constants([b.parameter for b in self.biases]),
-        )
+        features = self._features(self.parameter.detach()).to(self.dtype)
+        constants = self._constants([bias.parameter for bias in self.biases])
         if self.parameter.grad is None:
             features = features.clone()  # it is frozen: only the biases are written
         if decay := lr * group["weight_decay"]:
@@ -277,19 +275,17 @@ class TrainedWeight:
         if not self.by_rows and state["steps"] % self.interval == 0:  # equations (53), (84) and (94)
             # A step that updates P does it for those that do not.
             of_update = weight * self.interval
-            inverse.update_(
-                mean, applied, h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting), of_update
-            )
+            h_of_update = h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting)
+            inverse.update_(mean, applied, h_of_update, of_update)
         # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
         # it.
         l1 = group["l1"]
         if l1 and isinstance(inverse, LowRankInverse):
             inverse.add_product_([features, constants], features.sign(), constants.sign(), torch.full_like(h, -l1))
         elif l1:
-            for part, shrinkage in zip(
-                (features, constants), inverse.multiply(features.sign(), constants.sign()), strict=True
-            ):
-                part.sub_(shrinkage, alpha=l1)
+            shrinkages = inverse.multiply(features.sign(), constants.sign())
+            features.sub_(shrinkages[0], alpha=l1)
+            constants.sub_(shrinkages[1], alpha=l1)
         state["steps"] += 1
         self._write(features, constants)
 

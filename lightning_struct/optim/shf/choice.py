@@ -88,10 +88,8 @@ def first_damping(model: BatchModel, seed: int) -> float:
         model: the model of the first batch.
         seed: seed of the vector that the iteration starts from.
     """
-    generator = torch.Generator().manual_seed(seed)
-    vector = torch.randn(model.gradient.shape, generator=generator, dtype=model.gradient.dtype).to(
-        model.gradient.device
-    )
+    generator, like = torch.Generator().manual_seed(seed), model.gradient
+    vector = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
     largest = 0.0
     for _ in range(_POWER_ITERATIONS):
         length = math.sqrt(inner(vector, vector).item())

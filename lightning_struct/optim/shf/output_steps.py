@@ -266,17 +266,11 @@ class OutputSteps:
         if model.gradient_squared == 0.0:
             warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=_CALLER_OF_STEP)
             return Update(None, 0.0, model.value, 0.0, now.damping, 0, "zero_gradient")
-        damping, start, iterations, settings, scale = (
-            now.damping,
-            now.start(model.gradient),
-            0,
-            self.settings,
-            now.step_scale,
-        )
+        damping, start, iterations = now.damping, now.start(model.gradient), 0
+        settings, scale = self.settings, now.step_scale
         if self._adapts_tolerance:
-            settings = replace(
-                settings, progress_tolerance=min(settings.progress_tolerance / scale, _LOOSEST_TOLERANCE)
-            )
+            tolerance = min(settings.progress_tolerance / scale, _LOOSEST_TOLERANCE)
+            settings = replace(settings, progress_tolerance=tolerance)
         for _ in range(1 + _RETRIES):
             with now.timed("precondition"):
                 scaling = preconditioner.at(damping)

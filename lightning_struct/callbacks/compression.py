@@ -166,7 +166,7 @@ class Compression(Callback):
             for loader in loaders:
                 stack.enter_context(_left_where_it_was(loader))
             for batch in batches:
-                prepared = prepare_batch(trainer, batch)
+                prepared = prepare_batch(trainer, batch, 0 if validation else None)
                 yield prepared
                 first = prepared if isinstance(prepared, Tensor) else next(iter(_tensors(prepared)), None)
                 missing -= 1 if first is None or first.dim() == 0 else len(first)

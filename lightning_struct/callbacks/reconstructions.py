@@ -110,7 +110,7 @@ class ReconstructionPlot(Callback):
 
     def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
-        batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])))
+        batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])), 0)
         select = getattr(pl_module, "inputs_and_targets", None)
         if select is not None:
             batch = select(batch)

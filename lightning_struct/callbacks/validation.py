@@ -121,8 +121,8 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
     loaders = validation_loaders(trainer)
     with isolated_random_states(), torch.random.fork_rng(range(torch.cuda.device_count())):
         return [
-            prepare_batch(trainer, batch)
-            for loader, limit in zip(loaders, trainer.num_val_batches, strict=True)
+            prepare_batch(trainer, batch, number)
+            for number, (loader, limit) in enumerate(zip(loaders, trainer.num_val_batches, strict=True))
             for batch in _share(loader, limit, trainer.global_rank, trainer.world_size, samples, seed)
         ]
 

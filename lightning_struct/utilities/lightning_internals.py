@@ -43,11 +43,24 @@ def training_batches(trainer: L.Trainer) -> tuple[list[Any], Iterable[Any]]:
     return combined.flattened, (batch for batch, *_ in again)
 
 
-def prepare_batch(trainer: L.Trainer, batch: Any) -> Any:
-    """Batch of a loader as the steps get it: through the transfer hooks, on the device, in the precision of inputs."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int | None) -> Any:
+    """Batch of a loader as the steps get it: through the transfer hooks, on the device, in the precision of inputs.
+
+    Args:
+        trainer: in fit.
+        batch: as the loader gives it.
+        validation_loader: number of the loader among those of validation, whose batches the hooks may treat otherwise;
+            None for a training loader.
+    """
+    stage, number = trainer.state.stage, validation_loader or 0
+    if validation_loader is not None:
+        trainer.validating = True
+    try:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=number)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=number)
+    finally:
+        trainer.state.stage = stage
 
 
 def unwrapped_sampler(sampler: Any) -> Any:

@@ -82,6 +82,23 @@ def test_batch_is_that_of_the_validation_step(tmp_path):
     assert torch.allclose(shown(callback.plot(run, module)[1][0]), 1 - IMAGES[:3])
 
 
+class AugmentedInTraining(Darken):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [1 - images for images in batch] if self.trainer.training else batch
+
+
+class KeptPlot(ReconstructionPlot):
+    def plot(self, trainer, pl_module):
+        figure, self.axes = super().plot(trainer, pl_module)
+        return figure, self.axes
+
+
+def test_images_are_not_augmented_as_in_training(tmp_path):
+    callback = KeptPlot(count=3)
+    trainer(tmp_path, callback).fit(AugmentedInTraining())
+    assert torch.allclose(shown(callback.axes[0]), IMAGES[:3])
+
+
 def test_module_says_where_the_images_are_in_a_batch(tmp_path):
     callback = ReconstructionPlot(count=4)
     module, run = LabelsFirst(), trainer(tmp_path, callback)

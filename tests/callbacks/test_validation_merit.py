@@ -568,6 +568,20 @@ def test_transfer_hooks_of_the_module_are_applied(tmp_path, given):
     assert torch.equal(inputs_of(given[0]), 3 * regression_data(30, seed=1).tensors[0])
 
 
+def test_transfer_hooks_know_the_validation_and_its_loader(tmp_path, given):
+    class Augmenting(SHFNetwork):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] * (0 if self.trainer.training else 1 + dataloader_idx), batch[1]
+
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log("val_loss", 1.0)
+
+    callback = ValidationMeritStopping(monitor="val_loss/dataloader_idx_0")
+    fit_shf(tmp_path, callback, Augmenting(), [validation_loader(9), validation_loader(5)])
+    first, second = (regression_data(samples, seed=1).tensors[0] for samples in (9, 5))
+    assert torch.equal(inputs_of(given[0]), torch.cat([first, 2 * second]))
+
+
 def test_inputs_are_in_the_precision_of_the_trainer(tmp_path, given):
     fit_shf(tmp_path, precision="64-true")
     assert inputs_of(given[0]).dtype == torch.float64

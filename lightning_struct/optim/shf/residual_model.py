@@ -89,7 +89,7 @@ class ResidualModel:
         squares = [0.5 * inner(block, block) / counts[name] for name, block in wide.items()]
         self.block_losses = dict(zip(blocks, all_reduce(torch.stack(squares)).tolist(), strict=True))
         self.value = sum(shares[name] * value for name, value in self.block_losses.items())
-        self.rows = sum(counts[name] * (block[:1].numel() if block.ndim else 1) for name, block in blocks.items())
+        self.rows = sum(counts[name] * _row_size(block) for name, block in blocks.items())
         self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
 
     def residual_at(self, d: Tensor) -> Tensor:
@@ -109,14 +109,10 @@ class ResidualModel:
         """The form in which J Jᵀ or JᵀJ is cheapest: with outer products where N < P. The same on all processes."""
         if self._device.type == "mps" or self.rows >= len(self.weights.vector):  # which has no float64
             return self._dense_form
-        sizes = [
-            self.counts[name] * (block.numel() // max(len(block), 1) if block.ndim else 1)
-            for name, block in self._batch.blocks.items()
-        ]
+        sizes = [self.counts[name] * _row_size(block) for name, block in self._batch.blocks.items()]
         form = self._form(sizes, for_gram=True) or self._dense_form
         described = f"{sorted(form.kept)} {self._batch.product_counts()}"
-        digest = torch.tensor([zlib.crc32(described.encode())], device=self._device)
-        return form if len(set(all_gather_rows(digest)[:, 0].tolist())) == 1 else self._dense_form
+        return form if _is_the_same_everywhere(described, self._device) else self._dense_form
 
     @cached_property
     def form_for_products(self) -> JacobianForm | None:
@@ -168,7 +164,7 @@ class ResidualModel:
         squares, sums, first = [], [], 0
         for size, block in zip(self._batch.sizes, self._batch.blocks.values(), strict=True):
             rows = slice(first, first + size)
-            squares.append(jacobian.squared_norms(self.residual[rows], len(block) if block.ndim else 1, rows))
+            squares.append(jacobian.squared_norms(self.residual[rows], _row_count(block), rows))
             sums.append(jacobian.transposed_product(self.residual[rows], rows))
             first += size
         shared_squares = all_reduce(torch.stack(squares)).tolist()
@@ -184,7 +180,7 @@ class ResidualModel:
 
         A part has every so many-th row of each block. None where some block has fewer than two rows on some process.
         """
-        counts = [len(block) if block.ndim else 1 for block in self._batch.blocks.values()]
+        counts = [_row_count(block) for block in self._batch.blocks.values()]
         fewest = min(all_gather_rows(torch.tensor([min(counts)], device=self._device)).flatten().tolist())
         parts = min(_PARTS, fewest)
         if parts < 2:
@@ -256,8 +252,7 @@ def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
 
 
 def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, device: torch.device) -> None:
-    digest = torch.tensor([zlib.crc32("\n".join(blocks).encode())], device=device)
-    if len(set(all_gather_rows(digest)[:, 0].tolist())) > 1:  # first: it asks all of them
+    if not _is_the_same_everywhere("\n".join(blocks), device):  # first: it asks all of them
         raise ValueError(f"the module returned the blocks {_listed(blocks)} here, and others on another process")
     if names is not None and list(blocks) != list(names):
         raise ValueError(
@@ -268,7 +263,7 @@ def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, de
 
 def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[str, int]:
     """n_b over all processes."""
-    rows = [(len(block) if block.ndim else 1, not bool(block.isfinite().all())) for block in blocks.values()]
+    rows = [(_row_count(block), not bool(block.isfinite().all())) for block in blocks.values()]
     shares = all_gather_rows(torch.tensor(rows, device=device).reshape(-1)).reshape(-1, len(blocks), 2)
     for r, share in enumerate(shares.tolist()):
         for name, (count, bad) in zip(blocks, share, strict=True):
@@ -283,6 +278,21 @@ def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[
                     "are unchanged. Look at its equation and its points, or lower the scale of the initialisation"
                 )
     return dict(zip(blocks, shares[..., 0].sum(0).tolist(), strict=True))
+
+
+def _is_the_same_everywhere(text: str, device: torch.device) -> bool:
+    """Whether all processes have this text; one collective."""
+    digest = torch.tensor([zlib.crc32(text.encode())], device=device)
+    return len(set(all_gather_rows(digest)[:, 0].tolist())) == 1
+
+
+def _row_count(block: Tensor) -> int:
+    return len(block) if block.ndim else 1
+
+
+def _row_size(block: Tensor) -> int:
+    """Residuals in a row of a block that is not empty."""
+    return block.numel() // _row_count(block)
 
 
 def _on_rank(rank: int) -> str:

@@ -42,8 +42,8 @@ class AdapterCheckpoint(Callback):
     ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by
     ``load_from_checkpoint(path, strict=False)``.
 
-    From :meth:`setup` to :meth:`teardown` it adds to the module's ``on_save_checkpoint`` and ``on_load_checkpoint``:
-    callbacks are not asked where weights alone are saved, nor before weights are loaded. So
+    From :meth:`setup` to :meth:`teardown`, or an exception, it adds to the module's ``on_save_checkpoint`` and
+    ``on_load_checkpoint``: callbacks are not asked where weights alone are saved, nor before weights are loaded. So
     ``trainer.save_checkpoint(path, weights_only=True)`` after the end of a run keeps all weights.
 
     Raises:
@@ -72,6 +72,9 @@ class AdapterCheckpoint(Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")  # there is no teardown
 
 
 def _compresses(trainer: Any) -> bool:

@@ -60,9 +60,8 @@ class IndependentDraws(DistributedSampler):
             raise MisconfigurationException(f"seed must not be negative, but is {seed}")
         if (num_replicas is None) != (rank is None):
             raise MisconfigurationException(f"Give num_replicas and rank together, not {num_replicas} and {rank}")
-        self._num_replicas, self._rank = num_replicas, rank
         super().__init__(dataset, num_replicas=num_replicas or 1, rank=rank or 0, seed=seed)
-        self._num_replicas, self._rank = num_replicas, rank
+        self._num_replicas, self._rank = num_replicas, rank  # None again, where they are to be asked for
         self.draws_per_epoch = draws_per_epoch
         self._first_draw, self._draws_done, self._begun = 0, 0, False
         self.batch_size = batch_size

@@ -117,6 +117,20 @@ def test_module_has_its_own_hooks_again_after_the_run(stopped):
     assert not {"on_save_checkpoint", "on_load_checkpoint"} & vars(model).keys()
 
 
+def test_module_has_its_own_hooks_again_after_an_error(pl, tmp_path):
+    class Failing(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            raise RuntimeError("stopped")
+
+    model = module(pl)
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer(pl, 1, [AdapterCheckpoint(), Failing()]).fit(model, loader())
+    without = trainer(pl, 1, [])
+    without.fit(model, loader())
+    without.save_checkpoint(tmp_path / "whole.ckpt")
+    assert torch.load(tmp_path / "whole.ckpt")["state_dict"].keys() == model.state_dict().keys()
+
+
 def test_checkpoint_beside_another_base_is_refused(pl, stopped):
     with pytest.raises(MisconfigurationException, match="another base: net.0.base.weight has norm"):
         trainer(pl, 3).fit(module(pl, base=7), loader(), ckpt_path=stopped[1])

@@ -99,7 +99,7 @@ class DueValidation:
         self._due, self._last_batch = state_dict["due"], state_dict["last_batch"]
 
 
-def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int = 0) -> list[Any]:
+def validation_batches(trainer: L.Trainer, samples: int | None = None) -> list[Any]:
     """Contiguous share of the validation data for this process, transferred to the device as for a validation step.
 
     Lightning's own distributed sampler repeats samples to even out the processes; here none is repeated.
@@ -109,8 +109,7 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
 
     Args:
         trainer: a Trainer in fit, at the start of training or later.
-        samples: size of a random choice from each loader, over all processes; None takes all.
-        seed: seed of the choice.
+        samples: size of a random choice from each loader, always the same, over all processes; None takes all.
 
     Returns:
         Batches of all validation loaders, one loader after another; empty where there is no validation.
@@ -123,11 +122,11 @@ def validation_batches(trainer: L.Trainer, samples: int | None = None, seed: int
         return [
             prepare_batch(trainer, batch, number)
             for number, (loader, limit) in enumerate(zip(loaders, trainer.num_val_batches, strict=True))
-            for batch in _share(loader, limit, trainer.global_rank, trainer.world_size, samples, seed)
+            for batch in _share(loader, limit, trainer.global_rank, trainer.world_size, samples)
         ]
 
 
-def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | None, seed: int) -> Iterable[Any]:
+def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | None) -> Iterable[Any]:
     """Batches of a loader for the process ``rank`` of so many; ``limit`` is in batches of one process."""
     batches = None if limit == math.inf else int(limit)
     plain = (
@@ -157,7 +156,7 @@ def _share(loader: Any, limit: float, rank: int, processes: int, samples: int | 
                 f"Only {samples} validation samples are asked for, but the loader's sampler yields whole batches: "
                 "leave the number out"
             )
-        chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))[:samples]
+        chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(0))[:samples]
         items = [items[position] for position in chosen.sort().values.tolist()]
     mine = torch.arange(len(items)).tensor_split(processes)[rank].tolist()
     return DataLoader(

@@ -12,7 +12,7 @@ STROKES = 2
 JITTER = 0.06
 
 
-def synthetic_digits(count: int, size: int, *, classes: int = CLASSES, seed: int = 0) -> tuple[Tensor, Tensor]:
+def synthetic_digits(count: int, size: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Images of ten kinds of figure, each of two curved strokes whose points are shifted at random.
 
     The ten figures are the same for every ``seed`` and ``count``, so that what is learned on one sample holds on
@@ -21,15 +21,14 @@ def synthetic_digits(count: int, size: int, *, classes: int = CLASSES, seed: int
     Args:
         count: number of images.
         size: height and width in pixels.
-        classes: kinds of figure, at most ten.
         seed: the same seed gives the same images and labels.
 
     Returns:
-        Images (count, size * size), float32, values in [0, 1]; labels (count,), int64, in 0 to ``classes`` - 1.
+        Images (count, size * size), float32, values in [0, 1]; labels (count,), int64, in 0 to 9.
     """
     figures = torch.rand(CLASSES, STROKES, 3, 2, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (count,), generator=generator)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
     points = figures[labels] + JITTER * torch.randn(count, STROKES, 3, 2, generator=generator)
     points = MARGIN + (size - 1 - 2 * MARGIN) * points
     images = torch.cat([render_curves(part.flatten(0, 1), size) for part in points.split(512)])

@@ -36,10 +36,10 @@ class TrainedWeight:
         parameter: of shape (groups·outputs, *features), each group reading inputs of its own.
         groups: see ``parameter``.
         transposed: the shape of ``parameter`` is (groups·inputs, outputs, *kernel), and n is inputs times kernel.
-        form: of P.
         forgetting: λ.
 
     Attributes:
+        form: of P.
         rank: r of the low-rank form.
         block_size: P of more inputs is block-diagonal; None: of none.
         interval: P is updated in the first of so many steps.
@@ -49,6 +49,7 @@ class TrainedWeight:
             form.
     """
 
+    form: InverseForm = "full"
     rank = 32
     block_size: int | None = None
     interval = 1
@@ -63,11 +64,10 @@ class TrainedWeight:
         *,
         groups: int = 1,
         transposed: bool = False,
-        form: InverseForm = "full",
         forgetting: float = 1.0,
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
-        self.form, self.forgetting = form, forgetting
+        self.forgetting = forgetting
         self.biases: list[Bias] = []
         self.layers = 0
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups

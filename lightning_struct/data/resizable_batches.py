@@ -162,12 +162,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         steps, left = divmod(max(units, 0), step)
         smallest = min(self.first_size, self.size) if self.drop_last else 1
         totals = [left]
-        if (
-            steps
-            and not self.drop_last
-            and self.first_size < self.size
-            and 0 < left < self.accumulated * self.first_size
-        ):
+        is_short = 0 < left < self.accumulated * self.first_size
+        if steps and is_short and self.first_size < self.size and not self.drop_last:
             steps, totals = steps - 1, [math.ceil((step + left) / 2), (step + left) // 2]
         rest = []
         for total in totals:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,20 +175,19 @@ class GradientNormRecorder:
             self._watch(parameter)
 
     def _hook(self, layer: nn.Module) -> None:
+        before: Callable[..., None] | None = None
+        after, ends_what_began = self._after_forward, False
         if has_rule(layer) and is_recorded(layer):
-            before, after = self._before_projections(), self._after_projections()
+            before, after, ends_what_began = self._before_projections, self._after_projections, True
         elif has_rule(layer) and has_inner_calls(layer):
-            before, after = self._before_inner_calls(), self._after_inner_calls()
-        else:
-            if has_rule(layer) and runs_again(layer):
-                before = self._guarded(self._before_forward())
-                self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            after = self._guarded(self._after_forward())
-            self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
-            return
-        self._handles.append(layer.register_forward_pre_hook(self._guarded(before)))
-        after = self._guarded(after)
-        self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=True))
+            before, after, ends_what_began = self._before_inner_calls, self._after_inner_calls, True
+        elif has_rule(layer) and runs_again(layer):
+            before = self._before_forward
+        if before is not None:
+            self._handles.append(layer.register_forward_pre_hook(self._guarded(before), with_kwargs=True))
+        self._handles.append(
+            layer.register_forward_hook(self._guarded(after), with_kwargs=True, always_call=ends_what_began)
+        )
 
     def remove(self) -> None:
         """Take the hooks away. What was measured stays."""
@@ -274,7 +273,7 @@ class GradientNormRecorder:
 
     # Hooks are functions, not methods: a copy of the module, as an average of its weights, must not copy the recorder.
 
-    def _guarded(self, hook: Any) -> Any:
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         def guarded(layer: nn.Module, *args: Any) -> None:
             with self._excused(self._layers.get(layer, {}).values()):
                 hook(layer, *args)
@@ -292,20 +291,17 @@ class GradientNormRecorder:
             for parameter in parameters:
                 self._faults.setdefault(parameter, f"to measure it fails ({first_line(error)})")
 
-    def _before_forward(self) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if layer in self._layers and torch.is_grad_enabled() and draws_random_numbers(layer):
-                self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
+    def _is_measured(self, layer: nn.Module) -> bool:
+        return layer in self._layers and not self._rerunning and torch.is_grad_enabled()
 
-        return hook
+    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_measured(layer) and draws_random_numbers(layer):
+            self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
 
-    def _after_forward(self) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-            state = self._random_states.pop(layer, None) if self._random_states else None
-            if layer in self._layers and not self._rerunning and torch.is_grad_enabled():
-                self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), state)
-
-        return hook
+    def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        state = self._random_states.pop(layer, None) if self._random_states else None
+        if self._is_measured(layer):
+            self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), state)
 
     def _await(self, call: LayerCall, state: RandomState | None) -> None:
         """Await the cotangents of the outputs of a call."""
@@ -317,7 +313,12 @@ class GradientNormRecorder:
         for parameter in trainable.values():
             if parameter not in self._watched:
                 self._watch(parameter)
-        awaited = self._recorded(call, trainable, state)
+        if couples_samples(call.layer):
+            self._warn_once(
+                "batch normalisation in training couples the samples of a batch through their statistics: of the "
+                "layers before it, what is measured is each sample's share of the gradient, and not its own gradient"
+            )
+        awaited = awaited_call(call, trainable, state)
         number = len(tensors)
         if number == 1:
             tensors[0].register_hook(lambda cotangent: self._arrive(awaited, [cotangent]))
@@ -331,68 +332,46 @@ class GradientNormRecorder:
 
         register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
 
-    def _before_inner_calls(self) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if layer in self._layers and torch.is_grad_enabled() and not self._rerunning:
-                self._inner_calls[layer] = InnerCalls(layer)
-                self._inner_calls[layer].begin()
+    def _before_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_measured(layer):
+            self._inner_calls[layer] = InnerCalls(layer)
+            self._inner_calls[layer].begin()
 
-        return hook
+    def _after_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        inner = self._inner_calls.pop(layer, None)
+        if inner is None:
+            return
+        inner.end()
+        if outputs is None:
+            return  # it has failed
+        for call, state in inner.calls:
+            self._await(replace(call, samples=self.samples, rows=self.rows), state)
+        if not inner.calls:
+            self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), None)
 
-    def _after_inner_calls(self) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-            inner = self._inner_calls.pop(layer, None)
-            if inner is None:
-                return
-            inner.end()
-            if outputs is None:
-                return  # it has failed
-            for call, state in inner.calls:
-                self._await(replace(call, samples=self.samples, rows=self.rows), state)
-            if not inner.calls:
-                self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), None)
+    def _before_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_measured(layer):
+            self._recording[layer] = RecordedCalls().__enter__()
 
-        return hook
-
-    def _before_projections(self) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if layer in self._layers and torch.is_grad_enabled() and not self._rerunning:
-                self._recording[layer] = RecordedCalls().__enter__()
-
-        return hook
-
-    def _after_projections(self) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-            recording = self._recording.pop(layer, None)
-            if recording is None:
-                return
-            recording.__exit__()
-            if outputs is None:
-                return  # it has failed
-            for parameter in self._layers[layer].values():
-                self._watch(parameter)
-            call = base_call(LayerCall(layer, args, kwargs, samples=self.samples, rows=self.rows))
-            for edge, use in parameter_uses(call, recording.calls):
-                # Neither what is awaited nor its hook may hold the graph, which holds the hook.
-                awaited = AwaitedCall(
-                    LayerCall(layer, samples=self.samples, rows=self.rows), use.parameters, current_backward()
-                )
-                awaited.use = use
-                edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
-
-        return hook
+    def _after_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        recording = self._recording.pop(layer, None)
+        if recording is None:
+            return
+        recording.__exit__()
+        if outputs is None:
+            return  # it has failed
+        for parameter in self._layers[layer].values():
+            self._watch(parameter)
+        call = base_call(LayerCall(layer, args, kwargs, samples=self.samples, rows=self.rows))
+        for edge, use in parameter_uses(call, recording.calls):
+            # Neither what is awaited nor its hook may hold the graph, which holds the hook.
+            without_tensors = LayerCall(layer, samples=self.samples, rows=self.rows)
+            awaited = AwaitedCall(without_tensors, use.parameters, current_backward(), use=use)
+            edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
 
     def _arrive_at_node(self, awaited: AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:
             self._arrive(awaited, [cotangents[output]])
-
-    def _recorded(self, call: LayerCall, parameters: dict[str, nn.Parameter], state: RandomState | None) -> AwaitedCall:
-        if couples_samples(call.layer):
-            self._warn_once(
-                "batch normalisation in training couples the samples of a batch through their statistics: of the "
-                "layers before it, what is measured is each sample's share of the gradient, and not its own gradient"
-            )
-        return awaited_call(call, parameters, state)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -430,23 +409,21 @@ class GradientNormRecorder:
         parameters = awaited.parameters
         if any(parameter.is_complex() for parameter in parameters.values()):
             raise Uncovered("it is complex")
-        if not any(cotangent is not None and cotangent.numel() for cotangent in cotangents) and any(
-            parameter.numel() for parameter in parameters.values()
-        ):  # there are no samples
-            return {
-                name: Dense(parameter.detach().new_zeros(0, *parameter.shape)) for name, parameter in parameters.items()
-            }
+        has_samples = any(cotangent is not None and cotangent.numel() for cotangent in cotangents)
+        if not has_samples and any(parameter.numel() for parameter in parameters.values()):
+            return {name: Dense(p.detach().new_zeros(0, *p.shape)) for name, p in parameters.items()}
         if awaited.use is not None:
             return awaited.use.contributions(call.cotangent, call.samples)
         if awaited.rerun is None:
             return contributions(call)
         device, dtype, enabled = awaited.rerun.autocast
+        state = awaited.rerun.random_state
         self._rerunning = True
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-                if awaited.rerun.random_state is not None:
-                    stack.enter_context(restored_random_state(awaited.rerun.random_state))
+            with (
+                torch.autocast(device, dtype, enabled, cache_enabled=False),
+                nullcontext() if state is None else restored_random_state(state),
+            ):
                 shares = contributions(call)
         except CannotRunAgain as reason:
             self._failed[call.layer] = str(reason)
@@ -466,20 +443,17 @@ class GradientNormRecorder:
         if parameter in self._watched or not parameter.requires_grad or is_lazy(parameter):
             return
         self._watched.add(parameter)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(self._after_accumulation()))
+        hook = parameter.register_post_accumulate_grad_hook(lambda parameter: self._after_accumulation(parameter))
+        self._handles.append(hook)
 
-    def _after_accumulation(self) -> Any:
-        def hook(parameter: Tensor) -> None:
-            assert isinstance(parameter, nn.Parameter)
-            if self._rerunning:
-                return
-            if parameter not in self._faults:
-                with self._excused([parameter]):
-                    self._accumulate(parameter)
-            if parameter in self._faults:
-                self.mark_uncovered(parameter, self._faults[parameter])
-
-        return hook
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        if self._rerunning:
+            return
+        if parameter not in self._faults:
+            with self._excused([parameter]):
+                self._accumulate(parameter)
+        if parameter in self._faults:
+            self.mark_uncovered(parameter, self._faults[parameter])
 
     def _accumulate(self, parameter: nn.Parameter) -> None:
         arrived = self._arrived.pop(parameter, None)

@@ -14,6 +14,18 @@ Samples: TypeAlias = int | Collection[int] | None
 _REQUIRED: Any = object()
 
 
+def admissible_sizes(samples: Samples) -> list[int] | None:
+    """The sizes that n may have, in order; None where the first dimension decides.
+
+    Example:
+        >>> admissible_sizes(4), admissible_sizes({8, 4}), admissible_sizes(None)
+        ([4], [4, 8], None)
+    """
+    if samples is None:
+        return None
+    return [samples] if isinstance(samples, int) else sorted(samples)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """One call of a layer, and what came back to it.

@@ -75,7 +75,7 @@ class Convolution(Contribution):
     def projections(self, left: Tensor, right: Tensor) -> Tensor:
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
         kernels = right.reshape(len(right), -1, *self.kernel).repeat(self.groups, *[1] * (1 + len(self.kernel)))
-        images = F.pad(at_least_float32(self.inputs), _pad_argument(self.padding))
+        images = F.pad(at_least_float32(self.inputs), pad_argument(self.padding))
         filtered = convolve(images, kernels, stride=self.stride, dilation=self.dilation, groups=self.groups)
         filtered = _first_positions(filtered, self.cotangents.shape[2:])
         of_groups = at_least_float32(self.cotangents).flatten(2).unflatten(1, (self.groups, -1))
@@ -113,7 +113,7 @@ class Convolution(Contribution):
     def input_patches(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Patches and cotangents of m samples, (m, groups, in / groups * kernel or out / groups, positions)."""
         delta = at_least_float32(self.cotangents[chunk])
-        images = F.pad(at_least_float32(self.inputs[chunk]), _pad_argument(self.padding))
+        images = F.pad(at_least_float32(self.inputs[chunk]), pad_argument(self.padding))
         patches = _patches(images, self.kernel, self.stride, self.dilation, delta.shape[2:])
         shape = (delta.shape[0], self.groups, -1, math.prod(delta.shape[2:]))
         return patches.reshape(shape), delta.reshape(shape)
@@ -123,7 +123,7 @@ class Convolution(Contribution):
         images = at_least_float32(self.inputs[chunk])
         reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
         padding = [(r - before, r - after) for r, (before, after) in zip(reach, self.padding, strict=True)]
-        delta = F.pad(at_least_float32(self.cotangents[chunk]), _pad_argument(padding))
+        delta = F.pad(at_least_float32(self.cotangents[chunk]), pad_argument(padding))
         patches = _patches(delta, self.kernel, self.stride, self.dilation, images.shape[2:])
         shape = (images.shape[0], self.groups, -1, math.prod(images.shape[2:]))
         return patches.reshape(shape), images.reshape(shape)
@@ -147,6 +147,6 @@ def _first_positions(images: Tensor, positions: Sequence[int]) -> Tensor:
     return images
 
 
-def _pad_argument(padding: Sequence[tuple[int, int]]) -> list[int]:
+def pad_argument(padding: Sequence[tuple[int, int]]) -> list[int]:
     """The padding in the order of ``F.pad``: the last dimension first."""
     return [number for pair in reversed(padding) for number in pair]

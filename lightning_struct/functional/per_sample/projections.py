@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,21 +117,19 @@ class ParameterUse(ABC):
 
         Args:
             cotangent: of what the use computed.
-            samples: n, or the sizes that it may have; k sequences in a row are one sample where there are k·n. None: as
-                many as there are sequences.
+            samples: n, or the sizes that it may have, as :func:`~.rerun.by_sample` takes them.
 
         Raises:
-            Uncovered: the number of sequences is no multiple of n; there is no dimension of sequences.
+            Uncovered: the number of sequences is none that n may have; there is no dimension of sequences.
         """
         if self._sequences is None:
             raise Uncovered("it read one sequence without a batch dimension")
-        n = samples if isinstance(samples, int) or samples is None else _one_of(samples, self._sequences)
-        return self._shares(cotangent, n)
+        return self._shares(cotangent, samples)
 
     @abstractmethod
-    def _shares(self, cotangent: Tensor, samples: int | None) -> dict[str, Contribution]: ...
+    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]: ...
 
-    def _by_sample(self, tensor: Tensor, samples: int | None) -> Tensor:
+    def _by_sample(self, tensor: Tensor, samples: Samples) -> Tensor:
         """(n, positions, features) of (L, N, features) or, time first, (L·N, features)."""
         return by_sample(tensor.reshape(-1, self._sequences or 1, tensor.shape[-1]).transpose(0, 1), samples)
 
@@ -150,7 +148,7 @@ class Projection(ParameterUse):
         self._inputs, self._rows = call.inputs.detach(), rows_used(call, parameters)
         self.parameters = {name: parameters[name] for name in self._rows}
 
-    def _shares(self, cotangent: Tensor, samples: int | None) -> dict[str, Contribution]:
+    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
         inputs, delta = (self._by_sample(tensor, samples) for tensor in (self._inputs, cotangent))
         shares: dict[str, Contribution] = {}
         for name, parameter in self.parameters.items():
@@ -173,7 +171,7 @@ class AddedRow(ParameterUse):
         super().__init__(sequences)
         self.parameters = {name: parameter}
 
-    def _shares(self, cotangent: Tensor, samples: int | None) -> dict[str, Contribution]:
+    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
         (name,) = self.parameters
         return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
 
@@ -229,14 +227,6 @@ def rows_used(call: LinearCall, parameters: Mapping[str, nn.Parameter]) -> dict[
             if used is not None and (rows := _rows(used, parameter)) is not None:
                 found[name] = rows
     return found
-
-
-def _one_of(samples: Collection[int], sequences: int) -> int:
-    if len(samples) == 1:
-        return next(iter(samples))
-    if sequences in samples:
-        return sequences
-    raise Uncovered(f"it read {sequences} sequences, not {' or '.join(map(str, sorted(samples)))}")
 
 
 def _rows(used: Tensor, parameter: nn.Parameter) -> slice | None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.functional.layer_call import LayerCall
+from lightning_struct.functional.layer_call import LayerCall, Samples
 from lightning_struct.functional.layers import recurrent_places
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered
 from lightning_struct.functional.per_sample.rerun import by_sample, check_rerun
@@ -34,18 +34,16 @@ def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
 
     Args:
         call: of ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``. Its cotangents are first that of the output sequence, last those
-            of h_n or of h_n and c_n. Its ``samples`` are n, or None for as many as there are sequences; of k·n
-            sequences each k in a row are one sample.
+            of h_n or of h_n and c_n. Its ``samples`` are as :func:`~.rerun.by_sample` takes them.
 
     Returns:
         By the name of the parameter, in float32 at least.
 
     Raises:
-        Uncovered: the input is one sequence without a batch dimension; the number of sequences is no multiple of n;
+        Uncovered: the input is one sequence without a batch dimension; the number of sequences is none that n may have;
             dropout took another mask than in the call.
     """
     layer, outputs, cotangents = call.layer, call.outputs, call.cotangents
-    assert call.samples is None or isinstance(call.samples, int)
     parameter = next(layer.parameters())
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
@@ -91,7 +89,7 @@ class _SequenceLayout:
         """The caller's (layers, N, features)."""
         return states if self.sorting is None else states.index_select(1, self.sorting)
 
-    def by_sample(self, tensor: Tensor, samples: int | None) -> Tensor:
+    def by_sample(self, tensor: Tensor, samples: Samples) -> Tensor:
         """(n, positions, features) in the caller's order, from (T, N, features)."""
         tensor = tensor.transpose(0, 1)
         if self.unsorting is not None:
@@ -140,7 +138,7 @@ def _arguments(
     widths = [layer.proj_size or layer.hidden_size]
     if layer.mode == "LSTM":
         widths.append(layer.hidden_size)
-    stacked = layer.num_layers * (2 if layer.bidirectional else 1)
+    stacked = len(recurrent_places(layer))
     return inputs, [inputs.new_zeros(stacked, inputs.shape[1], width) for width in widths], layout
 
 
@@ -172,7 +170,7 @@ def _backward(
     of_outputs: Tensor | None,
     of_final: Sequence[Tensor | None],
     layout: _SequenceLayout,
-    samples: int | None,
+    samples: Samples,
 ) -> dict[str, Contribution]:
     contributions: dict[str, Contribution] = {}
     for level in range(layer.num_layers - 1, -1, -1):

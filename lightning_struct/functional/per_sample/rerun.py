@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.layer_call import Samples, admissible_sizes
 from lightning_struct.functional.per_sample.contributions import Uncovered
 
 # Relative to the norm of the output. Another mask changes it by about the square root of the dropout probability;
@@ -38,19 +39,23 @@ def check_rerun(recorded: Tensor, computed: Tensor) -> None:
         )
 
 
-def by_sample(sequences: Tensor, samples: int | None) -> Tensor:
+def by_sample(sequences: Tensor, samples: Samples) -> Tensor:
     """(n, k·T, features) from (k·n, T, features), where each k sequences in a row are one sample.
 
     Args:
         sequences: of one call of the layer.
-        samples: n; k is 1 if None.
+        samples: n, or the sizes that it may have; k is 1 with several, and if None.
 
     Raises:
-        Uncovered: the number of sequences is no multiple of n.
+        Uncovered: the number of sequences is no multiple of n, or none of the sizes.
     """
     number = sequences.shape[0]
-    if samples is None or samples == number:
+    admissible = admissible_sizes(samples)
+    if admissible is None or number in admissible:
         return sequences
-    if number % samples:
-        raise Uncovered(f"it read {number} sequences, which is no multiple of {samples} samples")
-    return sequences.reshape(samples, -1, sequences.shape[2])
+    if len(admissible) != 1:
+        raise Uncovered(f"it read {number} sequences, not {' or '.join(map(str, admissible))}")
+    (n,) = admissible
+    if number % n:
+        raise Uncovered(f"it read {number} sequences, which is no multiple of {n} samples")
+    return sequences.reshape(n, -1, sequences.shape[2])

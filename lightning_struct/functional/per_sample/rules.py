@@ -6,7 +6,7 @@ again, see :mod:`~lightning_struct.functional.per_sample.vmapped`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.layer_call import LayerCall, Samples
+from lightning_struct.functional.layer_call import LayerCall, Samples, admissible_sizes
 from lightning_struct.functional.layer_kinds import ElementwiseForm, Rule
 from lightning_struct.functional.layers import base_call, has_plain_parameters, kind_of, owned_parameters, padding
 from lightning_struct.functional.per_sample import rerun
@@ -28,7 +28,7 @@ from lightning_struct.functional.per_sample.contributions import (
     at_least_float32,
     row_norms,
 )
-from lightning_struct.functional.per_sample.convolution import Convolution
+from lightning_struct.functional.per_sample.convolution import Convolution, pad_argument
 from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
 from lightning_struct.functional.per_sample.vmapped import contributions_by_vmap
 from lightning_struct.functional.recognition import run_with
@@ -95,7 +95,7 @@ def may_run_again(layer: nn.Module) -> bool:
 def draws_random_numbers(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again, with the random generators as before the call."""
     reader = _reader(layer)
-    return reader is not None and reader.has_dropout and rerun.draws_random_numbers(layer)
+    return reader is not None and reader.runs_again and rerun.draws_random_numbers(layer)
 
 
 def compares_outputs(layer: nn.Module) -> bool:
@@ -111,11 +111,17 @@ def keeps_outputs(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Reader:
-    """The rule of a layer. ``declared``: by :func:`~lightning_struct.functional.layer_kinds.register_layer`."""
+    """The rule of a layer.
+
+    Attributes:
+        rule: the rule.
+        runs_again: it runs the layer again, which is a recurrent one and may have dropout inside.
+        declared: by :func:`~lightning_struct.functional.layer_kinds.register_layer`.
+        recognized: by what the layer computed.
+    """
 
     rule: Rule
     runs_again: bool = False
-    has_dropout: bool = False
     declared: bool = False
     recognized: bool = False
 
@@ -167,9 +173,8 @@ class _SampleLayout:
             rows = tensor.reshape(tensor.shape[0], -1, *features)
             counts = torch.bincount(self.sample_of_row, minlength=self.samples)
             order = self.sample_of_row.argsort(stable=True)
-            place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts).repeat_interleave(
-                counts
-            )
+            first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # of the rows of its sample, in that order
+            place = torch.arange(len(order), device=order.device) - first
             padded = rows.new_zeros(self.samples, int(counts.max()), *rows.shape[1:])
             padded[self.sample_of_row[order], place] = rows[order]
             return padded.flatten(1, 2)
@@ -187,9 +192,9 @@ def _layout(
     """
     if leading < 1:
         raise Uncovered(f"it read a tensor of shape {tuple(size)}, which has no dimension of samples")
-    if samples is None:
+    admissible = admissible_sizes(samples)
+    if admissible is None:
         return _SampleLayout(size[0], 0, leading)
-    admissible = [samples] if isinstance(samples, int) else sorted(samples)
     for dimension in range(min(leading, 2)):
         if size[dimension] in admissible:
             return _SampleLayout(size[dimension], dimension, leading)
@@ -238,7 +243,7 @@ def _embedding(call: LayerCall) -> dict[str, Contribution]:
 def _convolution(call: LayerCall) -> dict[str, Contribution]:
     layer, inputs, pads = call.layer, call.input, padding(call.layer)
     if layer.padding_mode != "zeros":
-        inputs = F.pad(inputs, [number for pair in reversed(pads) for number in pair], layer.padding_mode)
+        inputs = F.pad(inputs, pad_argument(pads), layer.padding_mode)
         pads = [(0, 0)] * len(pads)
     return _of_convolution(call, inputs, pads, transposed=False)
 
@@ -355,42 +360,14 @@ def _elementwise(call: LayerCall, form: ElementwiseForm) -> dict[str, Contributi
 
 
 def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
-    parameters, inputs, delta = (
-        call.layer.num_parameters,
-        at_least_float32(call.input),
-        at_least_float32(call.cotangent),
-    )
-    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if parameters == 1 else 1, call.samples, call.rows)
+    slopes, inputs, delta = call.layer.num_parameters, at_least_float32(call.input), at_least_float32(call.cotangent)
+    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if slopes == 1 else 1, call.samples, call.rows)
     gradients = layout.arranged(inputs.clamp(max=0) * delta).sum(1)
-    if parameters == 1:
-        return {"weight": Dense(gradients.reshape(layout.samples, -1).sum(1, keepdim=True))}
-    return {"weight": Dense(gradients.reshape(layout.samples, parameters, -1).sum(2))}
+    return {"weight": Dense(gradients.reshape(layout.samples, slopes, -1).sum(2))}
 
 
 def _attention(call: LayerCall) -> dict[str, Contribution]:
     raise Uncovered("its products are seen only while it runs (see projections.py)")
-
-
-def _of_one_size(rule: Rule) -> Rule:
-    """The rule made of one that knows one number of samples or None."""
-
-    def of_any_size(call: LayerCall) -> dict[str, Contribution]:
-        samples = call.samples
-        if samples is None or isinstance(samples, int):
-            return rule(call)
-        if len(samples) == 1:
-            return rule(replace(call, samples=next(iter(samples))))
-        shares = rule(replace(call, samples=None))
-        for share in shares.values():
-            if share.samples not in samples:
-                raise Uncovered(f"it read {share.samples} samples, not {' or '.join(map(str, sorted(samples)))}")
-        return shares
-
-    return of_any_size
-
-
-def _for_all(types: Collection[type[nn.Module]], reader: _Reader) -> dict[type[nn.Module], _Reader]:
-    return dict.fromkeys(types, reader)
 
 
 # By the base of the kind of layer.
@@ -398,12 +375,10 @@ _READERS: dict[type[nn.Module], _Reader] = {
     nn.Linear: _Reader(_affine),
     nn.Embedding: _Reader(_embedding),
     nn.PReLU: _Reader(_parametric_relu),
-    **_for_all((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Reader(_convolution)),
-    **_for_all((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_transposed_convolution)),
-    **_for_all((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
-    **_for_all((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
-    **_for_all(
-        (nn.RNN, nn.LSTM, nn.GRU), _Reader(_of_one_size(recurrent_contributions), runs_again=True, has_dropout=True)
-    ),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Reader(_convolution)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_transposed_convolution)),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), _Reader(recurrent_contributions, runs_again=True)),
     nn.MultiheadAttention: _Reader(_attention),
 }

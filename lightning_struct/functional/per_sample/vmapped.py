@@ -17,7 +17,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_struct.functional.layer_call import LayerCall, map_items, tensors_in
+from lightning_struct.functional.layer_call import LayerCall, admissible_sizes, map_items, tensors_in
 from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import NUMBERS_AT_A_TIME, Contribution, Dense, Uncovered
 
@@ -36,13 +36,13 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
     Every tensor among the arguments whose first dimension has n entries is taken to hold one for each sample, any other
     to be common to all.
     """
-    layer, cotangents, samples = call.layer, call.cotangents, call.samples
+    layer, cotangents, admissible = call.layer, call.cotangents, admissible_sizes(call.samples)
     params = {f"layer.{name}": p.detach() for name, p in owned_parameters(layer).items() if p.requires_grad}
     recorded = tensors_in(call.outputs)
     reached = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
     sizes = {recorded[i].shape[0] if recorded[i].ndim else 0 for i in reached}
     n = sizes.pop()
-    if sizes or not n or (samples is not None and n not in ([samples] if isinstance(samples, int) else samples)):
+    if sizes or not n or (admissible is not None and n not in admissible):
         shapes = ", ".join(str(tuple(recorded[i].shape)) for i in reached)
         raise Uncovered(f"it has no rule, and its outputs, of shape {shapes}, have no first dimension of samples")
     numbers = sum(p.numel() for p in params.values())
@@ -64,9 +64,8 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
             return [results[i] for i in reached]
 
         results, pull_back = vjp(outputs_at, params)  # type: ignore[misc]
-        return pull_back([delta[None].to(result.dtype) for delta, result in zip(deltas, results, strict=True)])[
-            0
-        ], results
+        (gradients,) = pull_back([delta[None].to(result.dtype) for delta, result in zip(deltas, results, strict=True)])
+        return gradients, results
 
     deltas = [cotangent for cotangent in cotangents if cotangent is not None]
     chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))

@@ -16,7 +16,7 @@ from lightning_struct.functional.factored_least_squares import (
     GramLeastSquares,
     geodesic_acceleration,
 )
-from lightning_struct.functional.gauss_newton import Linearization, linearize
+from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.gradient_norms import (
     GradientNormRecorder,
     ParameterNorms,
@@ -30,6 +30,7 @@ from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.layers import Matrix, register_layer, unregister_layer
 from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import LineSearchResult, armijo
+from lightning_struct.functional.linearization import Linearization
 from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError
 from lightning_struct.functional.operators import (
     DenseOperator,

@@ -11,8 +11,7 @@ the network again in each of them, as forward-over-reverse differentiation does,
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,43 +28,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_struct.functional.layer_call import tensors_in
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.layers import coupling_layer
+from lightning_struct.functional.linearization import Linearization, Parameters
 from lightning_struct.functional.per_sample.contributions import sample_chunks
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
 
-Parameters = Mapping[str, Tensor]
 BACKENDS = ("layer_rules", "linearize", "double_backward")
 # A trace takes 1 to 4 s for an LSTM, a small transformer or ResNet (CPU), and saves up to 2 ms a product.
 _PRODUCTS_WORTH_A_TRACE = 1000
-
-
-class Linearization(ABC):
-    """A network at one point: its outputs and the products with its Jacobian J there.
-
-    Attributes:
-        outputs: (n, ...), what the network returned; detached.
-        backend: which of ``BACKENDS`` gives the products; with chunks, the one that is used inside each of them.
-    """
-
-    outputs: Tensor
-    backend: str
-
-    @abstractmethod
-    def jvp(self, v: Parameters) -> Tensor:
-        """J v: ``v`` has a tensor for each parameter; the result is shaped like ``outputs``."""
-
-    @abstractmethod
-    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
-        """Jᵀ u, a tensor for each parameter, written to ``out`` if given; ``u`` is shaped like ``outputs``."""
-
-    @abstractmethod
-    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
-        """Σᵢ (Jᵢᵀ uᵢ)², squared elementwise before the sum over the n samples."""
-
-    @abstractmethod
-    def squared_norms(self, u: Tensor) -> Tensor:
-        """(n,): ‖Jᵢᵀ uᵢ‖² of each sample."""
 
 
 def linearize(
@@ -119,7 +90,7 @@ def linearize(
     if backend in (None, "layer_rules"):
         chain = _layer_chain(function, params, args)
         if chain is not None:
-            return _LayerRules(chain)
+            return chain
         if backend == "layer_rules":
             raise ValueError(
                 "backend='layer_rules' needs a module that is a chain of Linear, elementwise and reshaping layers, "
@@ -152,26 +123,6 @@ def _layer_chain(
         return record_layer_chain(function, params, args)
 
 
-class _LayerRules(Linearization):
-    backend = "layer_rules"
-
-    def __init__(self, chain: LayerChain) -> None:
-        self._chain = chain
-        self.outputs = chain.outputs
-
-    def jvp(self, v: Parameters) -> Tensor:
-        return self._chain.jvp(v)
-
-    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
-        return self._chain.vjp(u, out)
-
-    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
-        return self._chain.squared_vjp(u)
-
-    def squared_norms(self, u: Tensor) -> Tensor:
-        return self._chain.squared_norms(u)
-
-
 class _Autograd(Linearization):
     """The part that needs a graph of the outputs only: Jᵀu, and per-sample products by vmap."""
 
@@ -183,7 +134,11 @@ class _Autograd(Linearization):
         self._random_state = random_state(*args)
         with torch.enable_grad(), _twice_differentiable(self._module):
             self._graph = self._call(self._point, *args)
-        _check_output(self._graph)
+        if not isinstance(self._graph, Tensor):
+            raise TypeError(
+                f"the function must return one tensor, got {type(self._graph).__name__}: wrap it in a module that "
+                "picks it out"
+            )
         if not self._graph.requires_grad:
             raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
         self.outputs = self._graph.detach()
@@ -374,8 +329,7 @@ class _Chunked(Linearization):
         outputs = []
         for _, chunk in self._draw():
             outputs.append(chunk.outputs)
-            self.backend = chunk.backend
-            self._backend = chunk.backend
+            self.backend = self._backend = chunk.backend
         self.outputs = torch.cat(outputs)
 
     def _chunks(self) -> Iterator[tuple[slice, Linearization]]:
@@ -388,7 +342,7 @@ class _Chunked(Linearization):
             args = rows_of_arguments(self._args, rows, self._n)
             if self._backend is None:
                 chain = _layer_chain(self._function, self._params, args)
-                yield rows, _LayerRules(chain) if chain else _DoubleBackward(self._function, self._params, args)
+                yield rows, chain or _DoubleBackward(self._function, self._params, args)
             else:
                 yield rows, linearize(self._function, self._params, *args, backend=self._backend)
 
@@ -441,13 +395,6 @@ def _as_function(function: nn.Module | Callable[..., Tensor]) -> Callable[..., T
         return call_with(module, {**buffers, **params}, args)
 
     return call
-
-
-def _check_output(outputs: Any) -> None:
-    if not isinstance(outputs, Tensor):
-        raise TypeError(
-            f"the function must return one tensor, got {type(outputs).__name__}: wrap it in a module that picks it out"
-        )
 
 
 @contextmanager

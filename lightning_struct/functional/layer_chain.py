@@ -8,13 +8,14 @@ another. Activations and their derivatives are kept, so a product costs its matr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.linearization import Linearization, Parameters
 from lightning_struct.functional.per_sample.contributions import linear_squared_norms, sample_chunks
 from lightning_struct.functional.stateless import call_with
 
@@ -47,17 +48,17 @@ class _Reshape:
     output_shape: torch.Size
 
 
-class LayerChain:
-    """The recorded chain; ``outputs`` is (n, ...). The products are those of ``Linearization``."""
+class LayerChain(Linearization):
+    """The recorded chain."""
 
-    def __init__(
-        self, steps: list[_Linear | _Elementwise | _Reshape], outputs: Tensor, params: Mapping[str, Tensor]
-    ) -> None:
+    backend = "layer_rules"
+
+    def __init__(self, steps: list[_Linear | _Elementwise | _Reshape], outputs: Tensor, params: Parameters) -> None:
         self._steps = steps
         self._params = dict(params)
         self.outputs = outputs
 
-    def jvp(self, v: Mapping[str, Tensor]) -> Tensor:
+    def jvp(self, v: Parameters) -> Tensor:
         tangent: Tensor | None = None  # None as long as it is zero
         for step in self._steps:
             if isinstance(step, _Linear):
@@ -70,7 +71,7 @@ class LayerChain:
                 tangent = tangent.reshape(step.output_shape)
         return torch.zeros_like(self.outputs) if tangent is None else tangent.to(self.outputs.dtype)
 
-    def vjp(self, u: Tensor, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
         gradients = {name: torch.empty_like(p) for name, p in self._params.items()} if out is None else dict(out)
         written: set[str] = set()
 
@@ -105,7 +106,10 @@ class LayerChain:
                     squares[name] = cotangent.square().sum(0)
                 else:
                     squares[name] = cotangent.square().t() @ inputs.square()
-        return self._complete(squares)
+        return {  # in the order and dtype of the parameters, zero where the chain does not reach
+            name: squares[name].to(p.dtype) if name in squares else torch.zeros_like(p)
+            for name, p in self._params.items()
+        }
 
     def squared_norms(self, u: Tensor) -> Tensor:
         norms = torch.zeros(u.shape[0], dtype=u.dtype, device=u.device)
@@ -146,15 +150,8 @@ class LayerChain:
                 uses.setdefault(layer.bias_name, []).append((None, cotangent.to(u.dtype)))
         return uses
 
-    def _complete(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients in the order and dtype of the parameters, zero where the chain does not reach."""
-        return {
-            name: gradients[name].to(p.dtype) if name in gradients else torch.zeros_like(p)
-            for name, p in self._params.items()
-        }
 
-
-def _linear_tangent(layer: _Linear, tangent: Tensor | None, v: Mapping[str, Tensor]) -> Tensor | None:
+def _linear_tangent(layer: _Linear, tangent: Tensor | None, v: Parameters) -> Tensor | None:
     """F W + S̃ D, in the names of Algorithm 4; a new tensor."""
     dtype, inputs = layer.weight.dtype, layer.inputs
     shape = (*inputs.shape[:-1], layer.weight.shape[0])
@@ -188,7 +185,7 @@ def _per_sample_gradient(inputs: Tensor | None, cotangent: Tensor, rows: slice) 
     return f.mT @ a.reshape(a.shape[0], -1, a.shape[-1])
 
 
-def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tuple[Any, ...]) -> LayerChain | None:
+def record_layer_chain(module: nn.Module, params: Parameters, args: tuple[Any, ...]) -> LayerChain | None:
     """Run ``module`` once at ``params`` and return its chain, or None if it is not a chain of layers with rules.
 
     Under autocast the chain computes its products in the autocast dtype, as the module does.
@@ -197,15 +194,14 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
         return None
     names = {id(p): name for name, p in module.named_parameters()}
     owned = {layer: (names[id(layer.weight)], names.get(id(layer.bias))) for layer in _linears(module)}
-    calls: list[tuple[nn.Module, tuple[Any, ...], Any, int]] = []
-    weights: list[Tensor | None] = []
+    calls: list[tuple[nn.Module, tuple[Any, ...], Any, int, Any]] = []
     cut_off = False  # some layer is called under torch.no_grad, where no derivative passes
 
     def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal cut_off
         cut_off = cut_off or not torch.is_grad_enabled()
-        calls.append((layer, inputs, output, output._version if isinstance(output, Tensor) else 0))
-        weights.append(layer.weight if type(layer) is nn.Linear else None)
+        version = output._version if isinstance(output, Tensor) else 0
+        calls.append((layer, inputs, output, version, layer.weight if type(layer) is nn.Linear else None))
 
     leaves = [layer for layer in module.modules() if next(layer.children(), None) is None]
     handles = [layer.register_forward_hook(hook) for layer in leaves]
@@ -222,13 +218,12 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
     steps: list[_Linear | _Elementwise | _Reshape] = []
     value: Any = args[0]
     dtype = torch.get_autocast_dtype(value.device.type) if torch.is_autocast_enabled(value.device.type) else None
-    for (layer, inputs, output, version), weight in zip(calls, weights, strict=True):
+    for layer, inputs, output, version, weight in calls:
         if len(inputs) != 1 or inputs[0] is not value or not isinstance(output, Tensor) or output._version != version:
             return None
         if output.ndim < 2 or output.shape[0] != args[0].shape[0]:
             return None
         if type(layer) is nn.Linear:
-            assert weight is not None
             compute = dtype or weight.dtype
             weight_name, bias_name = (name if name in params else None for name in owned[layer])
             steps.append(_Linear(value.detach().to(compute), weight.detach().to(compute), weight_name, bias_name))
@@ -244,21 +239,17 @@ def record_layer_chain(module: nn.Module, params: Mapping[str, Tensor], args: tu
     return LayerChain(steps, outputs.detach(), params)
 
 
-def _may_be_chain(module: nn.Module, params: Mapping[str, Tensor]) -> bool:
+def _may_be_chain(module: nn.Module, params: Parameters) -> bool:
     """Cheap signs that there is no chain, before a forward pass is spent on it."""
     linears = set(_linears(module))
     for layer in module.modules():
         if layer in linears:
             if layer._forward_hooks or layer._forward_pre_hooks:
                 return False
-        elif _owns_parameters(layer):
+        elif next(layer.parameters(recurse=False), None) is not None:
             return False
     reached = {name for name, _ in module.named_parameters()}
     return bool(linears) and set(params) <= reached
-
-
-def _owns_parameters(layer: nn.Module) -> bool:
-    return next(layer.parameters(recurse=False), None) is not None
 
 
 def _has_rule(layer: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.gauss_newton import Linearization
+from lightning_struct.functional.linearization import Linearization
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import random_signs
 

@@ -15,7 +15,6 @@ those of equation (2). The Toeplitz-like matrices are equation (2) with A = Z_1 
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,12 @@ from lightning_struct.functional.operators import (
     TridiagonalOperator,
     as_operator,
 )
-from lightning_struct.functional.structured.arguments import computing_dtype, require_generators, require_vectors
+from lightning_struct.functional.structured.arguments import (
+    computing_dtype,
+    promoted_dtype,
+    require_generators,
+    require_vectors,
+)
 from lightning_struct.functional.structured.krylov import krylov_matrix, krylov_product, krylov_rows
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_matmul, subdiagonal_to_dense
 from lightning_struct.functional.structured.toeplitz import toeplitz_like_matmul
@@ -220,7 +224,7 @@ def _at_least_float32(*tensors: Tensor) -> list[Tensor]:
 
 def _rounded(product: Tensor, *arguments: Tensor) -> Tensor:
     """The product, in half precision if all arguments are."""
-    dtype = reduce(torch.promote_types, (argument.dtype for argument in arguments))
+    dtype = promoted_dtype(*arguments)
     return product.to(dtype) if dtype.itemsize == 2 else product
 
 

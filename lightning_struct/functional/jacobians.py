@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -177,10 +177,7 @@ class FactoredJacobian(Jacobian):
         self.dtype = columns.dtype
         self.shape = (len(columns), sum(size.numel() for size in sizes.values()))
         first = next(iter(products.values()))
-        ends = [0]
-        for block in first:
-            ends.append(ends[-1] + block.left.shape[1])
-        self._blocks = list(pairwise(ends))
+        self._blocks = list(pairwise(accumulate((block.left.shape[1] for block in first), initial=0)))
 
     def product(self, d: Tensor) -> Tensor:
         parts = self._by_name(d)

@@ -11,7 +11,7 @@ are independent.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from lightning_struct.functional.per_sample.contributions import (
     Outer,
     Uncovered,
     at_least_float32,
-    sample_chunks,
 )
 from lightning_struct.functional.per_sample.convolution import Convolution
 from lightning_struct.functional.per_sample.projections import ParameterUse, RecordedCalls, is_recorded, parameter_uses
@@ -99,13 +98,9 @@ def second_moments(
     moments: list[SecondMoments] = []
     for rows, cotangents in _rows(use, groups):
         rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
-        inputs = _second_moment(rows, diagonal_inputs)
+        inputs, outputs = _second_moment(rows, diagonal_inputs), _second_moment(cotangents, diagonal_outputs)
         positions = inputs.new_full((groups,), rows.shape[1])
-        moments.append(
-            SecondMoments(
-                inputs.expand(groups, *inputs.shape[1:]), _second_moment(cotangents, diagonal_outputs), positions
-            )
-        )
+        moments.append(SecondMoments(inputs.expand(groups, *inputs.shape[1:]), outputs, positions))
     return SecondMoments(
         *(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0] for sums in zip(*moments, strict=True))
     )
@@ -143,13 +138,9 @@ def squared_shares(use: Contribution) -> Tensor:
     if isinstance(use, Dense):
         return at_least_float32(use.gradients).square().sum(0)
     if isinstance(use, Lookup):
-        offsets = use.table_rows * torch.arange(use.samples, device=use.device)[:, None]
-        keys, inverse = torch.unique(use.indices + offsets, return_inverse=True)
-        delta = at_least_float32(use.cotangents)
-        shares = delta.new_zeros(len(keys), delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
-        return delta.new_zeros(use.shape).index_add_(0, keys % use.table_rows, shares.square())
-    chunks = sample_chunks(use.samples, torch.Size(use.shape).numel())
-    return torch.stack([use.per_sample(chunk).square().sum(0) for chunk in chunks]).sum(0)
+        _, table_rows, shares = use.rows_by_sample()
+        return shares.new_zeros(use.shape).index_add_(0, table_rows, shares.square())
+    return torch.stack([use.per_sample(chunk).square().sum(0) for chunk in use.chunks()]).sum(0)
 
 
 # --- the preconditioner of one block ---------------------------------------------------------------------------------
@@ -304,12 +295,12 @@ class _Probed(NamedTuple):
     Attributes:
         layer: the layer.
         edges: of the graph, where the cotangents arrive.
-        read: its contributions, given the cotangents.
+        read: its contributions, given the cotangents; raises Uncovered where the samples cannot be told apart.
     """
 
     layer: nn.Module
     edges: Sequence[GradientEdge | None]
-    read: Callable[[list[Tensor | None]], dict[str, Contribution]]
+    read: Callable[[list[Any]], dict[str, Contribution]]
 
 
 class Probe(NamedTuple):
@@ -386,29 +377,18 @@ def probe_layers(
     for probed in calls:
         cotangents = [None if edge is None else next(found) for edge in probed.edges]
         if any(t is not None for t in cotangents):
-            uses += [(probed.layer, name, use) for name, use in probed.read(cotangents).items()]
+            with suppress(Uncovered):
+                uses += [(probed.layer, name, use) for name, use in probed.read(cotangents).items()]
     gradients = {
         name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)
     }
     return Probe(uses, gradients)
 
 
-def _contributions(
-    call: LayerCall, state: RandomState | None, cotangents: list[Tensor | None]
-) -> dict[str, Contribution]:
-    with ExitStack() as stack:
-        if state is not None:
-            stack.enter_context(restored_random_state(state))
-        try:
-            return contributions(replace(call, cotangents=cotangents))
-        except Uncovered:
-            return {}
+def _contributions(call: LayerCall, state: RandomState | None, cotangents: list[Any]) -> dict[str, Contribution]:
+    with nullcontext() if state is None else restored_random_state(state):
+        return contributions(replace(call, cotangents=cotangents))
 
 
-def _contributions_of_use(use: ParameterUse, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
-    (cotangent,) = cotangents
-    assert cotangent is not None
-    try:
-        return use.contributions(cotangent, None)
-    except Uncovered:
-        return {}
+def _contributions_of_use(use: ParameterUse, cotangents: list[Any]) -> dict[str, Contribution]:
+    return use.contributions(cotangents[0], None)

@@ -435,7 +435,7 @@ def _iterate(
         for iteration, state in enumerate(steps(process, problem.damp, z), start=1):
             small = state.operator_norm * state.residual_norm
             # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
-            if state.normal_residual_norm <= atol * small or state.normal_residual_norm <= _EPS * small:
+            if state.normal_residual_norm <= max(atol, _EPS) * small:
                 reason = "normal_residual"
             elif state.residual_norm <= btol * right_hand_side_norm + atol * state.operator_norm * state.z_norm:
                 reason = "residual"

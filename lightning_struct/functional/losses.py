@@ -7,6 +7,7 @@ squared error S = I and r is the residual.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -157,13 +158,11 @@ def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | Le
         TypeError: an object that lacks one of the methods; they are named.
     """
     if isinstance(loss, str):
-        if loss == "mse":
-            return SquaredError()
-        if loss == "cross_entropy":
-            return CrossEntropy()
-        if loss == "least_squares":
-            return LeastSquares()
-        raise ValueError(f"loss must be 'mse', 'cross_entropy', 'least_squares' or an object, got {loss!r}")
+        named: dict[str, Callable[[], GaussNewtonLoss | LeastSquares]]
+        named = {"mse": SquaredError, "cross_entropy": CrossEntropy, "least_squares": LeastSquares}
+        if loss not in named:
+            raise ValueError(f"loss must be {', '.join(map(repr, named))} or an object, got {loss!r}")
+        return named[loss]()
     if isinstance(loss, LeastSquares):
         return loss
     missing = [

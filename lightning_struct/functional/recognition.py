@@ -33,6 +33,7 @@ from lightning_struct.functional.layer_kinds import (
     when_declared,
 )
 from lightning_struct.functional.randomness import seeded
+from lightning_struct.functional.structured.arguments import computing_dtype
 
 # Relative to the norm of an output.
 _TOLERANCE = 1e-4
@@ -152,9 +153,7 @@ class _Trial:
         self._layer, self._device = layer, device
         self._generator = torch.Generator().manual_seed(0)
         self._own = {name: p.detach() for name, p in layer._parameters.items() if p is not None}
-        self._dtype = torch.float32
-        for parameter in self._own.values():
-            self._dtype = torch.promote_types(self._dtype, parameter.dtype)
+        self._dtype = computing_dtype(*self._own.values())
         self._weights = {
             name: self._random(*p.shape) if p.numel() <= _NUMBERS_AT_MOST else p.to(self._dtype)
             for name, p in self._own.items()

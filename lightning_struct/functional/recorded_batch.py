@@ -99,6 +99,7 @@ class BatchInputs:
         block: residuals of the block, (n_b, ...).
 
     Attributes:
+        rows: n_b.
         tensors: the tensors among the arguments.
         dims: 0 for each tensor that has n_b rows, None for the others.
         key: the structure of the arguments and the shapes of single rows.
@@ -107,7 +108,8 @@ class BatchInputs:
     def __init__(self, args: tuple[Any, ...], block: Tensor) -> None:
         self._leaves, self._structure = tree_flatten(args)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.dims = [0 if t.ndim > 0 and block.ndim > 0 and len(t) == len(block) else None for t in self.tensors]
+        self.rows = block.shape[0] if block.ndim > 0 else 1
+        self.dims = [0 if t.ndim > 0 and t.shape[:1] == block.shape[:1] else None for t in self.tensors]
         shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
         self.key = f"{self._structure} {self.dims} {shapes}"
 

@@ -172,7 +172,7 @@ class BatchResiduals:
             return rows.has_derivative_of(residuals, point)
 
         def without_outer_products() -> bool:
-            rows.record.forget_products()
+            rows.record.products.forget()
             return rows.has_derivative_of(residuals, point)
 
         reason = "the derivative of a single row is not that of the batch"
@@ -300,10 +300,6 @@ class _Record:
         self.graph.recompile()
         self.products = WeightProducts(self.graph, example)
 
-    def forget_products(self) -> None:
-        """Take the gradients in all weights as they are."""
-        self.products.forget()
-
 
 class _Rows:
     """One block of a batch, row by row."""
@@ -337,7 +333,7 @@ class _Rows:
         """
         dims = self._inputs.dims
         points = [t if dim is None or at is None else t[at] for t, dim in zip(self._inputs.tensors, dims, strict=True)]
-        count = next(len(t) for t, dim in zip(points, dims, strict=True) if dim == 0)
+        count = self._inputs.rows if at is None else len(at)
         per_row = len(out) // count
         at_once = max(1, min(_ROWS_AT_ONCE // per_row, _NUMBERS_AT_ONCE // (per_row * max(out.shape[1], 1))))
         over_rows = vmap(
@@ -364,8 +360,8 @@ class _Rows:
     def has_derivative_of(self, residuals: Tensor, point: Parameters) -> bool:
         """Whether uᵀJ is that of autograd, for one random u that is zero but at points where J is large."""
         params = {name: p.detach() for name, p in point.items()}
-        count = next(len(t) for t, dim in zip(self._inputs.tensors, self._inputs.dims, strict=True) if dim == 0)
-        shape, columns = (count, len(residuals) // count), sum(p.numel() for p in point.values())
+        count, columns = self._inputs.rows, sum(p.numel() for p in point.values())
+        shape = (count, len(residuals) // count)
         checked = min(count, max(_CHECKED_POINTS, _NUMBERS_AT_ONCE // (shape[1] * columns)))
         at = torch.linspace(0, count - 1, checked, dtype=torch.float64).round().long().to(residuals.device)
         out = residuals.new_empty(len(at) * shape[1], columns)

@@ -6,12 +6,10 @@ result has the dtype to which those of the arguments promote.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.structured.arguments import require_generators, require_vectors
+from lightning_struct.functional.structured.arguments import promoted_dtype, require_generators, require_vectors
 from lightning_struct.functional.structured.cost_model import transform_length
 from lightning_struct.functional.structured.toeplitz import toeplitz_like_matmul
 
@@ -243,7 +241,7 @@ def _require_nodes(name: str, nodes: Tensor, size: int) -> None:
 
 
 def _promoted(*tensors: Tensor) -> torch.dtype:
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    dtype = promoted_dtype(*tensors)
     if not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"floating-point tensors are needed, got {dtype}")
     return dtype

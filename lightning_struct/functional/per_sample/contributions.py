@@ -44,6 +44,12 @@ class Cost(NamedTuple):
     training: int
     probe: int
 
+    @staticmethod
+    def of_product(positions: int, width: int, height: int) -> Cost:
+        """Of a matrix product at so many positions, the exact norm by Gram matrices or not."""
+        both, product = positions * (width + height), positions * width * height
+        return Cost(min(positions * both, product), 3 * product, both)
+
 
 class Contribution(ABC):
     """One use of one parameter in one backward pass."""
@@ -210,8 +216,7 @@ class Outer(Contribution):
         positions, width, height = self._sizes()
         if positions == 1 or self.rows is not None:
             return None
-        product = positions * width * height
-        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
+        return Cost.of_product(positions, width, height)
 
     def sketched(self, signs: Tensor) -> Outer:
         delta = _without_denormal_squares(at_least_float32(self.cotangents))
@@ -253,11 +258,16 @@ class Lookup(Contribution):
 
     def squared_norms(self) -> Tensor:
         """Tokens that occur twice in a sample add up before the square."""
+        samples, _, rows = self.rows_by_sample()
+        return rows.new_zeros(self.samples).index_add_(0, samples, row_norms(rows))
+
+    def rows_by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row of a share in which something is: the sample (k,), the row of the table (k,), and it (k, d)."""
         offsets = self.table_rows * torch.arange(self.samples, device=self.indices.device)[:, None]
         keys, inverse = torch.unique(self.indices + offsets, return_inverse=True)
         delta = at_least_float32(self.cotangents)
-        rows = delta.new_zeros(keys.shape[0], delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
-        return delta.new_zeros(self.samples).index_add_(0, keys // self.table_rows, row_norms(rows))
+        rows = delta.new_zeros(len(keys), delta.shape[2]).index_add_(0, inverse.reshape(-1), delta.flatten(0, 1))
+        return keys // self.table_rows, keys % self.table_rows, rows
 
     def per_sample(self, chunk: slice) -> Tensor:
         delta, indices = at_least_float32(self.cotangents[chunk]), self.indices[chunk]

@@ -85,9 +85,7 @@ class Convolution(Contribution):
     def cost(self) -> Cost | None:
         if self.groups > 1:
             return None
-        positions, width, height = self._sizes()
-        product = positions * width * height
-        return Cost(min(positions * positions * (width + height), product), 3 * product, positions * (width + height))
+        return Cost.of_product(*self._sizes())
 
     def sketched(self, signs: Tensor) -> Convolution:
         delta = at_least_float32(self.cotangents)

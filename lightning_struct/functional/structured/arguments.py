@@ -45,12 +45,17 @@ def require_vectors(x: Tensor, n: int) -> None:
         raise ValueError(f"x must be (..., {n}) for a matrix of {n} columns, got {tuple(x.shape)}")
 
 
+def promoted_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype to which all are promoted."""
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
 def computing_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype to which all are promoted, at least float32: there are no transforms of bfloat16 on a CPU."""
     dtype = tensors[0].dtype
     if dtype in (torch.float32, torch.float64) and all(tensor.dtype == dtype for tensor in tensors):
         return dtype  # the usual case, decided in less time than by promoting in turn
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    return torch.promote_types(promoted_dtype(*tensors), torch.float32)
 
 
 def by_rows(multiply: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:

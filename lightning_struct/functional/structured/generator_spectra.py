@@ -68,9 +68,7 @@ def by_side(parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 
 def middle_scale(sides: list[GeneratorSpectra]) -> Tensor:
     """ρ, (p,): the powers of the c of A times the c of B."""
-    trend = (
-        sides[0].similarity.trend.sum() if len(sides) == 1 else sides[0].similarity.trend + sides[1].similarity.trend
-    )
+    trend = torch.cat([side.similarity.trend for side in sides]).sum()
     p = min(side.scale.shape[1] for side in sides)
     return torch.exp(trend * torch.arange(p, dtype=trend.dtype, device=trend.device)).to(sides[0].scale.dtype)
 

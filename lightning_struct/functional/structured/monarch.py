@@ -112,17 +112,14 @@ def nearest_monarch(W: Tensor, rows: int, columns: int, rank: int) -> tuple[Tens
 
 def _sizes(L: Tensor, R: Tensor) -> tuple[int, int, int, int, int]:
     """l, s, k, r and p of the formula."""
-    if L.ndim != 3 or R.ndim != 3:
-        raise ValueError(
-            f"L must be (l, s, k r) and R (k, l r, p), none of them 0, got {tuple(L.shape)} and {tuple(R.shape)}"
-        )
-    (l, s, left), (k, right, p) = L.shape, R.shape
-    r = left // max(k, 1)
-    if 0 in (*L.shape, *R.shape) or left != k * r or right != l * r:
-        raise ValueError(
-            f"L must be (l, s, k r) and R (k, l r, p), none of them 0, got {tuple(L.shape)} and {tuple(R.shape)}"
-        )
-    return l, s, k, r, p
+    if L.ndim == R.ndim == 3 and 0 not in (*L.shape, *R.shape):
+        (l, s, left), (k, right, p) = L.shape, R.shape
+        r = left // k
+        if (left, right) == (k * r, l * r):
+            return l, s, k, r, p
+    raise ValueError(
+        f"L must be (l, s, k r) and R (k, l r, p), none of them 0, got {tuple(L.shape)} and {tuple(R.shape)}"
+    )
 
 
 @dataclass(frozen=True)

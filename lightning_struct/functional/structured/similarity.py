@@ -48,7 +48,6 @@ class Similarity(NamedTuple):
     def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of s and the corner of A, given those of D and f."""
         # Each s_i is a factor of all entries from the i-th on, and of f.
-        from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1) + (of_corner * self.corner)[
-            ..., None
-        ]
-        return from_the_end / subdiagonal, of_corner * self.corner_derivative
+        from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1)
+        of_both = from_the_end + (of_corner * self.corner)[..., None]
+        return of_both / subdiagonal, of_corner * self.corner_derivative

@@ -365,7 +365,7 @@ def _loss(sides: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     growth = [
         ((a[j:] - a[:-j]).max() + (b[j:] - b[:-j]).max()).item() + j * trend for j in lengths if j < min(len(a), len(b))
     ]
-    return spread + corners - max(0.0, *growth, 0.0), spread
+    return spread + corners - max([0.0, *growth]), spread
 
 
 def _check(

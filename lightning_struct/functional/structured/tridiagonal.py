@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.operators import TridiagonalOperator
-from lightning_struct.functional.structured.arguments import require_generators, require_vectors
+from lightning_struct.functional.structured.arguments import promoted_dtype, require_generators, require_vectors
 from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
 from lightning_struct.functional.structured.cyclic_recurrence import (
     BlockTridiagonalArithmetic,
@@ -160,16 +159,12 @@ def _operators(tensors: Sequence[Tensor]) -> tuple[TridiagonalOperator, Tridiago
 
 def _empty_product(tensors: Sequence[Tensor]) -> Tensor:
     G, x = tensors[8], tensors[10]
-    return x.new_empty(*x.shape[:-1], G.shape[0], dtype=_promoted(tensors))
+    return x.new_empty(*x.shape[:-1], G.shape[0], dtype=promoted_dtype(*tensors))
 
 
 def _empty_matrix(tensors: Sequence[Tensor]) -> Tensor:
     G, H = tensors[8:]
-    return G.new_empty(G.shape[0], H.shape[0], dtype=_promoted(tensors))
-
-
-def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return G.new_empty(G.shape[0], H.shape[0], dtype=promoted_dtype(*tensors))
 
 
 # As many steps one after the other as there are rows would be as many nodes of a graph.
@@ -187,7 +182,7 @@ def _krylov_rows(
     elif method not in METHODS:
         raise ValueError(f"method must be one of {('auto', *METHODS)}, got {method!r}")
     bands = [_bands(a), _bands(b)]
-    dtype = _promoted([*bands, G, H, *others])
+    dtype = promoted_dtype(*bands, G, H, *others)
     if dtype.is_complex:
         raise TypeError(f"tridiagonal operators are multiplied in real dtypes, got {dtype}")
     computed = torch.promote_types(dtype, torch.float32)

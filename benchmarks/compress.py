@@ -54,7 +54,7 @@ from harness import (
 from lightning_struct.data.cifar import CIFAR10DataModule
 from lightning_struct.models import CharacterTransformer, residual_network
 from lightning_struct.nn import compress, freeze, replacement_report
-from lightning_struct.nn.attention import own_linear, with_projections
+from lightning_struct.nn.attention import with_own_projections
 from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.replace import put_in_place
@@ -165,7 +165,7 @@ def replaceable(network: nn.Module) -> dict[str, nn.Module]:
 def with_called_attention(network: nn.Module) -> nn.Module:
     """The network with the projections of attention as layers of their own."""
     at = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.MultiheadAttention)]
-    put_in_place(network, [(name, with_projections(layer, lambda _, linear: own_linear(linear))) for name, layer in at])  # type: ignore[misc]
+    put_in_place(network, [(name, with_own_projections(layer)) for name, layer in at])
     return network
 
 

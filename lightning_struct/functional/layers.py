@@ -38,6 +38,7 @@ __all__ = [
     "is_affine",
     "kind_of",
     "kind_of_type",
+    "linear_with",
     "owned_parameters",
     "padding",
     "plain_name",
@@ -109,10 +110,14 @@ def as_linear(layer: nn.Module) -> nn.Linear:
     (matrix,) = kind.matrices(layer)
     weight = getattr(layer, matrix.weight)
     bias = None if matrix.bias is None else getattr(layer, matrix.bias)
-    out_features, in_features = reversed(weight.shape) if matrix.transposed else weight.shape
-    linear = nn.Linear(in_features, out_features, bias is not None, device="meta").train(layer.training)
-    data = weight.detach().t() if matrix.transposed else weight.detach()
-    linear.weight = nn.Parameter(data, requires_grad=weight.requires_grad)
+    return linear_with(weight.t() if matrix.transposed else weight, bias, layer.training)
+
+
+def linear_with(weight: Tensor, bias: Tensor | None, training: bool) -> nn.Linear:
+    """An ``nn.Linear`` with this weight (out, in) and bias, parameters or views of them, sharing their memory."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias is not None, device="meta").train(training)
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
     return linear

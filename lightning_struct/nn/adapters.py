@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 
 from lightning_struct.functional.layers import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
-from lightning_struct.nn.channels import has_linear_weight, is_pointwise
+from lightning_struct.nn.channels import has_linear_weight, is_pointwise, linear_of
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.selection import Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, linear_of, updated
+from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, updated
 
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.layers import linear_with
+from lightning_struct.nn.hooks import take_hooks
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The names of the layers of :class:`StructuredAttention`."""
 
@@ -153,13 +156,7 @@ def projections_of(attention: nn.MultiheadAttention) -> dict[str, nn.Linear]:
     else:
         weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
     biases = [None] * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
-    linears = []
-    for weight, bias in zip(weights, biases, strict=True):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta").train(attention.training)
-        linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-        linears.append(linear)
+    linears = [linear_with(weight, bias, attention.training) for weight, bias in zip(weights, biases, strict=True)]
     return dict(zip(PROJECTIONS, [*linears, attention.out_proj], strict=True))
 
 
@@ -177,7 +174,7 @@ def why_not_called(attention: nn.MultiheadAttention) -> str | None:
 def with_projections(
     attention: nn.MultiheadAttention, replacement: Callable[[str, nn.Linear], nn.Module | None]
 ) -> StructuredAttention | None:
-    """The attention with other projections.
+    """The attention with other projections, and with its hooks.
 
     Args:
         attention: stays as it is.
@@ -191,7 +188,7 @@ def with_projections(
     if not any(layers.values()):
         return None
     q_proj, k_proj, v_proj, out_proj = (layers[name] or own_linear(linears[name]) for name in PROJECTIONS)
-    return StructuredAttention(
+    called = StructuredAttention(
         q_proj,
         k_proj,
         v_proj,
@@ -201,6 +198,15 @@ def with_projections(
         dropout=attention.dropout,
         batch_first=attention.batch_first,
     ).train(attention.training)
+    take_hooks(called, attention)
+    return called
+
+
+def with_own_projections(attention: nn.MultiheadAttention) -> StructuredAttention:
+    """The attention with its projections as layers, in memory of their own, and with its hooks."""
+    called = with_projections(attention, lambda _, linear: own_linear(linear))
+    assert called is not None
+    return called
 
 
 def own_linear(linear: nn.Linear) -> nn.Linear:

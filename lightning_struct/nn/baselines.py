@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.arguments import computing_dtype
+from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
 from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.transforms import circulant_matmul, hadamard_transform
-from lightning_struct.nn.generators import Init, checked_init
+from lightning_struct.nn.generators import Init
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
@@ -86,9 +86,6 @@ class Circulant(StructuredLinear):
 
     def _keeps_dense(self, batch: int) -> bool:
         return kept_matrix_is_faster(self.out_features, self.in_features, 0, batch)
-
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        return super()._prepare(dense) if dense else self._compressed()
 
     def _compressed(self) -> PreparedMatrix:
         size = self.column.numel()
@@ -167,7 +164,8 @@ class Fastfood(StructuredLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.init = checked_init(init)
+        require_one_of("init", init, get_args(Init))
+        self.init = init
         middle = max(self.in_features, self.out_features)
         self.length = 1 << (middle - 1).bit_length()
         self.S = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
@@ -194,18 +192,12 @@ class Fastfood(StructuredLinear):
             self.S.mul_(self.length / n)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._factors().matmul(x)
+        return self._compressed().matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:
         return kept_matrix_is_faster(self.out_features, self.in_features, 0, batch)
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        return super()._prepare(dense) if dense else self._factors()
-
-    def _compressed(self) -> PreparedMatrix:
-        return self._factors()
-
-    def _factors(self) -> FastfoodFactors:
+    def _compressed(self) -> FastfoodFactors:
         return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
 
 
@@ -291,18 +283,15 @@ class PrunedLinear(StructuredLinear):
         nn.init.normal_(self.values, std=math.sqrt(self.out_features / kept))
 
     def to_dense(self) -> Tensor:
-        return self._entries().to_dense()
+        return self._compressed().to_dense()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parameters={self.values.numel()}"
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._entries().matmul(x)
+        return self._compressed().matmul(x)
 
-    def _compressed(self) -> PreparedMatrix:
-        return self._entries()
-
-    def _entries(self) -> SparseEntries:
+    def _compressed(self) -> SparseEntries:
         return SparseEntries(self.values, self.places, self.out_features, self.in_features)
 
     def _start_near(self, weight: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -68,9 +68,9 @@ class BlockStructured(nn.Module):
         self.size = positive_size("size", size)
         self.out_shape: tuple[int, ...] | None = None
         if out_size is not None:
-            sizes = (out_size,) if isinstance(out_size, int) else out_size
+            sizes = out_size if isinstance(out_size, Iterable) else (out_size,)
             self.out_shape = tuple(positive_size("out_size", entries) for entries in sizes)
-        self.out_size = size if self.out_shape is None else prod(self.out_shape)
+        self.out_size = self.size if self.out_shape is None else prod(self.out_shape)
         self.groups = positive_size("groups", groups)
         if in_channels % groups or out_channels % groups:
             raise ValueError(

@@ -154,7 +154,7 @@ class Butterfly(StructuredLinear):
         return f"{super().extra_repr()}, rank={self.rank}, order={self.order!r}"
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._of_monarch(*butterfly_as_monarch(self.factors)).matmul(x)
+        return self._compressed().matmul(x)
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
         L, R = butterfly_as_monarch(self.factors)
@@ -162,7 +162,7 @@ class Butterfly(StructuredLinear):
             return self._of_monarch(L, R)
         return super()._prepare(dense)
 
-    def _compressed(self) -> PreparedMatrix:
+    def _compressed(self) -> MonarchFactors | ReorderedMonarch:
         # More numbers than the parameters, but a compiled or exported graph would form them in each product.
         return self._of_monarch(*butterfly_as_monarch(self.factors))
 

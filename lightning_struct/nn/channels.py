@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers import as_linear, is_affine, padding
+from lightning_struct.functional.layers import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
 
@@ -185,16 +185,12 @@ def why_not_pointwise(convolution: Any) -> str | None:
     return f"{what}: compress takes it" if reason is None else f"{what}, and {reason}"
 
 
-def as_pointwise_linear(layer: nn.Module) -> nn.Linear:
-    """An ``nn.Linear`` with the weight and the bias of a 1 x 1 convolution, sharing their memory."""
-    return _as_patch_linear(layer)
+def linear_of(layer: nn.Module) -> nn.Linear:
+    """An ``nn.Linear`` with the weight and the bias of a linear layer or of a 1 x 1 convolution."""
+    return _as_patch_linear(layer) if is_pointwise(layer) else as_linear(layer)
 
 
-def _as_patch_linear(layer: nn.Module) -> nn.Linear:
-    convolution: Any = layer
-    weight, bias = convolution.weight, convolution.bias
-    linear = nn.Linear(weight[0].numel(), len(weight), bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=weight.requires_grad)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
-    return linear.train(convolution.training)
+def _as_patch_linear(convolution: Any) -> nn.Linear:
+    linear = linear_with(convolution.weight.flatten(1), convolution.bias, convolution.training)
+    linear.weight.requires_grad_(convolution.weight.requires_grad)  # where it is a copy, too, as of channels last
+    return linear

@@ -73,11 +73,11 @@ class LowRank(GeneratorLinear):
     def _square_multiply(self, x: Tensor) -> Tensor:
         return LowRankFactors(self.G, self.H).matmul(x)
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        return LowRankFactors(self.G[: self.out_features].detach(), self.H[: self.in_features].detach())
+    def _keeps_dense(self, batch: int) -> bool:
+        return False
 
     def _compressed(self) -> PreparedMatrix:
-        return self._prepare(False)
+        return LowRankFactors(self.G[: self.out_features], self.H[: self.in_features])
 
     def _start_near(self, weight: Tensor) -> None:
         self._set_generators(self._squared(weight))
@@ -289,7 +289,7 @@ class VandermondeLike(_FixedNodesLinear):
         return float(powers.cumsum(1).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
+        return VandermondeFactors(self.nodes, self.G, self.H).matmul(x)
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(VandermondeFactors(self.nodes, self.G, self.H))
@@ -348,8 +348,7 @@ class CauchyLike(_FixedNodesLinear):
         return float((1 / differences.square()).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)
-        return y.to(x.dtype)
+        return CauchyFactors(self.row_nodes, self.column_nodes, self.G, self.H).matmul(x)
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(CauchyFactors(self.row_nodes, self.column_nodes, self.G, self.H))

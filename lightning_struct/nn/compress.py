@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.hub import tqdm
 
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.functional.layers import hidden_layers
-from lightning_struct.nn.attention import StructuredAttention, own_linear, why_not_called, with_projections
+from lightning_struct.nn.approximation import progress_bar
+from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_own_projections
 from lightning_struct.nn.budget import Option, least_increase, smallest_within
 from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
 from lightning_struct.nn.hooks import take_hooks
@@ -209,10 +208,7 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
     for name, attention in named:
         if name and why_not_called(attention) is None:
             if id(attention) not in called:
-                made = with_projections(attention, lambda _, linear: own_linear(linear))
-                assert made is not None
-                take_hooks(made, attention)
-                called[id(attention)] = made
+                called[id(attention)] = with_own_projections(attention)
             places.append((name, attention))
     encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     put_in_place(model, [(name, called[id(attention)]) for name, attention in places])
@@ -288,8 +284,7 @@ def _measured_options(
 ) -> list[list[Option]]:
     """For each layer: as it is, and the candidates that are smaller, each with what it costs."""
     every: list[list[Option]] = []
-    bar: Any = tqdm(total=len(places), unit="layer", delay=3.0, leave=False, disable=not sys.stderr.isatty())
-    with bar:
+    with progress_bar(len(places), "layer") as bar:
         for names in places:
             bar.set_description(names[0] or "the model", refresh=False)
             old = model.get_submodule(names[0])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.nn.approximation import truncated_factors
 from lightning_struct.nn.structured import StructuredLinear, positive_size
@@ -53,15 +54,16 @@ class GeneratorLinear(StructuredLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.rank = _checked_rank(rank, in_features, out_features)
+        self.rank = _checked_rank(rank, self.in_features, self.out_features)
         if pad is not None and pad not in get_args(Pad):
             raise ValueError(f"pad must be 'square' or None, but is {pad!r}")
-        self.init = checked_init(init)
+        require_one_of("init", init, get_args(Init))
+        self.init = init
         self.pad = pad
-        largest = max(in_features, out_features)
-        self.rows, self.columns = (largest, largest) if pad == "square" else (out_features, in_features)
-        self.G = nn.Parameter(torch.empty(self.rows, rank, device=device, dtype=dtype))
-        self.H = nn.Parameter(torch.empty(self.columns, rank, device=device, dtype=dtype))
+        largest = max(self.in_features, self.out_features)
+        self.rows, self.columns = (largest, largest) if pad == "square" else (self.out_features, self.in_features)
+        self.G = nn.Parameter(torch.empty(self.rows, self.rank, device=device, dtype=dtype))
+        self.H = nn.Parameter(torch.empty(self.columns, self.rank, device=device, dtype=dtype))
         self._add_operators(device, dtype)
         self.reset_parameters()
 
@@ -112,7 +114,9 @@ class GeneratorLinear(StructuredLinear):
         self.H.copy_(H)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._cut(self._square_multiply(self._filled_up(x)))
+        filled_up = x if self.columns == self.in_features else F.pad(x, (0, self.columns - self.in_features))
+        y = self._square_multiply(filled_up)
+        return y if self.rows == self.out_features else y[..., : self.out_features]
 
     def _part(self, matrix: PreparedMatrix) -> PreparedMatrix:
         """The matrix (out_features, in_features) as a part of the matrix (rows, columns)."""
@@ -120,27 +124,10 @@ class GeneratorLinear(StructuredLinear):
             return matrix
         return LeadingSubmatrix(matrix, self.columns - self.in_features, self.out_features)
 
-    def _filled_up(self, x: Tensor) -> Tensor:
-        return x if self.columns == self.in_features else F.pad(x, (0, self.columns - self.in_features))
-
-    def _cut(self, y: Tensor) -> Tensor:
-        return y if self.rows == self.out_features else y[..., : self.out_features]
-
-
-def checked_init(init: Init) -> Init:
-    """``init`` itself, if it is known.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    if init not in get_args(Init):
-        raise ValueError(f"init must be one of {', '.join(map(repr, get_args(Init)))}, but is {init!r}")
-    return init
-
 
 def _checked_rank(rank: int, in_features: int, out_features: int) -> int:
-    largest = min(in_features, out_features)
-    if positive_size("rank", rank) > largest:
+    rank, largest = positive_size("rank", rank), min(in_features, out_features)
+    if rank > largest:
         raise ValueError(
             f"rank must be at most min(in_features, out_features) = {largest}, but is {rank}: give a smaller one, or "
             "take nn.Linear"

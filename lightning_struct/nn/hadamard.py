@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster
-from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
@@ -133,16 +132,13 @@ class RandomizedHadamard(StructuredLinear):
         is_small = self.in_features * self.out_features <= _LARGEST_MADE and not torch.compiler.is_compiling()
         if is_small and x.shape[:-1].numel() > self.in_features:
             return F.linear(x, self.to_dense())
-        return self._factors().matmul(x)
+        return self._compressed().matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:
         return kept_matrix_is_faster(self.out_features, self.in_features, self.terms - 1, batch)
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        return super()._prepare(dense) if dense else self._factors()
-
-    def _compressed(self) -> PreparedMatrix:
-        return self._factors()
+    def _compressed(self) -> HadamardTerms:
+        return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
 
     def _start_near(self, weight: Tensor) -> None:
         """Project what is left of the weight on one term after the other, which are nearly orthogonal."""
@@ -150,7 +146,4 @@ class RandomizedHadamard(StructuredLinear):
         squared_norm = self.in_features * self.out_features / self.length**2  # of M with a single one in G
         for term in range(self.terms):
             rest = weight - self.to_dense()
-            self.G[term] = self._factors().inner_products(term, rest) / squared_norm
-
-    def _factors(self) -> HadamardTerms:
-        return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)
+            self.G[term] = self._compressed().inner_products(term, rest) / squared_norm

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_struct.nn.attention import PROJECTIONS, own_linear, with_projections
+from lightning_struct.nn.attention import PROJECTIONS, with_own_projections
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import blocks_in_place_of
@@ -185,9 +185,6 @@ def _call_attention(model: nn.Module, structure: Mapping[str, Any]) -> list[tupl
         parts = {f"{name}.{part}" if name else part for part in PROJECTIONS}
         if isinstance(attention, nn.MultiheadAttention) and parts & set(structure):
             if attention not in made:
-                called = with_projections(attention, lambda _, linear: own_linear(linear))
-                assert called is not None
-                take_hooks(called, attention)
-                made[attention] = called
+                made[attention] = with_own_projections(attention)
             places.append((name, made[attention]))
     return places

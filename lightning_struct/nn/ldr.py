@@ -8,10 +8,10 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
+from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.cost_model import (
     choose_tridiagonal_method,
     kept_matrix_is_faster,
@@ -39,7 +39,7 @@ from lightning_struct.functional.structured.tridiagonal import (
 from lightning_struct.nn.approximation import refine_, relative_error, stein_residual
 from lightning_struct.nn.generators import GeneratorLinear, Init, Pad, sum_of_overlaps
 from lightning_struct.nn.method_choice import MethodChoices
-from lightning_struct.nn.operator_search import BalancedCoordinates, fit_subdiagonals, leading_factors
+from lightning_struct.nn.operator_search import BalancedCoordinates, fit_subdiagonals, leading_factors, log_range
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -98,13 +98,9 @@ class LearnedOperatorLinear(GeneratorLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if method not in ("auto", *self.methods):
-            raise ValueError(
-                f"method must be one of {', '.join(map(repr, ('auto', *self.methods)))}, but is {method!r}"
-            )
+        require_one_of("method", method, ("auto", *self.methods))
+        require_one_of("corner", corner, get_args(Corner))
         self.method = method
-        if corner not in get_args(Corner):
-            raise ValueError(f"corner must be one of {', '.join(map(repr, get_args(Corner)))}, but is {corner!r}")
         self.corner: Corner = corner
         super().__init__(in_features, out_features, rank, bias, init=init, pad=pad, device=device, dtype=dtype)
 
@@ -246,7 +242,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         That is max - min of log|P| less its trend, with P the cumulative products of the subdiagonal. By e to its power
         the method ``"scaled"`` loses digits. It is infinite where an entry is zero.
         """
-        a, b = (_detrended_log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
+        a, b = (log_range(subdiagonal.detach()) for subdiagonal in (self.subdiagonal_a, self.subdiagonal_b))
         return a, b
 
     def reset_parameters(self) -> None:
@@ -296,11 +292,9 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         if not _has_values(self.subdiagonal_a):
             # No values can be read under torch.func: without an earlier choice one that is right for any, and so it is
             # for operators of several models, of which the choice may be that of another one.
-            latest = None
-            if self._choices is not None and not _is_mapped_over(self.subdiagonal_a):
-                latest = self._choices.latest
-            any_method = method_for_any_operators(self.rows, self.columns)
-            return subdiagonal_matmul(*weights, x, any_method if latest is None else latest)
+            choices = None if _is_mapped_over(self.subdiagonal_a) else self._choices
+            latest = None if choices is None else choices.latest
+            return subdiagonal_matmul(*weights, x, latest or method_for_any_operators(self.rows, self.columns))
         return subdiagonal_product(*weights, x, method=self._chosen(x.shape[:-1].numel()))
 
     def _keeps_dense(self, batch: int) -> bool:
@@ -337,8 +331,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _choose(self, batch: int) -> str:
         self.check_finite()
-        a_subdiagonal, a_corner, b_subdiagonal, b_corner, _, _ = self._all_weights()
-        return choose_subdiagonal_method(a_subdiagonal, a_corner, b_subdiagonal, b_corner, rank=self.rank, batch=batch)
+        return choose_subdiagonal_method(*self._all_weights()[:4], rank=self.rank, batch=batch)
 
     @property
     def choice(self) -> Tensor:
@@ -410,19 +403,10 @@ class LDRTridiagonal(LearnedOperatorLinear):
     @property
     def operators(self) -> tuple[TridiagonalOperator, TridiagonalOperator]:
         zeros = self.G.new_zeros(2)
+        corners_a, corners_b = (zeros if corners is None else corners for corners in (self.corners_a, self.corners_b))
         return (
-            TridiagonalOperator(
-                self.subdiagonal_a,
-                self.diagonal_a,
-                self.superdiagonal_a,
-                zeros if self.corners_a is None else self.corners_a,
-            ),
-            TridiagonalOperator(
-                self.subdiagonal_b,
-                self.diagonal_b,
-                self.superdiagonal_b,
-                zeros if self.corners_b is None else self.corners_b,
-            ),
+            TridiagonalOperator(self.subdiagonal_a, self.diagonal_a, self.superdiagonal_a, corners_a),
+            TridiagonalOperator(self.subdiagonal_b, self.diagonal_b, self.superdiagonal_b, corners_b),
         )
 
     def _add_operators(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -484,12 +468,3 @@ def _method_of(matrix: PreparedMatrix, dtype: torch.dtype) -> str:
         return "tree"
     assert isinstance(matrix, ScaledToeplitzSpectra)
     return "scaled" if matrix.in_scale.dtype == dtype else "scaled_float64"
-
-
-def _detrended_log_range(subdiagonal: Tensor) -> Tensor:
-    """The range of log|s_1 ... s_k| less its trend, (); infinite where an entry is zero."""
-    logarithms = subdiagonal.double().abs().log()
-    if not len(logarithms):
-        return logarithms.new_zeros(())
-    path = F.pad((logarithms - logarithms.mean()).cumsum(0), (1, 0))
-    return torch.where((subdiagonal == 0).any(), torch.inf, path.max() - path.min())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.structured.cost_model import monarch_factors_are_faster
 from lightning_struct.functional.structured.monarch import MonarchFactors, monarch_to_dense, nearest_monarch
-from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
@@ -92,12 +91,10 @@ class Monarch(StructuredLinear):
         return f"{super().extra_repr()}, blocks={self.blocks}, rank={self.rank}"
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._factors().matmul(x)
+        return self._compressed().matmul(x)
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        if monarch_factors_are_faster(self.out_features, self.in_features, self.weight_parameters):
-            return self._factors()
-        return super()._prepare(dense)
+    def _keeps_dense(self, batch: int) -> bool:
+        return not monarch_factors_are_faster(self.out_features, self.in_features, self.weight_parameters)
 
     def _start_near(self, weight: Tensor) -> None:
         rows, columns = self.L.shape[1] * self.blocks, self.R.shape[2] * self.blocks
@@ -106,10 +103,7 @@ class Monarch(StructuredLinear):
         self.L.copy_(L)
         self.R.copy_(R)
 
-    def _compressed(self) -> PreparedMatrix:
-        return self._factors()
-
-    def _factors(self) -> MonarchFactors:
+    def _compressed(self) -> MonarchFactors:
         return MonarchFactors(self.L, self.R, self.out_features, self.in_features)
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
-from lightning_struct.nn.approximation import progress_bar
+from lightning_struct.nn.approximation import progress_bar, truncated_factors
 
 # Singular value decompositions of larger matrices are computed for the leading values alone, at random.
 _LARGEST_DECOMPOSED = 512
@@ -32,16 +33,12 @@ _LARGEST_LOG_RANGE = 12.0
 def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """G (m, rank) and H (n, rank) with G Hᵀ near to R (m, n): nearest if R is small, else by random projections."""
     if min(R.shape) <= _LARGEST_DECOMPOSED:
-        U, singular_values, Vh = torch.linalg.svd(R, full_matrices=False)
-        U, singular_values, V = U[:, :rank], singular_values[:rank], Vh[:rank].T
-    else:
-        basis = torch.linalg.qr(R @ torch.randn(R.shape[1], rank + _OVERSAMPLED, dtype=R.dtype, device=R.device)).Q
-        for _ in range(_POWERS):  # torch.svd_lowrank does the same in ten times the time, through transposed products
-            basis = torch.linalg.qr(R @ torch.linalg.qr((basis.T @ R).T).Q).Q
-        U, singular_values, Vh = torch.linalg.svd(basis.T @ R, full_matrices=False)
-        U, singular_values, V = basis @ U[:, :rank], singular_values[:rank], Vh[:rank].T
-    root = singular_values.sqrt()
-    return U * root, V * root
+        return truncated_factors(R, rank)
+    basis = torch.linalg.qr(R @ torch.randn(R.shape[1], rank + _OVERSAMPLED, dtype=R.dtype, device=R.device)).Q
+    for _ in range(_POWERS):  # torch.svd_lowrank does the same in ten times the time, through transposed products
+        basis = torch.linalg.qr(R @ torch.linalg.qr((basis.T @ R).T).Q).Q
+    G, H = truncated_factors(basis.T @ R, rank)
+    return basis @ G, H
 
 
 def fit_subdiagonals(
@@ -150,7 +147,7 @@ class BalancedCoordinates:
     def are_exact_for(layer: LearnedOperators) -> bool:
         """Whether the entries of D range over few orders of magnitude, and none of the subdiagonals' is zero."""
         return all(
-            bool(subdiagonal.all()) and _log_range(subdiagonal) < _LARGEST_LOG_RANGE
+            bool(log_range(subdiagonal) < _LARGEST_LOG_RANGE)
             for subdiagonal in (layer.subdiagonal_a.detach(), layer.subdiagonal_b.detach())
         )
 
@@ -239,11 +236,16 @@ def _typical_size(subdiagonal: Tensor) -> Tensor:
 
 def _path(subdiagonal: Tensor) -> Tensor:
     """The entries d of D with A = c D Z D⁻¹: cumulative products of the entries over their geometric mean c, (n,)."""
-    products = (subdiagonal / _typical_size(subdiagonal)).cumprod(0)
-    return torch.cat([products.new_ones(1), products])
+    return F.pad((subdiagonal / _typical_size(subdiagonal)).cumprod(0), (1, 0), value=1.0)
 
 
-def _log_range(subdiagonal: Tensor) -> float:
-    """The range of log|d|."""
-    logarithms = _path(subdiagonal).abs().log()
-    return float(logarithms.max() - logarithms.min())
+def log_range(subdiagonal: Tensor) -> Tensor:
+    """The range of log|d| over the entries d of that D, () float64: of log|s_1 ... s_k| less its trend.
+
+    It is infinite where an entry is zero.
+    """
+    logarithms = subdiagonal.double().abs().log()
+    if not len(logarithms):
+        return logarithms.new_zeros(())
+    path = F.pad((logarithms - logarithms.mean()).cumsum(0), (1, 0))
+    return torch.where((subdiagonal == 0).any(), torch.inf, path.max() - path.min())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def low_rank_near_outputs(linear: nn.Linear, ranks: Sequence[int], moment: Tenso
     """
     components: list[Tensor] = []  # all of them, when they are first needed
 
-    def made(linear: nn.Linear, rank: int) -> LowRank:
+    def from_linear(linear: nn.Linear, rank: int) -> LowRank:  # by this name it is called with the layer
         weight = linear.weight.detach().double()
         if not bool(weight.isfinite().all()):
             raise ValueError("the weight has NaN or infinite entries")
@@ -72,13 +73,7 @@ def low_rank_near_outputs(linear: nn.Linear, ranks: Sequence[int], moment: Tenso
         layer.approximation_error = relative_error(layer.to_dense().double(), weight)
         return layer.train(linear.training)
 
-    def factory(rank: int) -> LayerFactory:
-        def from_linear(linear: nn.Linear) -> LowRank:  # by this name it is called with the layer
-            return made(linear, rank)
-
-        return from_linear
-
-    return [factory(rank) for rank in ranks]
+    return [partial(from_linear, rank=rank) for rank in ranks]
 
 
 def _principal_outputs(weight: Tensor, moment: Tensor | None) -> Tensor:

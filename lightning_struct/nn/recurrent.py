@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory
 from lightning_struct.nn.structured import positive_size
 
@@ -66,8 +67,7 @@ class StructuredLSTM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if gates not in get_args(Gates):
-            raise ValueError(f"gates must be one of {', '.join(map(repr, get_args(Gates)))}, but is {gates!r}")
+        require_one_of("gates", gates, get_args(Gates))
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, but is {dropout}")
         self.input_size = positive_size("input_size", input_size)

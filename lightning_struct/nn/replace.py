@@ -8,15 +8,9 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from lightning_struct.functional.layers import as_linear, hidden_layers
+from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
-from lightning_struct.nn.channels import (
-    ChannelLinear,
-    as_pointwise_linear,
-    has_linear_weight,
-    is_pointwise,
-    why_not_linear,
-)
+from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
 from lightning_struct.nn.hooks import has_state_hooks, take_hooks
 from lightning_struct.nn.report import as_text, note_left, reasons_for_left
 from lightning_struct.nn.selection import Selection, Selector
@@ -157,24 +151,19 @@ def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selectio
             return None
         for part, reason in reasons.items():
             note_left(attention.get_submodule(part), reason)
-        take_hooks(attention, layer)
         return attention
     if not is_pointwise(layer) and not has_linear_weight(layer):
         return None
     if (reason := selection.why_not(name, layer)) is not None:
         note_left(layer, f"replace_linear: {reason}")
         return None
-    if is_pointwise(layer):
-        linear = replace(name, as_pointwise_linear(layer))
-        pointwise = ChannelLinear(linear, layer.stride).train(layer.training)  # type: ignore[arg-type]
-        take_hooks(pointwise, layer)
-        return pointwise
-    if (reason := why_not_linear(layer)) is not None and not selection.names(name, layer):
+    reason = None if is_pointwise(layer) else why_not_linear(layer)
+    if reason is not None and not selection.names(name, layer):
         log_left(name, layer, reason)
         return None
-    structured = replace(name, as_linear(layer))
-    take_hooks(structured, layer)
-    return structured
+    new = in_place_of(layer, replace(name, linear_of(layer)))
+    take_hooks(new, layer)
+    return new
 
 
 def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:

@@ -89,7 +89,7 @@ class StructuredLinear(nn.Module, ABC):
     leaves no trace, is seen after the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``,
-    and ``_prepare`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
+    and ``_compressed`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
 
     Args:
         in_features: n, at least 1.
@@ -307,7 +307,7 @@ class StructuredLinear(nn.Module, ABC):
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
         """M as kept in eval mode, in the form that ``_keeps_dense`` named; no gradients, finite parameters."""
-        return DenseMatrix(self.to_dense())
+        return DenseMatrix(self.to_dense()) if dense else self._compressed()
 
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
@@ -319,7 +319,7 @@ class StructuredLinear(nn.Module, ABC):
         return layer
 
     def _compressed(self) -> PreparedMatrix:
-        """M in the form in which it is frozen. Called without gradients, with finite parameters."""
+        """M in few numbers, as it is frozen; with gradients where these are asked for."""
         return DenseMatrix(self.to_dense())
 
     def _start_near(self, weight: Tensor) -> None:

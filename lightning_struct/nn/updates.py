@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers import as_linear
-from lightning_struct.nn.channels import CONVOLUTIONS, as_pointwise_linear, is_pointwise, of_channels
+from lightning_struct.functional.structured.arguments import require_one_of
+from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear
 
 _PROBES = 16
@@ -62,13 +62,11 @@ class StructuredUpdate(nn.Module):
             )
         if scale is not None and (scale == 0 or not math.isfinite(scale)):
             raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale}")
+        require_one_of("learned_diagonals", learned_diagonals, get_args(Sides))
         self.adapter = adapter
         self.given_scale = scale
         reference = adapter._reference
         self.register_buffer("scale", torch.empty((), device=reference.device, dtype=reference.dtype))
-        if learned_diagonals not in get_args(Sides):
-            known = ", ".join(map(repr, get_args(Sides)))
-            raise ValueError(f"learned_diagonals must be one of {known}, but is {learned_diagonals!r}")
         for name, size, learned in (
             ("input_diagonal", adapter.in_features, learned_diagonals == "both"),
             ("output_diagonal", adapter.out_features, learned_diagonals != "none"),
@@ -176,11 +174,6 @@ class AdaptedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}" if self.dropout else ""
-
-
-def linear_of(layer: nn.Module) -> nn.Linear:
-    """An ``nn.Linear`` with the weight and the bias of a linear layer or of a 1 x 1 convolution."""
-    return as_pointwise_linear(layer) if is_pointwise(layer) else as_linear(layer)
 
 
 class UpdatedWeight(nn.Module):

@@ -1,5 +1,6 @@
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def test_block_of_an_output_and_an_input_channel_is_at_its_place():
         )
 
 
-@pytest.mark.parametrize(("out_size", "shape"), [(6, (6,)), ((2, 3), (2, 3)), (None, (4, 5))])
+@pytest.mark.parametrize(("out_size", "shape"), [(6, (6,)), (np.int64(6), (6,)), ((2, 3), (2, 3)), (None, (4, 5))])
 def test_groups_and_channels_of_another_size_are_multiplied_by_the_block_matrix(out_size, shape):
     torch.manual_seed(0)
     factory = partial(LowRank, rank=2)

@@ -1,4 +1,5 @@
 import copy
+import json
 import pickle
 import warnings
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_struct.nn import LDRSubdiagonal, LowRank, RandomizedHadamard, add_adapters, replace_linear
+from lightning_struct.nn import (
+    Butterfly,
+    LDRSubdiagonal,
+    LowRank,
+    Monarch,
+    RandomizedHadamard,
+    add_adapters,
+    layer_structure,
+    replace_linear,
+)
 from tests.nn.layers import FACTORIES, NAMES, linear_of
 
 SIZES = [(12, 12), (12, 7), (7, 12)]
@@ -30,6 +40,13 @@ def reference(layer, x):
 def test_sizes_may_be_integers_of_numpy(name):
     layer = make(name, np.int64(12), np.int64(7))
     assert repr(layer) == repr(make(name)) and layer(torch.ones(12)).shape == (7,)
+
+
+def test_ranks_and_the_like_may_be_integers_of_numpy():
+    for factory, keywords in ((LowRank, {"rank": 2}), (LDRSubdiagonal, {"rank": 2}), (Butterfly, {"rank": 2}),
+                              (Monarch, {"blocks": 3, "rank": 1}), (RandomizedHadamard, {"terms": 2})):  # fmt: skip
+        layer = factory(12, 7, **{name: np.int64(number) for name, number in keywords.items()})
+        assert json.loads(json.dumps(layer_structure(layer))) == layer_structure(factory(12, 7, **keywords))
 
 
 def test_linear_layers_with_sizes_of_numpy_are_replaced_and_adapted():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import reduce
 
 import torch
@@ -33,6 +33,17 @@ def require_real(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
+
+
+def require_one_of(name: str, value: str, known: Iterable[str]) -> None:
+    """Refuse other values than the known ones.
+
+    Raises:
+        ValueError: the value is another; it is called by ``name``.
+    """
+    known = tuple(known)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, but is {value!r}")
 
 
 def require_vectors(x: Tensor, n: int) -> None:

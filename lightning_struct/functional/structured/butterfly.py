@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.functional.structured.monarch import nearest_monarch
 
 Order = Literal["natural", "fourier", "cosine"]
@@ -117,8 +118,7 @@ def butterfly_order(order: Order, size: int) -> Tensor:
         >>> butterfly_order("fourier", 8).tolist(), butterfly_order("cosine", 8).tolist()
         ([0, 4, 2, 6, 1, 5, 3, 7], [0, 7, 4, 3, 2, 5, 6, 1])
     """
-    if order not in get_args(Order):
-        raise ValueError(f"order must be one of {', '.join(map(repr, get_args(Order)))}, but is {order!r}")
+    require_one_of("order", order, get_args(Order))
     places = torch.arange(size)
     if order == "natural":
         return places

@@ -23,7 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.operators import TridiagonalOperator
-from lightning_struct.functional.structured.arguments import promoted_dtype, require_generators, require_vectors
+from lightning_struct.functional.structured.arguments import (
+    promoted_dtype,
+    require_generators,
+    require_one_of,
+    require_vectors,
+)
 from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
 from lightning_struct.functional.structured.cyclic_recurrence import (
     BlockTridiagonalArithmetic,
@@ -177,10 +182,9 @@ def _krylov_rows(
 ) -> tuple[Tensor, Tensor, torch.dtype]:
     """The columns of all K(A, g_i) and K(B', h_i) as rows, (pr, m) and (pr, n), and the dtype of all arguments."""
     require_generators(G, H, a.size, b.size)
+    require_one_of("method", method, ("auto", *METHODS))
     if method == "auto":
         method = choose_tridiagonal_method(G.device)
-    elif method not in METHODS:
-        raise ValueError(f"method must be one of {('auto', *METHODS)}, got {method!r}")
     bands = [_bands(a), _bands(b)]
     dtype = promoted_dtype(*bands, G, H, *others)
     if dtype.is_complex:

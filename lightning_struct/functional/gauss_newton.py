@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class _Autograd(Linearization):
 
     def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
         self._module = function if isinstance(function, nn.Module) else None
-        self._call = _as_function(function)
+        self._call = partial(_call, function) if isinstance(function, nn.Module) else function
         self._args = args
         self._point = {name: p.clone().requires_grad_() for name, p in params.items()}
         self._random_state = random_state(*args)
@@ -385,16 +386,8 @@ def _written(vector: dict[str, Tensor], out: Parameters | None) -> dict[str, Ten
     return vector if out is None else {name: out[name].copy_(t) for name, t in vector.items()}
 
 
-def _as_function(function: nn.Module | Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if not isinstance(function, nn.Module):
-        return function
-    module = function
-
-    def call(params: Parameters, *args: Any) -> Tensor:
-        buffers = {name: b.clone() for name, b in module.named_buffers()}
-        return call_with(module, {**buffers, **params}, args)
-
-    return call
+def _call(module: nn.Module, params: Parameters, *args: Any) -> Tensor:
+    return call_with(module, params, args)
 
 
 @contextmanager

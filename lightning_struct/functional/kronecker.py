@@ -361,10 +361,9 @@ def probe_layers(
         layer.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=is_recorded(layer))
         for layer in layers
     ]
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
         with torch.enable_grad():
-            outputs = call_with(module, buffers, tuple(args))
+            outputs = call_with(module, {}, tuple(args))
     finally:
         for handle in handles:
             handle.remove()

@@ -205,10 +205,9 @@ def record_layer_chain(module: nn.Module, params: Parameters, args: tuple[Any, .
 
     leaves = [layer for layer in module.modules() if next(layer.children(), None) is None]
     handles = [layer.register_forward_hook(hook) for layer in leaves]
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
     try:
         with torch.enable_grad():
-            outputs = call_with(module, {**buffers, **params}, args)
+            outputs = call_with(module, params, args)
     finally:
         for handle in handles:
             handle.remove()

@@ -193,10 +193,8 @@ class BatchResiduals:
 
     def _call(self, params: Parameters) -> dict[str, Tensor]:
         """The blocks as the module returns them, with their graph."""
-        module = self._records.module
-        buffers = {name: b.clone() for name, b in module.named_buffers()}
         with self._context(), torch.enable_grad():
-            return residual_blocks(call_with(module, {**buffers, **params}, self._args))
+            return residual_blocks(call_with(self._records.module, params, self._args))
 
     def _by_rows(self) -> dict[str, _Rows | None]:
         """Blocks row by row; None for those whose rows cannot be told apart."""

@@ -8,8 +8,9 @@ from torch.func import functional_call
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]) -> Any:
-    """``torch.func.functional_call``, after which every layer has its own tensors again.
+    """``torch.func.functional_call``, which leaves the module as it was.
 
+    The call works on copies of the buffers that are not given. And every layer has its own tensors again afterwards:
     torch's leaves others in a layer that is registered in two places (seen from 2.6 to 2.15).
 
     Args:
@@ -18,9 +19,10 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any,
         args: of the call.
     """
     own = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in module.modules()]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in tensors}
     try:
-        return functional_call(module, dict(tensors), args)
+        return functional_call(module, {**buffers, **tensors}, args)
     finally:
-        for layer, parameters, buffers in own:
+        for layer, parameters, buffers_of_layer in own:
             layer._parameters.update(parameters)
-            layer._buffers.update(buffers)
+            layer._buffers.update(buffers_of_layer)

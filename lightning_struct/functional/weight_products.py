@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.shape_prop import ShapeProp
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _SAME, _TURNED = (_aten.alias.default,), (_aten.t.default, _aten.transpose.int)
@@ -102,7 +102,7 @@ class WeightProducts:
 def _rows_of(pull: Callable[..., Any], residuals: Tensor) -> Any:
     """What ``pull`` gives for each residual."""
     if len(residuals) == 1:
-        return torch.utils._pytree.tree_map(lambda t: t[None], pull(torch.ones_like(residuals)))
+        return tree_map(lambda t: t[None], pull(torch.ones_like(residuals)))
     return vmap(pull)(torch.eye(len(residuals), dtype=residuals.dtype, device=residuals.device))
 
 

@@ -174,7 +174,6 @@ class Fastfood(StructuredLinear):
         self.register_buffer("order", torch.empty(middle, device=device, dtype=torch.int64))
         self.reset_parameters()
 
-    @torch.no_grad()
     def _draw_weights(self) -> None:
         """Draw B, G, S and the order."""
         if self.S.is_meta:  # there are no numbers to draw, and torch has no such distribution there

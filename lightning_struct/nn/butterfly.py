@@ -129,7 +129,6 @@ class Butterfly(StructuredLinear):
         parts = self.entries.split([math.prod(shape) for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    @torch.no_grad()
     def _draw_weights(self) -> None:
         """Draw orthogonal blocks, such that the variance of the input is kept."""
         places = butterfly_order(self.order, self.length)

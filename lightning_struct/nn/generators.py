@@ -106,7 +106,6 @@ class GeneratorLinear(StructuredLinear):
         """``weight`` filled up with zeros to (rows, columns)."""
         return F.pad(weight, (0, self.columns - self.in_features, 0, self.rows - self.out_features))
 
-    @torch.no_grad()
     def _set_generators(self, R: Tensor) -> None:
         """Make G Hᵀ the matrix of rank r nearest to R (rows, columns)."""
         G, H = truncated_factors(R, self.rank)

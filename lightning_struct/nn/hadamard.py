@@ -114,7 +114,6 @@ class RandomizedHadamard(StructuredLinear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, terms={self.terms}"
 
-    @torch.no_grad()
     def _draw_weights(self) -> None:
         """Draw G from a normal distribution that keeps the variance of the input; set what is always the same."""
         # The variance rises by n/N in the first transform, and by k/N in the second.

@@ -118,10 +118,9 @@ class LearnedOperatorLinear(GeneratorLinear):
     def _draw_weights(self) -> None:
         """Draw G and H; A and B become Z_0, ones on the subdiagonal."""
         super()._draw_weights()
-        with torch.no_grad():
-            for name in self.weight_names[2:]:
-                if getattr(self, name) is not None:
-                    getattr(self, name).fill_(1.0 if name.startswith("subdiagonal") else 0.0)
+        for name, entries in self._weights().items():
+            if name not in ("G", "H"):
+                entries.fill_(1.0 if name.startswith("subdiagonal") else 0.0)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, corner={self.corner!r}"
@@ -160,7 +159,6 @@ class LearnedOperatorLinear(GeneratorLinear):
         error = relative_error(self._square_to_dense(), target)
         return start._replace(error=error) if math.isfinite(error) else start
 
-    @torch.no_grad()
     def _set(self, start: _Start) -> None:
         self._set_operators(start.a, start.b)
         self.G.copy_(start.G)

@@ -294,7 +294,7 @@ class StructuredLinear(nn.Module, ABC):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def _draw_weights(self) -> None:
-        """Draw new weights of M, such that the variance of the input is kept."""
+        """Draw new weights of M, such that the variance of the input is kept. Without gradients."""
         raise NotImplementedError
 
     @abstractmethod

@@ -214,10 +214,9 @@ def rudin_shapiro_signs(size: int) -> Tensor:
 
 def _unit_scale(adapter: StructuredLinear) -> Tensor:
     """‖θ‖ / ‖M‖, by E‖M x‖² = ‖M‖²: M is linear in its first factor θ, so a step of s M is as long as that of θ."""
-    with torch.no_grad():
-        factor = adapter._reference
-        x = torch.randn(_PROBES, adapter.in_features, device=factor.device, dtype=factor.dtype)
-        return factor.norm() / adapter._multiply(x).square().sum(-1).mean().sqrt()
+    factor = adapter._reference
+    x = torch.randn(_PROBES, adapter.in_features, device=factor.device, dtype=factor.dtype)
+    return factor.norm() / adapter._multiply(x).square().sum(-1).mean().sqrt()
 
 
 def updated(weight: Tensor, update: Tensor) -> Tensor:

@@ -112,5 +112,4 @@ class Objective:
         return 0.5 * self._l2 * inner(weights, weights).item() if self._l2 else 0.0
 
     def _outputs(self, weights: Tensor, args: tuple[Any, ...]) -> Tensor:
-        buffers = {name: b.clone() for name, b in self._module.named_buffers()}
-        return call_with(self._module, {**buffers, **self._weights.unflat(weights)}, args).to(self._like.dtype)
+        return call_with(self._module, self._weights.unflat(weights), args).to(self._like.dtype)

@@ -209,6 +209,25 @@ def with_own_projections(attention: nn.MultiheadAttention) -> StructuredAttentio
     return called
 
 
+def called_attention(
+    model: nn.Module, is_wanted: Callable[[str, nn.MultiheadAttention], bool]
+) -> list[tuple[str, nn.MultiheadAttention, StructuredAttention]]:
+    """Each place of attention in a model, what is there, and what calls its projections, one for all places of one.
+
+    Args:
+        model: stays as it is.
+        is_wanted: of the name and the attention.
+    """
+    made: dict[nn.MultiheadAttention, StructuredAttention] = {}
+    places = []
+    for name, attention in model.named_modules(remove_duplicate=False):
+        if isinstance(attention, nn.MultiheadAttention) and is_wanted(name, attention):
+            if attention not in made:
+                made[attention] = with_own_projections(attention)
+            places.append((name, attention, made[attention]))
+    return places
+
+
 def own_linear(linear: nn.Linear) -> nn.Linear:
     """An ``nn.Linear`` with the same weights in memory of its own."""
     twin = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")

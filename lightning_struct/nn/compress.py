@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.approximation import progress_bar
-from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_own_projections
+from lightning_struct.nn.attention import StructuredAttention, called_attention, why_not_called
 from lightning_struct.nn.budget import Option, least_increase, smallest_within
 from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
 from lightning_struct.nn.hooks import take_hooks
@@ -202,24 +202,16 @@ def _called_attention(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
     Yields:
         For each of these, the attention that it stands for.
     """
-    called: dict[int, StructuredAttention] = {}
-    places: list[tuple[str, nn.Module]] = []
-    named = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.MultiheadAttention)]
-    for name, attention in named:
-        if name and why_not_called(attention) is None:
-            if id(attention) not in called:
-                called[id(attention)] = with_own_projections(attention)
-            places.append((name, attention))
+    places = called_attention(model, lambda name, attention: bool(name) and why_not_called(attention) is None)
     encoders = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
-    put_in_place(model, [(name, called[id(attention)]) for name, attention in places])
-    owners: dict[nn.Module, nn.Module] = {called[id(attention)]: attention for _, attention in places}
+    put_in_place(model, [(name, called) for name, _, called in places])
     try:
-        yield owners
+        yield {called: attention for _, attention, called in places}
     finally:
-        back = [
+        back: list[tuple[str, nn.Module]] = [
             (name, attention)
-            for name, attention in places
-            if not any(isinstance(layer, StructuredLinear) for layer in called[id(attention)].modules())
+            for name, attention, called in places
+            if not any(isinstance(layer, StructuredLinear) for layer in called.modules())
         ]
         set_modules(model, back)
         for encoder, used_nested_tensor in encoders:

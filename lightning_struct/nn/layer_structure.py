@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_struct.nn.attention import PROJECTIONS, with_own_projections
+from lightning_struct.nn.attention import PROJECTIONS, called_attention
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import blocks_in_place_of
@@ -85,10 +85,13 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
     }
     if not structure:
         return model
-    attentions = _call_attention(model, structure)
+
+    def has_projections(name: str, attention: nn.Module) -> bool:
+        return any((f"{name}.{part}" if name else part) in structure for part in PROJECTIONS)
+
+    put_in_place(model, [(name, called) for name, _, called in called_attention(model, has_projections)])
     made: dict[nn.Module, nn.Module] = {}
     places: list[tuple[str, nn.Module]] = []
-    put_in_place(model, attentions)
     named = dict(model.named_modules(remove_duplicate=False))
     for name, entry in structure.items():
         old = named.get(name)
@@ -175,16 +178,3 @@ def _classes(of: type[StructuredLinear]) -> Iterator[type[StructuredLinear]]:
     for derived in of.__subclasses__():
         yield derived
         yield from _classes(derived)
-
-
-def _call_attention(model: nn.Module, structure: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
-    """Attention that calls its projections, where the structure has one of them."""
-    made: dict[nn.Module, nn.Module] = {}
-    places: list[tuple[str, nn.Module]] = []
-    for name, attention in model.named_modules(remove_duplicate=False):
-        parts = {f"{name}.{part}" if name else part for part in PROJECTIONS}
-        if isinstance(attention, nn.MultiheadAttention) and parts & set(structure):
-            if attention not in made:
-                made[attention] = with_own_projections(attention)
-            places.append((name, made[attention]))
-    return places

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,12 +18,17 @@ from lightning_struct.functional.layers import has_plain_parameters, kind_of
 from lightning_struct.functional.per_sample.rerun import draws_random_numbers
 from lightning_struct.functional.randomness import RandomState, random_state
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # The attribute of a layer that is watched.
 _WATCHING = "_inner_calls"
 
 
 class InnerCalls:
-    """Keeps the inner calls of one call of a layer, each with the state of the random generators if it draws from them.
+    """A context in which the inner calls of one call of a layer are kept.
+
+    Each is kept with the state of the random generators before it, if it draws from them.
 
     Attributes:
         calls: in their order.
@@ -33,15 +38,16 @@ class InnerCalls:
         self.calls: list[tuple[LayerCall, RandomState | None]] = []
         self._layer = layer
 
-    def begin(self) -> None:
+    def __enter__(self) -> Self:
         watching = vars(self._layer).setdefault(_WATCHING, [])
         if not watching:
             kind = kind_of(self._layer)
             assert kind is not None and kind.base is not None
             self._layer.__class__ = _watched(type(self._layer), kind.base)  # type: ignore[arg-type]  # types are hashable
         watching.append(self)
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         watching = vars(self._layer)[_WATCHING]
         watching.remove(self)
         if not watching:

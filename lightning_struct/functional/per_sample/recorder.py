@@ -130,8 +130,7 @@ class GradientNormRecorder:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._projection_seed, self._part = seed, part
         self._random_states: dict[nn.Module, RandomState] = {}
-        self._recording: dict[nn.Module, RecordedCalls] = {}
-        self._inner_calls: dict[nn.Module, InnerCalls] = {}
+        self._watching: dict[nn.Module, RecordedCalls | InnerCalls] = {}
         self._rerunning = False
         self._warned: set[str] = set()
         self._without_rule: dict[nn.Module, str] = {}
@@ -199,12 +198,9 @@ class GradientNormRecorder:
         self._faults.clear()
         self._arrived.clear()
         self._random_states.clear()
-        for recording in self._recording.values():
-            recording.__exit__()
-        self._recording.clear()
-        for inner in self._inner_calls.values():
-            inner.end()
-        self._inner_calls.clear()
+        for watching in self._watching.values():
+            watching.__exit__()
+        self._watching.clear()
 
     def results(self) -> list[ParameterNorms]:
         """Norms of each parameter that got a gradient and is covered, in the order of the module.
@@ -334,16 +330,12 @@ class GradientNormRecorder:
 
     def _before_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_measured(layer):
-            self._inner_calls[layer] = InnerCalls(layer)
-            self._inner_calls[layer].begin()
+            self._watching[layer] = InnerCalls(layer).__enter__()
 
     def _after_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        inner = self._inner_calls.pop(layer, None)
+        inner = self._end_watching(layer, outputs)
         if inner is None:
             return
-        inner.end()
-        if outputs is None:
-            return  # it has failed
         for call, state in inner.calls:
             self._await(replace(call, samples=self.samples, rows=self.rows), state)
         if not inner.calls:
@@ -351,15 +343,12 @@ class GradientNormRecorder:
 
     def _before_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_measured(layer):
-            self._recording[layer] = RecordedCalls().__enter__()
+            self._watching[layer] = RecordedCalls().__enter__()
 
     def _after_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        recording = self._recording.pop(layer, None)
+        recording = self._end_watching(layer, outputs)
         if recording is None:
             return
-        recording.__exit__()
-        if outputs is None:
-            return  # it has failed
         for parameter in self._layers[layer].values():
             self._watch(parameter)
         call = base_call(LayerCall(layer, args, kwargs, samples=self.samples, rows=self.rows))
@@ -368,6 +357,13 @@ class GradientNormRecorder:
             without_tensors = LayerCall(layer, samples=self.samples, rows=self.rows)
             awaited = AwaitedCall(without_tensors, use.parameters, current_backward(), use=use)
             edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
+
+    def _end_watching(self, layer: nn.Module, outputs: Any) -> Any:
+        """What was watched of a call; None where nothing was, or where the call has failed."""
+        watching = self._watching.pop(layer, None)
+        if watching is not None:
+            watching.__exit__()
+        return None if outputs is None else watching
 
     def _arrive_at_node(self, awaited: AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:

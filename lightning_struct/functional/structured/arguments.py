@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
@@ -35,13 +35,12 @@ def require_real(**tensors: Tensor) -> None:
             raise TypeError(f"{name} must hold real floating-point numbers, not {tensor.dtype}: use {name}.float().")
 
 
-def require_one_of(name: str, value: str, known: Iterable[str]) -> None:
+def require_one_of(name: str, value: str, known: Sequence[str]) -> None:
     """Refuse other values than the known ones.
 
     Raises:
         ValueError: the value is another; it is called by ``name``.
     """
-    known = tuple(known)
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, but is {value!r}")
 

@@ -88,21 +88,7 @@ def conjugate_gradient(
         raise ValueError(
             f"maxiter, progress_tolerance and rtol must be >= 0, got {maxiter}, {progress_tolerance}, {rtol}"
         )
-    right = leaves(b, name="b")
-    scale = leaves(preconditioner, b, "preconditioner") if isinstance(preconditioner, Tensor | Mapping) else None
-
-    def precondition(r: list[Tensor]) -> list[Tensor]:
-        if preconditioner is None:
-            return [t.clone() for t in r]
-        if scale is not None:
-            return [t * c * c for t, c in zip(r, scale, strict=True)]
-        residual: Any = structured(b, r)
-        if hasattr(preconditioner, "solve_normal"):
-            y = preconditioner.solve_normal(residual)
-        else:
-            y = preconditioner.solve(preconditioner.solve_transpose(residual))  # type: ignore[union-attr]
-        return leaves(y, b, "what the preconditioner's solve returned")
-
+    right, precondition = leaves(b, name="b"), _preconditioning(preconditioner, b)
     if x0 is None:
         x, r = [torch.zeros_like(t) for t in right], [t.clone() for t in right]
     else:
@@ -139,17 +125,32 @@ def conjugate_gradient(
         if progress_tolerance > 0:
             values.append(quadratic())
 
-        k = max(progress_window, iteration // 10)
         if norm(r) <= rtol * b_norm or r_y == 0.0:
             reason = "residual"
-        elif (
-            progress_tolerance > 0
-            and iteration > k
-            and values[-1] < 0.0
-            and (values[-1] - values[-1 - k]) / values[-1] < k * progress_tolerance
-        ):
+        elif _has_slowed_down(values, progress_window, progress_tolerance):
             reason = "progress"
         stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
         if stop and reason == "maxiter":
             reason = "callback"
     return ConjugateGradientResult(structured(b, x), iteration, norm(r), quadratic(), reason)
+
+
+def _preconditioning(
+    preconditioner: Vector | RightPreconditioner | None, b: Vector
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """r -> C⁻¹C⁻ᵀ r."""
+    if preconditioner is None:
+        return lambda r: [t.clone() for t in r]
+    if isinstance(preconditioner, Tensor | Mapping):
+        scale = leaves(preconditioner, b, "preconditioner")
+        return lambda r: [t * c * c for t, c in zip(r, scale, strict=True)]
+    solve_normal: Callable[[Any], Any] = getattr(
+        preconditioner, "solve_normal", lambda r: preconditioner.solve(preconditioner.solve_transpose(r))
+    )
+    return lambda r: leaves(solve_normal(structured(b, r)), b, "what the preconditioner's solve returned")
+
+
+def _has_slowed_down(values: list[float], window: int, tolerance: float) -> bool:
+    """Martens' rule, from the values of the quadratic at the start and after each step."""
+    k = max(window, (len(values) - 1) // 10)
+    return len(values) > k + 1 and values[-1] < 0.0 and (values[-1] - values[-1 - k]) / values[-1] < k * tolerance

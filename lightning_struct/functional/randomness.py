@@ -46,7 +46,7 @@ def restored_random_state(state: RandomState) -> Iterator[None]:
 
 
 def random_signs(*shape: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """±1 with equal probability, of the dtype and device of ``like``; the generator is one of that device.
+    """±1 with equal probability (Rademacher), of the dtype and device of ``like``; the generator is one of that device.
 
     Example:
         >>> random_signs(2, 3, like=torch.empty(0)).abs()

@@ -31,7 +31,7 @@ class Option:
 def least_increase(options: Sequence[Sequence[Option]], allowed: int) -> list[int]:
     """The option of each layer such that the sum of the increases of the loss is least within ``allowed`` parameters.
 
-    The knapsack problem of multiple choice, solved by dynamic programming with sizes rounded up: the choice is within
+    The multiple-choice knapsack problem, solved by dynamic programming with sizes rounded up: the choice is within
     the budget, and the best but for what rounding leaves unused.
 
     Args:

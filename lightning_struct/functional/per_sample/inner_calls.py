@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_struct.functional.layer_call import LayerCall, tensors_in
 from lightning_struct.functional.layers import has_plain_parameters, kind_of
-from lightning_struct.functional.per_sample.rerun import draws_random_numbers
+from lightning_struct.functional.per_sample.rerun import has_active_dropout
 from lightning_struct.functional.randomness import RandomState, random_state
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _watched(layer_type: type[nn.Module], base: type[nn.Module]) -> type[nn.Modu
     base_forward: Callable[..., Any] = base.forward
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = random_state(*tensors_in((args, kwargs))) if draws_random_numbers(layer) else None
+        state = random_state(*tensors_in((args, kwargs))) if has_active_dropout(layer) else None
         outputs = base_forward(layer, *args, **kwargs)
         for watching in vars(layer)[_WATCHING]:
             watching.calls.append((LayerCall(layer, args, kwargs, outputs, of_base=True), state))

@@ -1,6 +1,6 @@
 """Running a layer once more from its recorded input, with the dropout masks of its forward pass.
 
-Whoever records a layer that :func:`draws_random_numbers` keeps the :func:`~.randomness.random_state` from before the
+Whoever records a layer that :func:`has_active_dropout` keeps the :func:`~.randomness.random_state` from before the
 call, and evaluates the layer's rule inside :func:`~.randomness.restored_random_state`; the rule checks that it got the
 same.
 """
@@ -18,7 +18,7 @@ from lightning_struct.functional.per_sample.contributions import Uncovered
 _TOLERANCE = 0.05
 
 
-def draws_random_numbers(layer: nn.Module) -> bool:
+def has_active_dropout(layer: nn.Module) -> bool:
     """Whether an ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` has dropout inside that is active."""
     return layer.training and float(layer.dropout) > 0  # type: ignore[arg-type]
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from lightning_struct.functional.layer_call import LayerCall, Samples, admissible_sizes
 from lightning_struct.functional.layer_kinds import ElementwiseForm, Rule
 from lightning_struct.functional.layers import base_call, has_plain_parameters, kind_of, owned_parameters, padding
-from lightning_struct.functional.per_sample import rerun
 from lightning_struct.functional.per_sample.contributions import (
     Contribution,
     Dense,
@@ -30,6 +29,7 @@ from lightning_struct.functional.per_sample.contributions import (
 )
 from lightning_struct.functional.per_sample.convolution import Convolution, pad_argument
 from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
+from lightning_struct.functional.per_sample.rerun import has_active_dropout
 from lightning_struct.functional.per_sample.vmapped import contributions_by_vmap
 from lightning_struct.functional.recognition import run_with
 
@@ -95,7 +95,7 @@ def may_run_again(layer: nn.Module) -> bool:
 def draws_random_numbers(layer: nn.Module) -> bool:
     """Whether :func:`contributions` runs the layer again, with the random generators as before the call."""
     reader = _reader(layer)
-    return reader is not None and reader.runs_again and rerun.draws_random_numbers(layer)
+    return reader is not None and reader.runs_again and has_active_dropout(layer)
 
 
 def compares_outputs(layer: nn.Module) -> bool:

@@ -39,9 +39,9 @@ class DisplacementOperator(ABC):
     def matvec(self, v: Tensor) -> Tensor:
         """A v for each vector v: (..., n) for (..., n)."""
 
-    @abstractmethod
     def rmatvec(self, v: Tensor) -> Tensor:
         """Aᵀ v for each vector v: (..., n) for (..., n)."""
+        return self.T.matvec(v)
 
     def to_dense(self) -> Tensor:
         """A, (n, n)."""
@@ -163,9 +163,6 @@ class TridiagonalOperator(DisplacementOperator):
         from_right = torch.cat([self.superdiagonal * v[..., 1:], self.corners[1:] * v[..., :1]], -1)
         return from_left + self.diagonal * v + from_right
 
-    def rmatvec(self, v: Tensor) -> Tensor:
-        return self.T.matvec(v)
-
 
 @dataclass(frozen=True, eq=False)
 class ShiftOperator(DisplacementOperator):
@@ -255,9 +252,6 @@ class DiagonalOperator(DisplacementOperator):
         self._require_vectors(v)
         return self.d * v
 
-    def rmatvec(self, v: Tensor) -> Tensor:
-        return self.matvec(v)
-
 
 @dataclass(frozen=True, eq=False)
 class DenseOperator(DisplacementOperator):
@@ -296,11 +290,8 @@ class DenseOperator(DisplacementOperator):
 
     def matvec(self, v: Tensor) -> Tensor:
         self._require_vectors(v)
-        return _product(v, self.matrix.mT)
-
-    def rmatvec(self, v: Tensor) -> Tensor:
-        self._require_vectors(v)
-        return _product(v, self.matrix)
+        dtype = torch.promote_types(v.dtype, self.matrix.dtype)  # as elementwise products do by themselves
+        return v.to(dtype) @ self.matrix.mT.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,12 +335,6 @@ def as_operator(operator: DisplacementOperator | Tensor) -> DisplacementOperator
         ValueError: the matrix is not square.
     """
     return operator if isinstance(operator, DisplacementOperator) else DenseOperator(operator)
-
-
-def _product(v: Tensor, matrix: Tensor) -> Tensor:
-    """The product, in the dtype to which both promote, as elementwise products are."""
-    dtype = torch.promote_types(v.dtype, matrix.dtype)
-    return v.to(dtype) @ matrix.to(dtype)
 
 
 def _require_tensor(name: str, tensor: Tensor, ndim: int) -> None:

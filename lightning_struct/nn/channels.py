@@ -143,20 +143,17 @@ def why_not_linear(layer: nn.Module) -> str | None:
     )
 
 
-def in_place_of(layer: nn.Module, linear: nn.Module) -> nn.Module:
+def in_place_of(layer: Any, linear: nn.Module) -> nn.Module:
     """What stands where ``layer`` stood, around ``linear``, whose matrix is near to that of :func:`as_matrix`."""
     if type(layer) not in CONVOLUTIONS:
         return linear
-    convolution: Any = layer
     if is_pointwise(layer):
-        return ChannelLinear(linear, convolution.stride).train(layer.training)
-    geometry = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.dilation)
-    return PatchLinear(linear, *geometry).train(layer.training)
+        return ChannelLinear(linear, layer.stride).train(layer.training)
+    return PatchLinear(linear, layer.kernel_size, layer.stride, layer.padding, layer.dilation).train(layer.training)
 
 
-def why_not_patches(layer: nn.Module) -> str | None:
+def why_not_patches(convolution: Any) -> str | None:
     """The reason for which :class:`PatchLinear` cannot stand in place of a convolution; None if it can."""
-    convolution: Any = layer
     if convolution.groups != 1:
         return f"it has {convolution.groups} groups"
     if convolution.padding_mode != "zeros":

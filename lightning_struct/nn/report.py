@@ -57,18 +57,15 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
         {'1': 'its kernel is larger than one pixel: replace_conv and compress take it'}
     """
     rows = [("layer", "class", "parameters", "dense", "compression", "error")]
-    for name, layer in model.named_modules():
-        if isinstance(layer, StructuredLinear):
-            error = "" if layer.approximation_error is None else f"{layer.approximation_error:.3g}"
-            dense = layer.in_features * layer.out_features
-            ratio = f"{layer.compression_ratio:.1f}"
-            rows.append(
-                (name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error)
-            )
-    structured = {layer for layer in model.modules() if isinstance(layer, StructuredLinear)}
+    structured = {name: layer for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)}
+    for name, layer in structured.items():
+        error = "" if layer.approximation_error is None else f"{layer.approximation_error:.3g}"
+        dense = layer.in_features * layer.out_features
+        ratio = f"{layer.compression_ratio:.1f}"
+        rows.append((name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error))
     if structured:
         now = sum(parameter.numel() for parameter in model.parameters())
-        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in structured)
+        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in structured.values())
         rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

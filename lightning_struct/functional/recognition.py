@@ -14,7 +14,7 @@ that couple the samples of a batch; what raises an error is not recognised.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -201,20 +201,25 @@ class _Trial:
         width = max(p.numel() for p in self._own.values())
         if any(p.numel() not in (1, width) for p in self._own.values()):
             return None
-        for channels_first, shapes in (
-            (False, [(2, 3, width), (4, width)]),
-            (True, [(2, width, 3, 5), (2, width, 4)]),
-        ):
-            forms = [form for shape in shapes if (form := self._elementwise_form(shape, channels_first)) is not None]
-            if forms:
-                form = ElementwiseForm(
-                    channels_first,
-                    any(form.pointwise for form in forms),
-                    all(form.vanishes for form in forms),
-                    frozenset.intersection(*(form.shifts for form in forms)),
-                )
-                return LayerKind(None, parameters=lambda layer: layer._parameters, form=form, recognized=True)
-        return None
+        channels_first = False
+        forms = self._elementwise_forms([(2, 3, width)], channels_first)
+        if not forms:
+            forms = self._elementwise_forms([(2, width, 3, 5), (2, width, 4)], channels_first=True)
+            channels_first = bool(forms)
+        forms += self._elementwise_forms([(4, width)], channels_first)  # of which both are the same dimension
+        if not forms:
+            return None
+        form = ElementwiseForm(
+            channels_first,
+            any(form.pointwise for form in forms),
+            all(form.vanishes for form in forms),
+            frozenset.intersection(*(form.shifts for form in forms)),
+        )
+        return LayerKind(None, parameters=lambda layer: layer._parameters, form=form, recognized=True)
+
+    def _elementwise_forms(self, shapes: Sequence[tuple[int, ...]], channels_first: bool) -> list[ElementwiseForm]:
+        """The forms for inputs of these shapes, of those that the layer takes."""
+        return [form for shape in shapes if (form := self._elementwise_form(shape, channels_first)) is not None]
 
     def _elementwise_form(self, shape: tuple[int, ...], channels_first: bool) -> ElementwiseForm | None:
         inputs = self._random(*shape)

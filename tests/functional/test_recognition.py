@@ -70,6 +70,18 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+class ChannelScale(nn.Module):
+    """Of the second dimension, with any number of others behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        return x * self.gamma.view(shape) + self.beta.view(shape)
+
+
 class Temperature(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +158,9 @@ RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "layer norm": (lambda: FastLayerNorm(4), gaussian(5, 3, 4)),
     "layer norm of images": (lambda: LayerNorm2d(4), gaussian(5, 4, 3, 2)),
     "layer scale": (lambda: LayerScale(4), gaussian(5, 3, 4)),
+    "channel scale of rows": (lambda: ChannelScale(4), gaussian(5, 4)),
+    "channel scale of sequences": (lambda: ChannelScale(4), gaussian(5, 4, 4)),
+    "channel scale of images": (lambda: ChannelScale(4), gaussian(5, 4, 3, 2)),
     "temperature": (lambda: Temperature(), gaussian(5, 3, 4)),
     "transposed weight": (lambda: Conv1D(3, 4), gaussian(5, 2, 4)),
     "no bias": (lambda: GraphLinear(4, 3), gaussian(5, 2, 4)),

@@ -8,7 +8,7 @@ cotangents too. :func:`register_layer` declares layers that torch does not have.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -49,6 +49,8 @@ class Matrix(NamedTuple):
 class ElementwiseForm:
     """An output y = a(x) + Σ_p p ⊙ b_p(x) of the shape of the input x: parameters p scale or shift its features.
 
+    It is that of inputs with one number of dimensions.
+
     Attributes:
         channels_first: the features are in the second dimension, else in the last.
         pointwise: features are in the last dimension, and no position of the others depends on another one.
@@ -74,7 +76,8 @@ class LayerKind:
         rule: how to read off each sample's share, instead of the rule of ``base``.
         declared: by :func:`register_layer`; layers are then checked to be what was declared.
         recognized: by what a layer computed (see :mod:`~lightning_struct.functional.recognition`).
-        form: how the parameters scale and shift the features, for layers without matrices that were recognized by that.
+        forms: how the parameters scale and shift the features, by the number of dimensions of the input, for layers
+            without matrices that were recognized by that.
     """
 
     base: type[nn.Module] | None
@@ -84,7 +87,7 @@ class LayerKind:
     rule: Rule | None = None
     declared: bool = False
     recognized: bool = False
-    form: ElementwiseForm | None = None
+    forms: Mapping[int, ElementwiseForm] | None = None
 
     @property
     def is_affine(self) -> bool:

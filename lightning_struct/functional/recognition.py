@@ -14,7 +14,7 @@ that couple the samples of a batch; what raises an error is not recognised.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -195,31 +195,21 @@ class _Trial:
         return None
 
     def as_elementwise(self) -> LayerKind | None:
-        """An :class:`ElementwiseForm`, for features in the last dimension or else in the second."""
+        """An :class:`ElementwiseForm` for each number of dimensions: the features are the last, or else the second."""
         if any(p.numel() != max(p.shape, default=1) for p in self._own.values()):
             return None
         width = max(p.numel() for p in self._own.values())
         if any(p.numel() not in (1, width) for p in self._own.values()):
             return None
-        channels_first = False
-        forms = self._elementwise_forms([(2, 3, width)], channels_first)
-        if not forms:
-            forms = self._elementwise_forms([(2, width, 3, 5), (2, width, 4)], channels_first=True)
-            channels_first = bool(forms)
-        forms += self._elementwise_forms([(4, width)], channels_first)  # of which both are the same dimension
+        forms: dict[int, ElementwiseForm] = {}
+        for others in ((4,), (2, 3), (2, 3, 5), (2, 3, 5, 2)):
+            form = self._elementwise_form((*others, width), channels_first=False)
+            form = form or self._elementwise_form((others[0], width, *others[1:]), channels_first=True)
+            if form is not None:
+                forms[1 + len(others)] = form
         if not forms:
             return None
-        form = ElementwiseForm(
-            channels_first,
-            any(form.pointwise for form in forms),
-            all(form.vanishes for form in forms),
-            frozenset.intersection(*(form.shifts for form in forms)),
-        )
-        return LayerKind(None, parameters=lambda layer: layer._parameters, form=form, recognized=True)
-
-    def _elementwise_forms(self, shapes: Sequence[tuple[int, ...]], channels_first: bool) -> list[ElementwiseForm]:
-        """The forms for inputs of these shapes, of those that the layer takes."""
-        return [form for shape in shapes if (form := self._elementwise_form(shape, channels_first)) is not None]
+        return LayerKind(None, parameters=lambda layer: layer._parameters, forms=forms, recognized=True)
 
     def _elementwise_form(self, shape: tuple[int, ...], channels_first: bool) -> ElementwiseForm | None:
         inputs = self._random(*shape)
@@ -242,7 +232,8 @@ class _Trial:
                 shifts.add(name)
         if not all(_same(*rows) for rows in zip(found, expected, strict=True)):
             return None
-        pointwise = not channels_first and len(shape) == 3 and self._gives(inputs[:, :1], found[:, :1])
+        first = (slice(None), *[slice(1)] * (len(shape) - 2))
+        pointwise = not channels_first and len(shape) > 2 and self._gives(inputs[first], found[first])
         return ElementwiseForm(channels_first, pointwise, not origin.any(), frozenset(shifts))
 
     def _gives(self, inputs: Tensor, expected: Tensor) -> bool:
@@ -283,6 +274,7 @@ def _inputs_of(base: type[nn.Module], layer: Any, random: Callable[..., Tensor])
             yield (random(2, layer.in_channels, *(size + more for size in reach)),)
     elif base in (nn.LayerNorm, nn.RMSNorm):
         yield (random(2, 3, *layer.normalized_shape),)
+        yield (random(2, 3, 5, *layer.normalized_shape),)  # in which others take the second dimension for the channels
     elif base is nn.PReLU:
         yield (random(2, layer.num_parameters, 3),)
     elif base is nn.GroupNorm:

@@ -82,6 +82,13 @@ class ChannelScale(nn.Module):
         return x * self.gamma.view(shape) + self.beta.view(shape)
 
 
+class NormOfAnything(nn.LayerNorm):
+    """Over the channels, which images have in the second dimension and all else in the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1) if x.ndim == 4 else super().forward(x)
+
+
 class Temperature(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +168,9 @@ RECOGNIZED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "channel scale of rows": (lambda: ChannelScale(4), gaussian(5, 4)),
     "channel scale of sequences": (lambda: ChannelScale(4), gaussian(5, 4, 4)),
     "channel scale of images": (lambda: ChannelScale(4), gaussian(5, 4, 3, 2)),
+    "norm of images or rows, of images": (lambda: NormOfAnything(4), gaussian(5, 4, 3, 4)),
+    "norm of images or rows, of sequences": (lambda: NormOfAnything(4), gaussian(5, 3, 4)),
+    "norm of volumes": (lambda: LlamaNorm(4), gaussian(5, 2, 3, 2, 4)),
     "temperature": (lambda: Temperature(), gaussian(5, 3, 4)),
     "transposed weight": (lambda: Conv1D(3, 4), gaussian(5, 2, 4)),
     "no bias": (lambda: GraphLinear(4, 3), gaussian(5, 2, 4)),

@@ -132,8 +132,8 @@ def _reader(layer: nn.Module) -> _Reader | None:
         return None
     if kind.rule is not None:
         return _Reader(kind.rule, declared=True)
-    if kind.form is not None:
-        return _Reader(partial(_elementwise, form=kind.form), recognized=True)
+    if kind.forms is not None:
+        return _Reader(partial(_elementwise, forms=kind.forms), recognized=True)
     reader = None if kind.base is None else _READERS.get(kind.base)
     if reader is None or not kind.recognized:
         return reader
@@ -332,9 +332,10 @@ def _base(layer: nn.Module) -> type[nn.Module]:
     return kind.base
 
 
-def _elementwise(call: LayerCall, form: ElementwiseForm) -> dict[str, Contribution]:
+def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[str, Contribution]:
     """The factors of the parameters, by running the layer with all others at zero."""
-    if len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
+    form = forms.get(call.input.ndim)
+    if form is None or len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
         return contributions_by_vmap(call)
     layer, inputs, delta = call.layer, at_least_float32(call.input), at_least_float32(call.cotangent)
     layout = _layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call.samples, call.rows)

@@ -359,6 +359,25 @@ def test_btol_ends_a_consistent_system_at_the_first_small_residual(solver: Solve
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+def test_atol_ends_a_consistent_system_where_a_is_as_exact_as_the_residual_is_small(solver: Solver) -> None:
+    matrix = gaussian(30, 12, seed=0)
+    b = matrix @ gaussian(12, seed=1)
+    result = solver(*operators(matrix), b, maxiter=50, atol=1e-2, btol=0.0)
+    assert result.stop_reason == "residual"
+    assert result.residual_norm <= 1e-2 * matrix.norm() * result.x.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_iterations_are_by_default_at_most_as_many_as_exact_arithmetic_needs(
+    solver: Solver, shape: tuple[int, int]
+) -> None:
+    matrix = gaussian(*shape, seed=0) * torch.logspace(0, -6, shape[1], dtype=torch.float64)
+    result = solver(*operators(matrix), gaussian(shape[0], seed=1), atol=0.0, btol=0.0)
+    assert (result.stop_reason, result.iterations) == ("maxiter", min(shape))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_arguments_are_left_as_they_were(solver: Solver) -> None:
     matrix, b, start = gaussian(6, 6, seed=0), gaussian(6, seed=1), gaussian(6, seed=2)
     scale = gaussian(6, seed=3).abs() + 0.2

@@ -1,4 +1,5 @@
 from itertools import pairwise
+from typing import ClassVar
 
 import lightning as L
 import pytest
@@ -7,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.callbacks import GrowingBatchSize
-from lightning_struct.data import Box, Heat, PointDraws, PointsDataModule, Poisson
+from lightning_struct.data import Box, DifferentialEquation, Heat, PointDraws, PointsDataModule, Poisson
 from tests.strategies.helpers import make_trainer
 
 SQUARE = Box([0.0, 0.0], [1.0, 1.0])
@@ -229,6 +230,33 @@ class Values(Fitted):
 def test_module_that_returns_no_residuals_is_told_the_remedy(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"Values called with points .* set residual_share=0"):
         fit(tmp_path, points_of_heat(), Values())
+
+
+class Decay(DifferentialEquation):
+    """u' = -u, of functions that are 1 at zero by themselves."""
+
+    domain = Box([0.0], [1.0])
+    regions: ClassVar = {"interior": domain}
+
+    def residual(self, block, u, points):
+        raise NotImplementedError
+
+
+class Residual(Fitted):
+    """Returns the residuals of the only region as they are."""
+
+    def forward(self, points):
+        return self.weight * (points["interior"] > 0.9)
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch)
+        return self(batch).square().mean()
+
+
+def test_module_of_one_region_may_return_a_tensor_of_residuals(tmp_path):
+    data = PointsDataModule(Decay(), {"interior": 400}, residual_share=0.5, redraw_every_n_steps=1, steps_per_epoch=2)
+    batches = fit(tmp_path, data, Residual(), max_epochs=1)
+    assert len(batches) == 2 and all((batch["interior"] > 0.9).sum() >= 200 for batch in batches)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,11 @@ def test_circulant_products_of_half_precision_are_computed_in_float32():
             r"x must be \(..., 3\)",
         ),
         (
+            lambda: cauchy_like_matmul(nodes(1), nodes(3, 1.0), *generators(5, 3), randn(3, seed=0)),
+            ValueError,
+            r"s must be \(5,\).*\(1,\)",
+        ),
+        (
             lambda: cauchy_like_matmul(nodes(5), nodes(4), *generators(5, 3), randn(3, seed=0)),
             ValueError,
             r"t must be \(3,\).*\(4,\)",

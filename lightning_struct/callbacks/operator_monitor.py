@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.callbacks.pictures import directory_to_write, height_and_width, new_figure, write_picture
+from lightning_struct.callbacks.pictures import (
+    directory_to_write,
+    height_and_width,
+    is_interruption,
+    new_figure,
+    write_picture,
+)
 from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHODS
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
@@ -43,9 +49,9 @@ class OperatorMonitor(Callback):
     - ``operators/hidden/method`` (LDR-SD): ``method_in_use`` as a number, 0 ``"scaled"``, 1 ``"scaled_float64"``,
       2 ``"dense"``, 3 ``"tree"``.
 
-    When ``fit`` ends, or is interrupted from the keyboard, ``operators_hidden.png`` is written to the log directory for
-    every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``). Put it
-    after a callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
+    When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``operators_hidden.png`` is written to the log directory
+    for every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``).
+    Put it after a callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
     ``pip install 'lightning-struct[recipes]'``.
 
     Args:
@@ -144,7 +150,7 @@ class OperatorMonitor(Callback):
         self._write()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
+        if is_interruption(exception):
             self._write()
 
     def _layer(self, layer: str | StructuredLinear) -> StructuredLinear:

@@ -1,4 +1,4 @@
-"""Figures of the callbacks that draw: their panels and curves, the size of an image, and where the files go."""
+"""Figures of the callbacks that draw: panels and curves, the size of an image, and when and where files are written."""
 
 from __future__ import annotations
 
@@ -68,6 +68,11 @@ def write_picture(figure: Figure, path: Path) -> None:
     """Write a figure to a file, whose folder need not be there yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def is_interruption(exception: BaseException) -> bool:
+    """Whether a fit was ended by Ctrl-C, or by SIGTERM, of which Lightning makes a ``SystemExit``: no failure."""
+    return isinstance(exception, KeyboardInterrupt | SystemExit)
 
 
 def write_at_end_of_fit(trainer: L.Trainer, name: str, draw: Callable[[], Figure]) -> list[Path]:

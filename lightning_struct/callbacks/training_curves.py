@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import directory_to_write, draw_curve, new_figure, write_picture
+from lightning_struct.callbacks.pictures import (
+    directory_to_write,
+    draw_curve,
+    is_interruption,
+    new_figure,
+    write_picture,
+)
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
@@ -146,7 +152,7 @@ class TrainingCurves(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._stop_clock()
-        if isinstance(exception, (KeyboardInterrupt, SystemExit)):  # SIGTERM: Lightning makes a SystemExit of it
+        if is_interruption(exception):
             self._write()
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,6 +93,18 @@ def test_pictures_are_written_at_the_end(tmp_path):
     trainer = fit(tmp_path, LDRSubdiagonal(16, 12), monitor)
     assert [path.name for path in monitor.paths] == ["operators_hidden.png"]
     assert monitor.paths[0].read_bytes()[:4] == b"\x89PNG" and monitor.paths[0].parent == Path(trainer.log_dir)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SIGTERMException])
+def test_interrupted_run_is_written_too(tmp_path, interruption):
+    class Interrupted(Network):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            raise interruption
+
+    trainer = make_trainer(tmp_path, callbacks=[OperatorMonitor()])
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Interrupted(LDRSubdiagonal(16, 16)), DataLoader(TensorDataset(torch.randn(8, 16)), batch_size=4))
+    assert (tmp_path / "operators_hidden.png").exists()
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):

@@ -309,8 +309,9 @@ class CauchyLike(_FixedNodesLinear):
     """A layer with M[a, b] = (G Hᵀ)[a, b] / (s_a - t_b), Cauchy-like: r (m + n) parameters.
 
     Thomas et al., Table 5: equation (1) with diag(s) and diag(t), diag(s) M - M diag(t) = G Hᵀ. The nodes s (m,) and t
-    (n,) are fixed, in float32 at least. They are the integers 0 to m + n - 1, dealt out in turn: for m = n the even and
-    the odd ones.
+    (n,) are fixed, in float32 at least. By default those of the shorter side are 0, 2, 4, ..., and those of the other
+    are spread over the middle halves of the gaps after them, so that none is far from all others: for m = n they are 1,
+    3, 5, .... ``init="reference"`` deals the integers 0 to m + n - 1 out in turn, which for m = n is the same.
 
     Args:
         in_features, out_features, rank, bias, init, pad, device, dtype: see :class:`GeneratorLinear`.
@@ -330,10 +331,20 @@ class CauchyLike(_FixedNodesLinear):
     column_nodes: Tensor
 
     def _draw_weights(self) -> None:
-        row_nodes, column_nodes = self._dealt_nodes()
+        row_nodes, column_nodes = self._drawn_nodes()
         self.row_nodes.copy_(row_nodes)
         self.column_nodes.copy_(column_nodes)
         super()._draw_weights()
+
+    def _drawn_nodes(self) -> tuple[Tensor, Tensor]:
+        if self.init == "reference":
+            return self._dealt_nodes()
+        # Not dealt out: an entry is G Hᵀ over the distance, and most of 256 columns would be far from each of 10 rows.
+        sizes = sorted((self.rows, self.columns))
+        few, many = (torch.arange(size, device="cpu", dtype=torch.float64) for size in sizes)
+        places = (many + 0.5) * (sizes[0] / sizes[1])
+        spread = 2 * places.floor() + 0.5 + places.frac()
+        return (2 * few, spread) if self.rows <= self.columns else (spread, 2 * few)
 
     def _dealt_nodes(self) -> tuple[Tensor, Tensor]:
         places = [
@@ -343,7 +354,7 @@ class CauchyLike(_FixedNodesLinear):
         return order[: self.rows], order[self.rows :]
 
     def _sum_of_squares(self) -> float:
-        row_nodes, column_nodes = self._dealt_nodes()  # not the buffers: on the meta device they have no values
+        row_nodes, column_nodes = self._drawn_nodes()  # not the buffers: on the meta device they have no values
         differences = row_nodes[: self.out_features, None].double() - column_nodes[: self.in_features]
         return float((1 / differences.square()).sum())
 
@@ -361,9 +372,10 @@ class CauchyLike(_FixedNodesLinear):
         return super()._refinement() * 1024 // max(1024, self.in_features, self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # Up to version 0.2 layers in half precision had rounded nodes.
-        for name, exact in zip(self.node_names, self._dealt_nodes(), strict=True):
+        # Up to version 0.2 layers in half precision had rounded nodes, and all layers had the nodes that are dealt out.
+        for name, dealt, drawn in zip(self.node_names, self._dealt_nodes(), self._drawn_nodes(), strict=True):
             nodes = state_dict.get(prefix + name)
             if isinstance(nodes, Tensor) and nodes.dtype in HALF_PRECISION:
+                exact = drawn if torch.equal(nodes, drawn.to(nodes)) else dealt
                 state_dict[prefix + name] = exact.to(nodes.device, torch.float32)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

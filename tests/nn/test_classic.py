@@ -200,10 +200,21 @@ def test_reference_initial_values_are_those_of_the_authors():
 
 def test_default_nodes():
     torch.testing.assert_close(VandermondeLike(5, 4).nodes, torch.tensor([0.75, 0.25, -0.25, -0.75]))
+    square = CauchyLike(3, 3)
+    assert square.row_nodes.tolist() == [0, 2, 4] and square.column_nodes.tolist() == [1, 3, 5]
     for m, n in ((6, 6), (4, 8), (8, 4), (3, 7), (1, 1)):
-        layer = CauchyLike(n, m)
+        layer = CauchyLike(n, m, init="reference")
         both = torch.cat([layer.row_nodes, layer.column_nodes])
         assert sorted(both.tolist()) == list(range(m + n))
+
+
+@pytest.mark.parametrize(("m", "n"), [(10, 256), (256, 10), (60, 64), (1, 7)])
+def test_cauchy_like_layer_that_is_not_square_reads_and_writes_all_features_alike(m, n):
+    layer = CauchyLike(n, m, bias=False)
+    nn.init.ones_(layer.G)
+    nn.init.ones_(layer.H)
+    nearest = layer.to_dense().detach().abs().amax(0 if m < n else 1)
+    assert nearest.max() <= 2 and nearest.min() >= 2 / 3  # distances to the nearest node from 1/2 to 3/2
 
 
 def test_nodes_and_places_are_saved_and_not_trained():
@@ -245,9 +256,10 @@ def test_nodes_stay_distinct_in_half_precision(cls, dtype):
     assert all(getattr(layer.double(), name).dtype == torch.float64 for name in cls.node_names)
 
 
+@pytest.mark.parametrize("init", ["variance", "reference"])  # version 0.2 had the nodes of "reference" alone
 @pytest.mark.parametrize("assign", [True, False])
-def test_rounded_nodes_of_older_checkpoints_are_dealt_anew(assign):
-    layer, x = CauchyLike(300, 200).bfloat16(), torch.randn(3, 300).bfloat16()
+def test_rounded_nodes_of_checkpoints_in_half_precision_are_restored(assign, init):
+    layer, x = CauchyLike(300, 200, init=init).bfloat16(), torch.randn(3, 300).bfloat16()
     state = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
     fresh = CauchyLike(300, 200).bfloat16()
     fresh.load_state_dict(state, assign=assign)

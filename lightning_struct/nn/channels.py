@@ -38,6 +38,17 @@ class ChannelLinear(nn.Module):
         self.linear = linear
         self.stride = stride
 
+    @property
+    def weight(self) -> Tensor:
+        """The filters, (out_channels, in_channels, 1, ...), for code that reads the weight of a convolution."""
+        filters: Any = self.linear.weight
+        return filters.reshape(*filters.shape, *[1] * len(self.stride))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the layer within, for such code."""
+        return self.linear.bias  # type: ignore[return-value]
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_channels, height, width) for x (..., in_channels, height, width); a dimension for each stride."""
         return of_channels(self.linear, x, self.stride)
@@ -86,18 +97,28 @@ class PatchLinear(nn.Module):
         self.padding = padding
         self.dilation = dilation
 
+    @property
+    def weight(self) -> Tensor:
+        """The filters, (out_channels, in_channels, *kernel_size), for code that reads the weight of a convolution."""
+        rows: Any = self.linear.weight
+        return self._filters(rows)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the layer within, for such code."""
+        return self.linear.bias  # type: ignore[return-value]
+
     def forward(self, x: Tensor) -> Tensor:
         """(n, out_channels, height, width) for x (n, in_channels, height, width), or with the kernel's dimensions."""
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
-        bias: Any = self.linear.bias
         factors = low_rank_factors(self.linear)
         if factors is None:
             with torch.autocast(x.device.type, enabled=False):  # structured products need the dtype of their parameters
-                rows: Any = self.linear.weight
-            return convolve(x, self._filters(rows), bias, self.stride, self.padding, self.dilation)
+                filters = self.weight
+            return convolve(x, filters, self.bias, self.stride, self.padding, self.dilation)
         G, H = factors
         x = convolve(x, self._filters(H.T), None, self.stride, self.padding, self.dilation)
-        return convolve(x, G.view(*G.shape, *[1] * len(self.kernel_size)), bias)
+        return convolve(x, G.view(*G.shape, *[1] * len(self.kernel_size)), self.bias)
 
     def _filters(self, rows: Tensor) -> Tensor:
         """(filters, in_channels, *kernel_size) of the rows of a matrix."""

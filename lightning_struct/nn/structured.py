@@ -284,6 +284,11 @@ class StructuredLinear(nn.Module, ABC):
                 f"{type(self).__name__} has no parameter 'weight' that could be pruned: its matrix is made of "
                 f"{', '.join(self._weights())}. Prune one of these, or take PrunedLinear"
             )
+        if name == "weight":
+            raise ValueError(
+                f"{type(self).__name__} has no parameter 'weight' that could be set, or tied to another module's: its "
+                f"matrix is made of {', '.join(self._weights())}. Tied layers are left out by exclude"
+            )
         super().register_parameter(name, param)
 
     def train(self, mode: bool = True) -> Self:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_struct.nn import (
     BlockStructured,
+    ChannelLinear,
     Circulant,
     LowRank,
     Monarch,
@@ -258,6 +259,19 @@ def test_convolutions_and_projections_of_attention_are_compressed(network, image
     assert any(name.startswith("attention.") for name in structured)
     assert type(network.head) is nn.Linear and type(network.depthwise) is nn.Conv2d
     assert network.head.weight is network.embedding.weight
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("factory", [partial(LowRank.from_linear, rank=2), Circulant.from_linear])
+def test_filters_can_be_read_from_what_stands_in_place_of_a_convolution(kernel, factory):
+    torch.manual_seed(0)
+    image = torch.randn(2, 8, 9, 9, dtype=torch.float64)
+    model = nn.Sequential(nn.Conv2d(8, 6, kernel, stride=2), nn.ReLU()).double()
+    layer = compress(model, [image], budget=0.9, candidates=lambda linear: [factory])[0]
+    assert type(layer) is (ChannelLinear if kernel == 1 else PatchLinear)
+    assert layer.weight.shape == (6, 8, kernel, kernel)
+    for module in layer, freeze(layer):
+        torch.testing.assert_close(module(image), nn.functional.conv2d(image, module.weight, module.bias, stride=2))
 
 
 def test_encoder_whose_attention_stays_goes_on_with_nested_tensors():

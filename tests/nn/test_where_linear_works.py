@@ -197,6 +197,8 @@ def test_pruning_and_parametrizing_the_matrix_are_refused_by_name():
         nn.utils.prune.global_unstructured([(layer, "weight")], nn.utils.prune.L1Unstructured, amount=0.5)
     with pytest.raises(ValueError, match="does not have a parameter.* with name 'weight'"):
         nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(ValueError, match="no parameter 'weight' that could be set, or tied"):
+        layer.weight = nn.Linear(12, 7).weight
     assert layer(torch.randn(3, 12)).shape == (3, 7)
 
 

@@ -27,6 +27,7 @@ class Selection:
 
     Raises:
         ValueError: a name, a pattern or a module of ``include`` or ``exclude`` is not in the model.
+        TypeError: a selector is something else, such as a class or a number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -85,7 +86,7 @@ class _Selectors:
     """The selectors of one argument."""
 
     def __init__(self, argument: str, selectors: Selector | Iterable[Selector], model: nn.Module) -> None:
-        if isinstance(selectors, str | nn.Module) or callable(selectors):
+        if isinstance(selectors, str | nn.Module) or callable(selectors) or not isinstance(selectors, Iterable):
             selectors = [selectors]
         self.names: set[str] = set()
         self.patterns: list[str] = []
@@ -110,8 +111,13 @@ class _Selectors:
                     raise ValueError(f"{argument} has a module that is not in {type(model).__name__}: {selector}")
                 self.given.add(id(selector))
                 self.modules.update(map(id, selector.modules()))
-            else:
+            elif callable(selector) and not isinstance(selector, type):
                 self.predicates.append(selector)
+            else:
+                raise TypeError(
+                    f"{argument} takes names such as '0', patterns, modules and functions of name and module, but has "
+                    f"{selector!r}; of a class: lambda name, module: isinstance(module, ...)"
+                )
 
     def match(self, name: str, module: nn.Module, owner: nn.Module | None) -> bool:
         return (

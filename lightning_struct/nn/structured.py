@@ -162,7 +162,7 @@ class StructuredLinear(nn.Module, ABC):
 
         Raises:
             TypeError: W is complex.
-            ValueError: W has NaN or infinite entries.
+            ValueError: W has NaN or infinite entries, or is no matrix.
 
         Example:
             >>> linear = nn.Linear(8, 8, bias=False)
@@ -174,6 +174,11 @@ class StructuredLinear(nn.Module, ABC):
         weight = linear.weight.detach()
         if weight.is_complex():
             raise TypeError(f"the weight of {linear} is complex: {cls.__name__}.from_linear takes real ones")
+        if weight.dim() != 2:
+            raise ValueError(
+                f"the weight of {linear} has shape {tuple(weight.shape)}: {cls.__name__}.from_linear takes nn.Linear; "
+                "replace_linear takes 1 x 1 convolutions, and compress larger ones"
+            )
         if not bool(weight.isfinite().all()):
             raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")
         options |= {"bias": linear.bias is not None, "dtype": torch.float64}

@@ -46,6 +46,13 @@ def test_include_and_exclude_mean_the_same(of_argument, expected):
     assert selected(model, include=of_argument, exclude=of_argument) == []
 
 
+@pytest.mark.parametrize("selector", [0, [2], nn.Linear, [nn.Identity]])
+def test_numbers_and_classes_are_no_selectors(selector):
+    for argument in "include", "exclude":
+        with pytest.raises(TypeError, match=f"{argument} takes names such as .*, but has .*; of a class: lambda"):
+            selected(network(), **{argument: selector})
+
+
 def test_module_stands_for_all_below_it():
     model = network()
     assert selected(model, include=model[2], exclude=[model[2][0]]) == ["2", "2.1"]

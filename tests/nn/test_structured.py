@@ -443,6 +443,11 @@ def test_gpu_computes_what_the_cpu_computes(name):
     assert type(ours).from_linear(linear, refine=3, **FACTORIES[name].keywords).to_dense().device.type == "cuda"
 
 
+def test_filters_have_no_nearest_member():
+    with pytest.raises(ValueError, match=r"has shape \(4, 3, 1, 1\): LowRank.from_linear takes nn.Linear; repl"):
+        LowRank.from_linear(nn.Conv2d(3, 4, 1), rank=2)
+
+
 def test_complex_weights_have_no_nearest_member():
     with pytest.raises(TypeError, match="is complex: LowRank.from_linear takes real ones"):
         LowRank.from_linear(nn.Linear(4, 3, dtype=torch.complex64), rank=2)

@@ -1,4 +1,4 @@
-"""Which modules of a model are meant, by names, patterns, modules and functions."""
+"""Which modules of a model are meant, by names, patterns, modules, classes and functions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import nn
 
 from lightning_struct.nn.attention import PROJECTIONS
 
-Selector = str | nn.Module | Callable[[str, nn.Module], bool]
-"""A name with or without wildcards, a module, or a function of the name and the module."""
+Selector = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
+"""A name with or without wildcards, a module, a class of modules, or a function of the name and the module."""
 
 
 class Selection:
     """The modules of a model that ``include`` means and ``exclude`` does not.
 
-    A name, a pattern or a module stands for all that is below it, too. The projections of ``nn.MultiheadAttention``,
-    which are no modules there, have the names ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` below its name.
+    A name, a pattern, a module or a class stands for all that is below it, too. The projections of
+    ``nn.MultiheadAttention``, which are no modules there, have the names ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``out_proj`` below its name.
 
     Args:
         model: what names begin from.
@@ -26,8 +27,8 @@ class Selection:
         exclude: None: nothing.
 
     Raises:
-        ValueError: a name, a pattern or a module of ``include`` or ``exclude`` is not in the model.
-        TypeError: a selector is something else, such as a class or a number.
+        ValueError: a name, a pattern, a module or a class of ``include`` or ``exclude`` is not in the model.
+        TypeError: a selector is something else, such as a number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -111,12 +112,17 @@ class _Selectors:
                     raise ValueError(f"{argument} has a module that is not in {type(model).__name__}: {selector}")
                 self.given.add(id(selector))
                 self.modules.update(map(id, selector.modules()))
+            elif isinstance(selector, type) and issubclass(selector, nn.Module):
+                meant = [module for module in model.modules() if isinstance(module, selector)]
+                if not meant:
+                    raise ValueError(f"{argument} has {selector.__name__}, of which {type(model).__name__} has none")
+                self.modules.update(id(below) for module in meant for below in module.modules())
             elif callable(selector) and not isinstance(selector, type):
                 self.predicates.append(selector)
             else:
                 raise TypeError(
-                    f"{argument} takes names such as '0', patterns, modules and functions of name and module, but has "
-                    f"{selector!r}; of a class: lambda name, module: isinstance(module, ...)"
+                    f"{argument} takes names such as '0', patterns, modules, their classes, and functions of name and "
+                    f"module, but has {selector!r}"
                 )
 
     def match(self, name: str, module: nn.Module, owner: nn.Module | None) -> bool:

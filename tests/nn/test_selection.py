@@ -33,6 +33,8 @@ def selected(model, **arguments):
         ("2", ["2", "2.0", "2.1"]),
         ("2.*", ["2.0", "2.1"]),
         (["0", "*.1"], ["0", "2.1"]),
+        (nn.Linear, ["2.0", "2.1"]),
+        ([nn.Flatten, nn.Conv2d], ["0", "1"]),
         (lambda name, module: isinstance(module, nn.Linear), ["2.0", "2.1"]),
         ([lambda name, module: name == "1", "2.0"], ["1", "2.0"]),
     ],
@@ -46,11 +48,23 @@ def test_include_and_exclude_mean_the_same(of_argument, expected):
     assert selected(model, include=of_argument, exclude=of_argument) == []
 
 
-@pytest.mark.parametrize("selector", [0, [2], nn.Linear, [nn.Identity]])
-def test_numbers_and_classes_are_no_selectors(selector):
+@pytest.mark.parametrize("selector", [0, [2], int, [nn.Linear, 0]])
+def test_numbers_and_other_classes_are_no_selectors(selector):
     for argument in "include", "exclude":
-        with pytest.raises(TypeError, match=f"{argument} takes names such as .*, but has .*; of a class: lambda"):
+        with pytest.raises(TypeError, match=f"{argument} takes names such as .*, but has "):
             selected(network(), **{argument: selector})
+
+
+def test_a_class_that_the_model_does_not_have_is_an_error():
+    with pytest.raises(ValueError, match="exclude has Embedding, of which Sequential has none"):
+        selected(network(), exclude=nn.Embedding)
+
+
+def test_class_stands_for_all_below_its_modules():
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8))
+    names = selected(model, include=nn.TransformerEncoderLayer)
+    assert names[0] == "1" and "1.self_attn.out_proj" in names and "0" not in names
+    assert Selection(model, nn.MultiheadAttention).has("1.self_attn.q_proj", nn.Linear(4, 4), model[1].self_attn)
 
 
 def test_module_stands_for_all_below_it():

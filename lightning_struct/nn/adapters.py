@@ -57,8 +57,8 @@ def add_adapters(
         model: searched with everything below it. If it is a linear layer itself, the new layer is returned.
         factory: called as ``factory(in_features, out_features, bias=False)``; makes a :class:`StructuredLinear`. Not a
             ``from_linear``: an adapter starts at zero.
-        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a
-            module stands for all that is below it, too. None: all.
+        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
+            module); all but functions stand for what is below them, too. None: all.
         exclude: likewise, what gets no adapter.
         train: what is trained besides: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
         scale, dropout, learned_diagonals: of each :class:`AdaptedLinear`. Updates of attention weights have no dropout.
@@ -68,8 +68,8 @@ def add_adapters(
 
     Raises:
         TypeError: the factory makes something else, or is a layer.
-        ValueError: nothing gets an adapter; a layer cannot have one, and is named; a name, a pattern or a module of an
-            argument is not in the model.
+        ValueError: nothing gets an adapter; a layer cannot have one, and is named; an argument has something that is
+            not in the model.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal

@@ -62,8 +62,8 @@ def replace_conv(
 
     Raises:
         TypeError: the factory makes no structured layers.
-        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the
-            model; or the factory refuses a layer, which is named.
+        ValueError: nothing is replaced; ``include`` or ``exclude`` has something that is not in the model; or the
+            factory refuses a layer, which is named.
 
     Example:
         >>> from lightning_struct.nn import Circulant

@@ -59,8 +59,8 @@ def replace_linear(
         factory: called as ``factory(in_features, out_features, bias=bias)``; or the ``from_linear`` of a class, by
             itself or in a ``functools.partial``, called on the old layer, or on an ``nn.Linear`` with its weight and
             bias.
-        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, or functions of (name, module); a name or a
-            module stands for all that is below it, too. None: all.
+        include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
+            module); all but functions stand for what is below them, too. None: all.
         exclude: likewise, what is left as it is.
 
     Returns:
@@ -68,8 +68,8 @@ def replace_linear(
 
     Raises:
         TypeError: a layer is given as the factory, or the factory refuses a layer, which is named.
-        ValueError: nothing is replaced; a name, a pattern or a module of ``include`` or ``exclude`` is not in the
-            model; or the factory refuses a layer, which is named.
+        ValueError: nothing is replaced; ``include`` or ``exclude`` has something that is not in the model; or the
+            factory refuses a layer, which is named.
 
     Example:
         >>> from lightning_struct.nn import LowRank

@@ -36,7 +36,7 @@ _Measure = Callable[[nn.Module], float]
 
 def compress(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[Any] | Tensor,
     *,
     budget: float | None = None,
     max_loss_increase: float | None = None,
@@ -67,7 +67,7 @@ def compress(
 
     Args:
         model: changed in place. It is measured in eval mode, without gradients, and has its modes again afterwards.
-        data: batches, some hundred samples; all are kept.
+        data: batches, some hundred samples; all are kept. A tensor is one batch.
         budget: parameters of the whole compressed model: from 0 to 1 as a part of those it has, above as a number.
         max_loss_increase: instead of ``budget``: how much larger the mean of ``loss`` over the data may be.
         loss: called as ``loss(model, batch)``, () for a batch; a share of errors makes ``max_loss_increase`` a loss of
@@ -97,7 +97,7 @@ def compress(
     """
     parameters = _count(model)
     allowed = _checked_budget(budget, max_loss_increase, parameters)
-    batches = list(data)
+    batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
     selection = Selection(model, include, exclude)

@@ -193,6 +193,13 @@ def test_compressed_layers_are_not_compressed_again():
         compress(model, batches(), budget=0.5)
 
 
+def test_a_tensor_is_one_batch():
+    inputs = batches()[0][0]
+    first, second = (compress(low_rank_network(), data, budget=0.5) for data in (inputs, [inputs]))
+    assert layer_structure(first) == layer_structure(second)
+    torch.testing.assert_close(first(inputs), second(inputs), rtol=0, atol=0)
+
+
 def test_no_data_is_an_error():
     with pytest.raises(ValueError, match="data has no batches"):
         compress(low_rank_network(), [], budget=0.5)

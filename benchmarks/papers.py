@@ -171,17 +171,15 @@ def figure_3() -> Table:
     return Table(["IMDB, cross-entropy", *columns], rows, runs)
 
 
-def table_2() -> Table:
-    folder = DATA / "structured_tasks/language_tinyshakespeare"
-    ways_of_training = {
-        "Adam, embedding trained": "1_epochs_count_20_normal_adam_0.01",
-        "Adam, embedding frozen": "1_epochs_count_20_frozen_adam_0.01",
-        "SGD, trained": "2_epochs_count_20",
-        "SGD, frozen": "2_epochs_count_20_frozen",
-    }
-    columns = {
-        title: harness.load_runs(folder.with_name(f"{folder.name}_{kind}")) for title, kind in ways_of_training.items()
-    }
+def table_2(text: str, ways_of_training: dict[str, str]) -> Table:
+    """Test perplexities.
+
+    Args:
+        text: on which the models were trained.
+        ways_of_training: title of a column -> the end of the name of its folder.
+    """
+    folder = DATA / "structured_tasks"
+    columns = {title: harness.load_runs(folder / f"language_{text}_{kind}") for title, kind in ways_of_training.items()}
     runs = [run for of_column in columns.values() for run in of_column]
     rows = []
     for way in ways_in(runs):
@@ -327,7 +325,17 @@ TABLES: dict[str, Callable[[], Table]] = {
     "rls_figures_4_and_5_imdb": partial(figures_4_and_5, "imdb"),
     "ldr_table_1": table_1,
     "ldr_table_1_rates": partial(best_rates, {"noise": "noise", "background_rotation": "background and rotation"}),
-    "ldr_table_2": table_2,
+    "ldr_table_2": partial(
+        table_2,
+        "tinyshakespeare",
+        {
+            "Adam, embedding trained": "1_epochs_count_20_normal_adam_0.01",
+            "Adam, embedding frozen": "1_epochs_count_20_frozen_adam_0.01",
+            "SGD, trained": "2_epochs_count_20",
+            "SGD, frozen": "2_epochs_count_20_frozen",
+        },
+    ),
+    "ldr_table_2_reviews": partial(table_2, "reviews", {"test perplexity": "1_epochs_normal_adam_0.01"}),
     "ldr_table_3": table_3,
     "ldr_table_8": partial(tables_8_and_9, "shl"),
     "ldr_table_8_background_rotation": partial(tables_8_and_9, "shl", "background_rotation"),

@@ -60,12 +60,16 @@ def test_model_is_within_the_budget(budget):
     assert size(model) <= (budget if budget > 1 else budget * whole)
 
 
-def test_layer_that_costs_nothing_is_compressed_first():
+@pytest.mark.parametrize("of_low_rank", [0, 2])
+def test_layer_that_costs_nothing_is_compressed_first(of_low_rank):
     model = low_rank_network()
+    if of_low_rank == 2:
+        model = nn.Sequential(model[2], model[1], model[0], *model[3:])
     x = batches()[0][0]
     before = model(x)
     compress(model, batches(), budget=0.65, candidates=ranks, exclude="4")
-    assert isinstance(model[0], LowRank) and model[0].rank == 2 and type(model[2]) is nn.Linear
+    assert isinstance(model[of_low_rank], LowRank) and model[of_low_rank].rank == 2
+    assert type(model[2 - of_low_rank]) is nn.Linear
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 

@@ -18,9 +18,9 @@ LARGEST_MATRIX = 2048 * 2048
 LARGEST_KEPT_MATRIX = 4096 * 4096
 # Odd factors of the lengths of transforms, beside powers of two. Measured: larger ones take up to twice as long.
 _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
-# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which two
-# steps with short plans are faster. Measured.
-_LONG_PLAN, _FEW_ROWS = 512, 16
+# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which
+# complex transforms of half the length are faster: in two steps with short plans, and left whole. Measured.
+_LONG_PLAN, _FEW_ROWS, _FEW_ROWS_OF_WHOLE = 512, 16, 64
 # Complex numbers up to which transforms in two steps are left whole. Measured.
 LONGEST_WHOLE_TRANSFORM = 2048
 
@@ -90,9 +90,9 @@ def two_steps_can_be_faster(m: int, n: int, device: torch.device) -> bool:
     return device.type == "cpu" and m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN
 
 
-def rows_are_few(rows: int, rank: int) -> bool:
-    """Whether so many rows are few enough for transforms in two steps."""
-    return rows * rank <= _FEW_ROWS
+def rows_are_few(rows: int, rank: int, length: int) -> bool:
+    """Whether so many rows are few enough for complex transforms of that length, in two steps where it is long."""
+    return rows * rank <= (_FEW_ROWS if length > LONGEST_WHOLE_TRANSFORM else _FEW_ROWS_OF_WHOLE)
 
 
 def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:

@@ -90,7 +90,7 @@ class ScaledToeplitzSpectra:
     def _multiply(self, rows: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what must not depend on the number of rows
             return self.multiply_plainly(rows)
-        if self.few_rows is not None and rows_are_few(rows.shape[0], self.left.shape[0]):
+        if self.few_rows is not None and rows_are_few(rows.shape[0], self.left.shape[0], rows.shape[1]):
             return self.few_rows.matmul(rows)
         return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 

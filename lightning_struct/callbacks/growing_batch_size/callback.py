@@ -164,14 +164,14 @@ class GrowingBatchSize(Callback):
         allow_shrinking: bool = False,
         probes: int | None = 8,
     ) -> None:
-        given, defaults = locals(), {name: of.default for name, of in signature(GrowingBatchSize).parameters.items()}
-        check_settings({name: given[name] for name in defaults}, defaults)
-        self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
         self.max_batch_size, self.theta, self.schedule, self.scale_lr = max_batch_size, theta, schedule, scale_lr
         self.estimator, self.max_overhead, self.every_n_steps = estimator, max_overhead, every_n_steps
         self.max_device_batch_size, self.mode = max_device_batch_size, mode
         self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
         self.growth, self.window, self.allow_shrinking, self.probes = growth, window, allow_shrinking, probes
+        defaults = {name: parameter.default for name, parameter in signature(GrowingBatchSize).parameters.items()}
+        check_settings({name: getattr(self, name) for name in defaults}, defaults)
+        self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
         self._begin()
 
     def _begin(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -177,10 +177,20 @@ class SHF(torch.optim.Optimizer):
         seed: int = 0,
         geodesic_acceleration: bool | None = None,
     ) -> None:
-        arguments = locals()  # before there are other names
         check_module(module, "SHF", "which it calls itself")
         objective = get_loss(loss)
-        given = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
+        given = Settings(
+            damping=damping, drop=drop, lower=lower, upper=upper, min_damping=min_damping, max_damping=max_damping,
+            damping_rule=damping_rule, solver=solver, preconditioner=preconditioner, damping_center=damping_center,
+            damping_space=damping_space, warm_start=warm_start, warm_start_growth=warm_start_growth,
+            max_warm_start=max_warm_start, maxiter=maxiter, scale_maxiter=scale_maxiter, miniter=miniter,
+            recover=recover, atol=atol, ftol=ftol, progress_tolerance=progress_tolerance,
+            progress_window=progress_window, return_best=return_best, armijo=armijo, l2=l2, theta=theta,
+            dataset_size=dataset_size, backend=backend, chunk_size=chunk_size, factor_decay=factor_decay,
+            factor_interval=factor_interval, max_factor_size=max_factor_size, exclude_factors=exclude_factors,
+            held_out=held_out, curvature_share=curvature_share, single_samples=single_samples, seed=seed,
+            geodesic_acceleration=geodesic_acceleration,
+        )  # fmt: skip
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check_parameters(module, named)

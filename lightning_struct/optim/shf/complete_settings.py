@@ -52,6 +52,12 @@ class CompleteSettings:
             return None
         return required_batch_size(variance, gradient_squared, self.dataset_size, self.theta)
 
+    def grown_warm_start(self, warm_start: float) -> float:
+        """γ of the next step (section 4.5), for that of this one."""
+        # The paper's min(1.002 γ, .95) would lower a γ that was given above the bound, as SPRING has it, in the first
+        # step. That one stays: the bound is where growth ends.
+        return min(warm_start * self.warm_start_growth, max(self.max_warm_start, warm_start))
+
     def _as_given(self) -> Settings:
         """The same as it could be given, which checks it."""
         return Settings(**vars(self))

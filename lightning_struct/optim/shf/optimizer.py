@@ -70,7 +70,7 @@ class SHF(torch.optim.Optimizer):
             chosen .9, with residuals 0, which then rises to as much as .7 where new samples show that the steps fitted
             the noise of the old ones.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1.
-        max_warm_start: bound on γ, in [0, 1).
+        max_warm_start: bound on the growth of γ, in [0, 1); a ``warm_start`` that is given above it stays.
         maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50.
         scale_maxiter: let ``maxiter`` grow in the ratio of the batch size, rounded up in each step. The paper does;
             chosen: no.

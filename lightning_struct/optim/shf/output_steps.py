@@ -313,7 +313,7 @@ class OutputSteps:
         """λ by the Levenberg-Marquardt rule (section 4.2), γ and maxiter (section 4.5), and the memory of the step."""
         settings, group, memory = self.settings, now.group, now.memory
         group["maxiter"] = self._maxiter_for(now, model)
-        group["warm_start"] = min(group["warm_start"] * settings.warm_start_growth, settings.max_warm_start)
+        group["warm_start"] = settings.grown_warm_start(group["warm_start"])
         now.damping = update.damping
         if group["drop"] is not None:
             adapted = settings.adapted_damping(update.damping, update.reduction_ratio, group["drop"])

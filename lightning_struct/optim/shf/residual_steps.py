@@ -151,10 +151,7 @@ class ResidualSteps:
         if self._adapts_warm_start:
             group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, memory.get("loss_after"))
         else:
-            group["warm_start"] = min(
-                group["warm_start"] * self.settings.warm_start_growth,
-                max(self.settings.max_warm_start, group["warm_start"]),
-            )
+            group["warm_start"] = self.settings.grown_warm_start(group["warm_start"])
         if memory["steps"] == 0 and rank() == 0:
             _log.info(
                 f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "

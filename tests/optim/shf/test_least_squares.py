@@ -196,11 +196,12 @@ def test_the_warm_start_falls_where_a_batch_has_no_loss() -> None:
     assert optimizer.param_groups[0]["warm_start"] == 0.25
 
 
-def test_a_warm_start_that_is_given_stays() -> None:
-    optimizer = SHF(Equation(), "least_squares", warm_start=0.2, warm_start_growth=1.0)
+@pytest.mark.parametrize(("given", "growth"), [(0.2, 1.0), (0.97, 1.002)], ids=["no growth", "above its maximum"])
+def test_a_warm_start_that_is_given_stays(given: float, growth: float) -> None:
+    optimizer = SHF(Equation(), "least_squares", warm_start=given, warm_start_growth=growth)
     for number in range(3):
         optimizer.step(inputs={**points(), "interior": points()["interior"][number:]})
-    assert optimizer.param_groups[0]["warm_start"] == 0.2
+    assert optimizer.param_groups[0]["warm_start"] == given
 
 
 def test_two_arguments_are_enough_for_a_differential_equation() -> None:

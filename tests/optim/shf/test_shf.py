@@ -499,6 +499,13 @@ def test_the_warm_start_grows_to_its_maximum() -> None:
     assert decays == pytest.approx([0.927, 0.95, 0.95])
 
 
+def test_a_warm_start_that_is_given_above_the_maximum_of_its_growth_stays() -> None:
+    optimizer = SHF(network(), "mse", damping=1.0, warm_start=0.97)
+    for seed in range(3):
+        take(optimizer, batch(seed=seed))
+    assert optimizer.param_groups[0]["warm_start"] == 0.97
+
+
 def test_a_zero_warm_start_forgets_the_last_direction() -> None:
     module = network()
     optimizer = SHF(module, "mse", damping=1.0, drop=None, warm_start=0.0, preconditioner=None)

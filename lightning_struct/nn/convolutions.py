@@ -47,8 +47,12 @@ def replace_conv(
     and are not smaller.
 
     Left as they are: convolutions of images of several sizes, and those of 1 x 1 pixels, which :func:`replace_linear`
-    takes. :func:`~lightning_struct.nn.replacement_report` names them. New layers have the device, the dtype, the mode
-    and the hooks of the old ones, and ``requires_grad`` as these. The bias has one number for each pixel.
+    takes. :func:`~lightning_struct.nn.replacement_report` names them. A block is no filter, so a ``BlockStructured``
+    has no ``weight``: a convolution whose weight the model reads, as CLIP does for its dtype, is left out by
+    ``exclude``, or compressed by :func:`~lightning_struct.nn.compress`, which keeps filters.
+
+    New layers have the device, the dtype, the mode and the hooks of the old ones, and ``requires_grad`` as these. The
+    bias has one number for each pixel.
 
     Args:
         model: searched with everything below it. If it is a convolution itself, the new layer is returned.

@@ -156,8 +156,12 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W + Δ, (out_features, in_features), computed at each access: for code that reads the weight of a layer."""
-        return updated(linear_of(self.base).weight, self.update.to_dense())
+        """W + Δ, computed at each access: for code that reads the weight of a layer.
+
+        (out_features, in_features); of a convolution its filters, (out_features, in_features, 1, ...).
+        """
+        weight = updated(linear_of(self.base).weight, self.update.to_dense())
+        return weight[(...,) + (None,) * len(self.base.stride)] if isinstance(self.base, CONVOLUTIONS) else weight
 
     @property
     def bias(self) -> Tensor | None:

@@ -323,6 +323,16 @@ def test_compiled_model_trains_and_its_state_has_plain_names():
     load_adapter_state_dict(compiled, state)
 
 
+@pytest.mark.parametrize(("convolution", "pixels"), [(nn.Conv1d, (5,)), (nn.Conv2d, (5, 4))], ids=["1d", "2d"])
+def test_an_adapted_convolution_has_filters_as_its_weight(convolution, pixels):
+    layer = add_adapters(convolution(8, 6, 1, stride=2), Circulant)
+    nn.init.normal_(layer.update.adapter.column)
+    x = torch.randn(3, 8, *pixels)
+    convolve = {nn.Conv1d: nn.functional.conv1d, nn.Conv2d: nn.functional.conv2d}[convolution]
+    assert layer.weight.shape == layer.base.weight.shape
+    torch.testing.assert_close(convolve(x, layer.weight, layer.bias, stride=2), layer(x))
+
+
 @pytest.mark.parametrize("train", ["head", "head.weight", "embedding"])
 def test_tied_weights_are_trained_by_each_of_their_names(train):
     layers = {"embedding": nn.Embedding(9, 8), "hidden": nn.Linear(8, 8), "head": nn.Linear(8, 9, bias=False)}

@@ -15,6 +15,7 @@ from lightning_struct.functional.layers import hidden_layers, kind_of, plain_nam
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import has_linear_weight, is_pointwise, linear_of
 from lightning_struct.nn.ldr import LearnedOperatorLinear
+from lightning_struct.nn.parametrizations import add_parametrization, remove_parametrizations
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.selection import Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
@@ -130,7 +131,7 @@ def add_adapters(
         else:
             for weight, update in adapted.items():
                 module, attribute = _owner(layer, weight)
-                parametrize.register_parametrization(module, attribute, update)
+                add_parametrization(module, attribute, update)
             adapted.clear()
     return adapted_model
 
@@ -175,7 +176,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         model = _put(model, name, layer.base)
     for _, layer in named:
         if _has_updated_weights(layer):
-            _remove_parametrizations(layer)
+            remove_parametrizations(layer)
     return model
 
 
@@ -432,18 +433,3 @@ def _merge(layer: AdaptedLinear) -> None:
     update = layer.update.to_dense()
     merged = updated(weight, (update.T if matrix.transposed else update).reshape(weight.shape))
     setattr(layer.base, matrix.weight, nn.Parameter(merged, requires_grad=weight.requires_grad))
-
-
-@torch.no_grad()
-def _remove_parametrizations(module: nn.Module) -> None:
-    """Make the updated weights plain parameters. torch's own function would change deep copies of the module, too."""
-    parametrizations = module.parametrizations
-    assert isinstance(parametrizations, nn.ModuleDict)
-    merged = {
-        name: nn.Parameter(getattr(module, name), requires_grad=bool(weights.original.requires_grad))
-        for name, weights in parametrizations.items()
-    }
-    del module.parametrizations
-    module.__class__ = type(module).__bases__[0]
-    for name, parameter in merged.items():
-        module.register_parameter(name, parameter)

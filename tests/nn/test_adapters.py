@@ -424,6 +424,41 @@ def test_adapter_beside_a_forward_of_its_own_is_not_merged():
         merge_adapters(model)
 
 
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy, copy.copy])
+def test_an_adapted_model_is_saved_and_copied_whole(kind, again):
+    model = train(add_adapters(made(kind), FACTORY))
+    before = model(inputs())
+    copied = again(again(model))
+    assert torch.equal(copied(inputs()), before)
+    assert [*copied.state_dict()] == [*model.state_dict()] and trainable(copied) == trainable(model)
+
+
+@pytest.mark.parametrize("again", [saved_and_loaded, copy.deepcopy])
+def test_a_copy_of_an_adapted_model_is_trained_and_merged_by_itself(kind, again):
+    model = train(add_adapters(made(kind), FACTORY))
+    before = model(inputs())
+    copied = train(again(model))
+    after = copied(inputs())
+    assert not torch.allclose(after, before)
+    merged = merge_adapters(copied)
+    assert [type(module) for module in merged.modules()] == [type(module) for module in made(kind).modules()]
+    torch.testing.assert_close(merged(inputs()), after)
+    assert torch.equal(model(inputs()), before)
+
+
+def test_a_parametrization_of_others_beside_an_adapter_is_pickled_with_it():
+    model = add_adapters(nn.MultiheadAttention(8, 2), FACTORY)
+    nn.utils.parametrize.register_parametrization(model, "in_proj_bias", nn.Softplus())
+    again = saved_and_loaded(model)
+    assert torch.equal(again.in_proj_bias, model.in_proj_bias) and (again.in_proj_bias > 0).all()
+
+
 def test_parametrized_weight_is_adapted_and_not_merged():
     model = made()
     nn.utils.parametrizations.weight_norm(model[0])

@@ -186,8 +186,9 @@ class DrawLoader(DataLoader):
         **options: others of ``DataLoader``, such as ``pin_memory``.
 
     Raises:
-        MisconfigurationException: for another sampler, one of another data set, and for worker processes: batches
-            that they fetched ahead would have the size of the past, and a resumed run would lose them.
+        MisconfigurationException: for another sampler, one of another data set, a ``batch_size``, as Lightning gives
+            it in ``predict``, and for worker processes: batches that they fetched ahead would have the size of the
+            past, and a resumed run would lose them.
 
     Example:
         >>> dataset = TensorDataset(torch.rand(100, 3), torch.arange(100) % 2)
@@ -210,6 +211,12 @@ class DrawLoader(DataLoader):
                 f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) "
                 "put it there, use an ordinary DataLoader with it; data modules with the option draws have one with "
                 "draws='epoch' (--data.draws=epoch)"
+            )
+        if "batch_size" in options:
+            raise MisconfigurationException(
+                "DrawLoader takes no batch_size: it is that of the draws, IndependentDraws(batch_size=...). If "
+                "Trainer.predict put it there, predict with an ordinary DataLoader: draws repeat some samples and "
+                "leave out others"
             )
         if len(sampler.dataset) != len(dataset):  # type: ignore[arg-type]
             raise MisconfigurationException(

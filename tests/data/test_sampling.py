@@ -36,6 +36,9 @@ class Recorder(L.LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.batches = []
 
+    def forward(self, batch):
+        return batch
+
     def training_step(self, batch, batch_idx):
         self.batches.append(batch[1].tolist())
         return self.weight.sum()
@@ -254,6 +257,17 @@ def test_loader_refuses_workers(dataset):
 def test_loader_refuses_other_samplers(dataset):
     with pytest.raises(MisconfigurationException, match="DrawLoader needs IndependentDraws, but got SequentialSampler"):
         DrawLoader(dataset, SequentialSampler(dataset))
+
+
+def test_loader_refuses_a_size_of_batches(dataset):
+    with pytest.raises(MisconfigurationException, match=r"no batch_size: .* IndependentDraws\(batch_size=\.\.\.\)"):
+        DrawLoader(dataset, IndependentDraws(dataset, 6, 3), batch_size=6)
+
+
+def test_predictions_of_draws_are_refused_with_the_remedy(dataset):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationException, match=r"Trainer\.predict .* predict with an ordinary DataLoader"):
+        trainer.predict(Recorder(), DrawLoader(dataset, IndependentDraws(dataset, 6, 3)))
 
 
 def test_loader_refuses_draws_from_another_data_set(dataset):

@@ -162,7 +162,7 @@ class StructuredLinear(nn.Module, ABC):
 
         Raises:
             TypeError: W is complex.
-            ValueError: W has NaN or infinite entries, or is no matrix.
+            ValueError: W has NaN or infinite entries, or none, on the meta device; or it is no matrix.
 
         Example:
             >>> linear = nn.Linear(8, 8, bias=False)
@@ -178,6 +178,12 @@ class StructuredLinear(nn.Module, ABC):
             raise ValueError(
                 f"the weight of {linear} has shape {tuple(weight.shape)}: {cls.__name__}.from_linear takes nn.Linear; "
                 "replace_linear takes 1 x 1 convolutions, and compress larger ones"
+            )
+        if weight.is_meta:
+            raise ValueError(
+                f"the weight of {linear} is on the meta device, where it has no values, to which no {cls.__name__} is "
+                f"near: load the weights first (to_empty, then load_state_dict), or take {cls.__name__} itself, whose "
+                "weights are drawn"
             )
         if not bool(weight.isfinite().all()):
             raise ValueError(f"the weight of {linear} has NaN or infinite entries: no {cls.__name__} is near to it")

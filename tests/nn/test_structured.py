@@ -451,3 +451,8 @@ def test_filters_have_no_nearest_member():
 def test_complex_weights_have_no_nearest_member():
     with pytest.raises(TypeError, match="is complex: LowRank.from_linear takes real ones"):
         LowRank.from_linear(nn.Linear(4, 3, dtype=torch.complex64), rank=2)
+
+
+def test_a_layer_without_values_has_no_nearest_member():
+    with pytest.raises(ValueError, match=r"is on the meta device.*: load the weights first .*, or take LowRank itself"):
+        LowRank.from_linear(nn.Linear(4, 3, device="meta"), rank=2)

@@ -592,7 +592,7 @@ class GrowingBatchSize(Callback):
         self._batch, self._batch_ended = None, False
         if self._measurement is not None:
             self._measurement_state = self._measurement.state_dict()
-            self._measurement.pause()
+            self._measurement.end()
         if self._raw_steps is not None:
             self._raw_steps.detach()
         if self._rate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.callbacks.growing_batch_size.loss_growth import LossGrowth
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
-from lightning_struct.collective import world_size
+from lightning_struct.collective import rank, world_size
 from lightning_struct.functional.per_sample.recorder import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
@@ -221,6 +222,18 @@ class Measurement:
         """Remove all hooks."""
         if self._estimator is not None:
             self._estimator.pause()
+
+    def end(self) -> None:
+        """Remove all hooks, at the end of a fit, and tell of errors that the processes were to be told of later."""
+        self.pause()
+        faults = [test.faults for test in self._tests.values()]
+        if self._estimator is not None:
+            faults.append(self._estimator.faults)
+        for fault in filter(None, [of.take() for of in faults]):
+            warnings.warn(
+                f"Process {rank()}: the last steps of the fit could not be measured by GrowingBatchSize ({fault})",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         estimator = self._estimator

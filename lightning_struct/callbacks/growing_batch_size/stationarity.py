@@ -57,7 +57,7 @@ class StationarityTest:
     def __init__(self, trainer: L.Trainer, optimizer: Optimizer) -> None:
         self._trainer, self._optimizer = trainer, optimizer
         self._sharded, self._in_parts = shards_weights(trainer), shards_plain_tensors(trainer)
-        self._faults = LocalFaults()
+        self.faults = LocalFaults()
         self._steps = 0
         self._passed = False
         self._length = self._end = 0  # of the window, in steps; no window is open before the next step
@@ -85,11 +85,11 @@ class StationarityTest:
         if self._end == 0:
             self._length = window_length(self._steps)
             self._end = self._steps + self._length
-            with self._faults.kept():
+            with self.faults.kept():
                 self._weights = {i: local(parameter).clone() for i, parameter in self._parameters().items()}
         else:
             product = 0.0
-            with self._faults.kept():
+            with self.faults.kept():
                 parameters = self._parameters()
                 if self._steps == self._end:
                     self._weights = {
@@ -146,7 +146,7 @@ class StationarityTest:
         return sum(torch.stack([product.to(products[0].device) for product in products]).tolist()) if products else 0.0
 
     def _judge(self) -> None:
-        sums = self._faults.summed(torch.tensor(self._products, device=self._trainer.strategy.root_device))
+        sums = self.faults.summed(torch.tensor(self._products, device=self._trainer.strategy.root_device))
         values = [value for value in sums.tolist() if math.isfinite(value)]  # a GradScaler skips the others
         count = len(values)
         self._passed = False

@@ -59,13 +59,18 @@ class LocalFaults:
         except Exception as error:  # noqa: BLE001 - measuring must not end a training
             self.keep(error)
 
+    def take(self) -> str | None:
+        """The error that is kept, from now on no more."""
+        first, self._first = self._first, None
+        return first
+
     def summed(self, values: Tensor) -> Tensor:
         """(k,), on the CPU: the values (k,), each summed over the processes; one collective.
 
         Raises:
             Unmeasurable: a process has kept an error.
         """
-        own, self._first = self._first, None
+        own = self.take()
         sums = all_reduce(torch.cat([values, values.new_full((1,), float(own is not None))])).cpu()
         if sums[-1] > 0:
             raise Unmeasurable(f"fails ({next(fault for fault in all_gather_objects(own) if fault is not None)})")

@@ -31,6 +31,7 @@ _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of the numbers of a layer by
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, ()."""
 Candidates = Callable[[nn.Linear], Iterable[LayerFactory]]
+_CandidatesOfLayer = Callable[[nn.Linear, nn.Module], Iterable[LayerFactory]]
 _Measure = Callable[[nn.Module], float]
 
 
@@ -103,48 +104,21 @@ def compress(
     selection = Selection(model, include, exclude)
     with _called_attention(model) as owners:
         places = _places(model, owners, selection)
-        layers = [model.get_submodule(names[0]) for names in places]
         measured = functools.partial(_mean_loss, batches=batches, loss=loss or _output_change(model, batches))
-        with observed_outputs(layers if candidates is None else []) as moments:
-            start = measured(model)
-        if start == float("inf"):
-            raise ValueError(
-                "the loss of the model on data is not finite: compress needs a trained model, and finite data"
-            )
-
-        def of_layer(linear: nn.Linear, layer: nn.Module) -> Iterable[LayerFactory]:
-            return default_candidates(linear, moments.get(layer)) if candidates is None else candidates(linear)
-
-        options = _measured_options(model, places, of_layer, measured, start)
-        others = parameters - sum(of[0].parameters for of in options)  # the first is the layer as it is
-
-        def replaced_by(choice: Sequence[int]) -> list[tuple[str, nn.Module]]:
-            picked = zip(places, options, choice, strict=True)
-            return [(name, layer) for names, of, i in picked if (layer := of[i].layer) is not None for name in names]
-
-        def increase(choice: Sequence[int]) -> float:
-            with _replaced(model, replaced_by(choice)) as compressed:
-                return measured(compressed) - start
-
+        start, candidates_of = _loss_and_candidates(model, places, candidates, measured)
+        options = _measured_options(model, places, candidates_of, measured, start)
         if allowed is not None:
-            smallest = others + sum(min(option.parameters for option in of) for of in options)
-            if allowed < smallest:
-                raise ValueError(
-                    f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest "
-                    f"model has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger "
-                    "budget, or further candidates="
-                )
-            choice = least_increase(options, allowed - others)
+            choice = _choice_within_budget(options, allowed, parameters, budget)
         else:
             assert max_loss_increase is not None
-            choice = smallest_within(options, max_loss_increase, increase)
-        new = replaced_by(choice)
+            choice = _choice_within_increase(model, places, options, max_loss_increase, measured, start)
+        new = _chosen_layers(places, options, choice)
         for names, index in zip(places, choice, strict=True):
             if index == 0:
                 _note_left(model.get_submodule(names[0]), owners, "compress has kept it")
-        by_single_layers = sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
         put_in_place(model, new)
     compressed = next((layer for name, layer in new if not name), model)
+    by_single_layers = sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
     _log.info(
         "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single "
         "layers",
@@ -267,10 +241,26 @@ def _shared_elsewhere(model: nn.Module) -> set[nn.Module]:
     return {module for of in holders.values() if len(of) > 1 for module in of}
 
 
+def _loss_and_candidates(
+    model: nn.Module, places: Sequence[list[str]], candidates: Candidates | None, measured: _Measure
+) -> tuple[float, _CandidatesOfLayer]:
+    """The loss of the model as it is, and the candidates of each layer, by default from the outputs seen meanwhile."""
+    layers = [model.get_submodule(names[0]) for names in places]
+    with observed_outputs(layers if candidates is None else []) as moments:
+        start = measured(model)
+    if start == float("inf"):
+        raise ValueError("the loss of the model on data is not finite: compress needs a trained model, and finite data")
+
+    def candidates_of(linear: nn.Linear, layer: nn.Module) -> Iterable[LayerFactory]:
+        return default_candidates(linear, moments.get(layer)) if candidates is None else candidates(linear)
+
+    return start, candidates_of
+
+
 def _measured_options(
     model: nn.Module,
     places: Sequence[list[str]],
-    candidates: Callable[[nn.Linear, nn.Module], Iterable[LayerFactory]],
+    candidates: _CandidatesOfLayer,
     measured: _Measure,
     start: float,
 ) -> list[list[Option]]:
@@ -300,6 +290,53 @@ def _measured_options(
             every.append(sorted(options, key=lambda option: -option.parameters))  # of equal costs the largest is taken
             bar.update(1)
     return every
+
+
+def _choice_within_budget(
+    options: Sequence[list[Option]], allowed: int, parameters: int, budget: float | None
+) -> Sequence[int]:
+    """The option of each layer, such that the losses rise least.
+
+    Args:
+        options: of the layers, the first of each as it is.
+        allowed: parameters of the whole compressed model.
+        parameters: of the whole model as it is.
+        budget: as given, for the error.
+    """
+    others = parameters - sum(of[0].parameters for of in options)
+    smallest = others + sum(min(option.parameters for option in of) for of in options)
+    if allowed < smallest:
+        raise ValueError(
+            f"budget={budget} allows {allowed:,} parameters, but with these candidates and layers the smallest model "
+            f"has {smallest:,} of {parameters:,}: {others:,} are in what is not replaced. Give a larger budget, or "
+            "further candidates="
+        )
+    return least_increase(options, allowed - others)
+
+
+def _choice_within_increase(
+    model: nn.Module,
+    places: Sequence[list[str]],
+    options: Sequence[list[Option]],
+    max_loss_increase: float,
+    measured: _Measure,
+    start: float,
+) -> Sequence[int]:
+    """The option of each layer, for the smallest model whose loss rises by no more than that."""
+
+    def increase(choice: Sequence[int]) -> float:
+        with _replaced(model, _chosen_layers(places, options, choice)) as compressed:
+            return measured(compressed) - start
+
+    return smallest_within(options, max_loss_increase, increase)
+
+
+def _chosen_layers(
+    places: Sequence[list[str]], options: Sequence[list[Option]], choice: Sequence[int]
+) -> list[tuple[str, nn.Module]]:
+    """The new layers of a choice with their names; those that stay are left out."""
+    picked = zip(places, options, choice, strict=True)
+    return [(name, layer) for names, of, i in picked if (layer := of[i].layer) is not None for name in names]
 
 
 @contextmanager

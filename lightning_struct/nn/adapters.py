@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, updated
 
 _log = logging.getLogger(__name__)
+
+
+class _Place(NamedTuple):
+    """A layer that is to have an adapter; of attention, with those of its projections that are."""
+
+    name: str
+    layer: nn.Module
+    parts: list[str]
 
 
 def add_adapters(
@@ -86,54 +94,20 @@ def add_adapters(
         )
     selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
-    had_adapters = has_adapters(model)
-    kept_away = {id(below) for layer in model.modules() if _is_adapter(layer) for below in layer.modules()}
-    kept_away |= set(map(id, hidden_layers(model, of_other_forwards=True)))
-
-    made: dict[int, AdaptedLinear | dict[str, UpdatedWeight]] = {}
-    places: list[tuple[str, nn.Module]] = []
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if id(layer) in kept_away:
-            continue
-        if isinstance(layer, nn.MultiheadAttention):
-            parts = _selected_projections(name, layer, selection)
-        else:
-            is_linear = has_linear_weight(layer) or is_pointwise(layer)
-            parts = [name] if is_linear and selection.has(name, layer) else []
-        if not parts:
-            continue
-        if id(layer) not in made:
-            try:
-                made[id(layer)] = _adapted(
-                    layer, factory, parts, dropout, scale=scale, learned_diagonals=learned_diagonals
-                )
-            except (TypeError, ValueError) as error:
-                way_out = f". exclude={name!r} leaves it as it is" if name else ""
-                raise type(error)(f"no adapter for {name or 'the model'}: {error}{way_out}") from error
-            _log.info("%s gets %s", name or "the model", made[id(layer)])
-        places.append((name, layer))
+    places = _places(model, selection)
     if not places:
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
             f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
             "declares layers of other types to be linear"
         )
+    adapted = _adapted_layers(places, factory, dropout, scale=scale, learned_diagonals=learned_diagonals)
 
-    if not had_adapters:  # only now: an error leaves the model as it was
+    if not has_adapters(model):  # only now: an error leaves the model as it was
         model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_()
-    adapted_model = model
-    for name, layer in places:
-        adapted = made[id(layer)]
-        if isinstance(adapted, AdaptedLinear):
-            adapted_model = _put(adapted_model, name, adapted)
-        else:
-            for weight, update in adapted.items():
-                module, attribute = _owner(layer, weight)
-                add_parametrization(module, attribute, update)
-            adapted.clear()
-    return adapted_model
+    return _put_in_place(model, places, adapted)
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
@@ -337,6 +311,24 @@ def _parameters_named(model: nn.Module, selectors: Any) -> list[nn.Parameter]:
     return selected
 
 
+def _places(model: nn.Module, selection: Selection) -> list[_Place]:
+    """Where there are selected layers without an adapter; a layer may stand at several places."""
+    kept_away = {below for layer in model.modules() if _is_adapter(layer) for below in layer.modules()}
+    kept_away |= hidden_layers(model, of_other_forwards=True)
+    places = []
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if layer in kept_away:
+            continue
+        if isinstance(layer, nn.MultiheadAttention):
+            parts = _selected_projections(name, layer, selection)
+        else:
+            is_linear = has_linear_weight(layer) or is_pointwise(layer)
+            parts = [name] if is_linear and selection.has(name, layer) else []
+        if parts:
+            places.append(_Place(name, layer, parts))
+    return places
+
+
 def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Selection) -> list[str]:
     """Those of an attention's projections that are selected by their names below it, such as ``"attention.q_proj"``."""
     sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
@@ -345,6 +337,23 @@ def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Se
         for part, size in sizes.items()
         if selection.has(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
     ]
+
+
+def _adapted_layers(
+    places: list[_Place], factory: LayerFactory, dropout: float, **options: Any
+) -> dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]]:
+    """What :func:`_adapted` makes for each layer."""
+    adapted: dict[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]] = {}
+    for name, layer, parts in places:
+        if layer in adapted:
+            continue
+        try:
+            adapted[layer] = _adapted(layer, factory, parts, dropout, **options)
+        except (TypeError, ValueError) as error:
+            way_out = f". exclude={name!r} leaves it as it is" if name else ""
+            raise type(error)(f"no adapter for {name or 'the model'}: {error}{way_out}") from error
+        _log.info("%s gets %s", name or "the model", adapted[layer])
+    return adapted
 
 
 def _adapted(
@@ -385,6 +394,21 @@ def _adapted(
             }
         )
     return updates
+
+
+def _put_in_place(
+    model: nn.Module, places: list[_Place], adapted: Mapping[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]]
+) -> nn.Module:
+    """``model`` with what was made for its layers; the new layer where that is the model."""
+    for layer, new in adapted.items():
+        if not isinstance(new, AdaptedLinear):
+            for weight, update in new.items():
+                add_parametrization(*_owner(layer, weight), update)
+    for name, layer, _ in places:
+        new = adapted[layer]
+        if isinstance(new, AdaptedLinear):
+            model = _put(model, name, new)
+    return model
 
 
 def _check_has_shape(weight: Tensor) -> None:

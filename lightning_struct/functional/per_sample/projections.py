@@ -64,9 +64,11 @@ class RecordedCalls:
         self.calls: list[LinearCall] = []
 
     def __enter__(self) -> Self:
-        global _active
+        global _active, _linear
         _of_thread.recordings.append(self)
         with _lock:
+            if _active == 0:
+                _linear = F.linear  # which others may have replaced, too, as DeepSpeed does
             _active += 1
             # A compiled graph is broken at each call: what is recorded must not become part of it.
             F.linear = _outside_of_graphs() if "torch._dynamo" in sys.modules else _recorded_linear

@@ -172,6 +172,19 @@ def test_torch_is_as_it_was_after_the_call():
     assert F.linear is linear
 
 
+def test_a_function_that_others_have_put_in_place_of_torchs_is_called_and_stays(monkeypatch):
+    linear, calls = F.linear, []
+
+    def counted(*args):
+        calls.append(args)
+        return linear(*args)
+
+    monkeypatch.setattr(F, "linear", counted)
+    model = Attention()
+    torch.testing.assert_close(of_recorder(model, tensors()), of_autograd(model, tensors()), rtol=1e-10, atol=0)
+    assert F.linear is counted and len(calls) >= 2 * (1 + SEQUENCES)
+
+
 def test_torch_is_as_it_was_after_a_call_that_failed():
     linear, layer = F.linear, nn.MultiheadAttention(WIDTH, 2)
     with GradientNormRecorder(layer), pytest.raises(AssertionError):

@@ -32,7 +32,7 @@ class RLSOptimization(ManualOptimization):
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,
             ``ReduceLROnPlateau``, ``StochasticWeightAveraging`` with batch normalisation, or anything but one RLS from
-            ``configure_optimizers``.
+            ``configure_optimizers``; in a step, where ``training_step`` returns no loss.
         ValueError: in a step, for NaN or infinity in gradients or inputs, with the index of the batch and the layers,
             or under the paper's loss outputs that are not shaped as their targets; the weights and P are unchanged.
 
@@ -128,7 +128,13 @@ class RLSOptimization(ManualOptimization):
             output = own(batch, batch_idx)
         finally:
             self._asked_for_loss = False
-        return output["loss"] if isinstance(output, Mapping) else output
+        own_loss = output.get("loss", output) if isinstance(output, Mapping) else output
+        if not (own_loss is None or isinstance(own_loss, Tensor)):
+            raise MisconfigurationException(
+                f"{type(self).__name__}.training_step returned a {type(own_loss).__name__} where RLSOptimization needs "
+                "the loss: return it, or a dict that has it under 'loss', or None to skip the batch"
+            )
+        return own_loss
 
     def _rls_step(self, loss: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

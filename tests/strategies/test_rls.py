@@ -100,6 +100,16 @@ def test_an_own_training_step_is_asked_for_the_loss_and_may_skip(tmp_path):
     assert (module.steps, trainer.global_step) == (6, 5)
 
 
+@pytest.mark.parametrize(("returned", "kind"), [({"train_loss": torch.ones(())}, "dict"), ({"loss": 1.0}, "float")])
+def test_a_training_step_without_a_loss_is_refused(returned, kind, tmp_path):
+    class WithoutLoss(ManualNetwork):
+        def training_step(self, batch, batch_idx):
+            return returned
+
+    with pytest.raises(MisconfigurationException, match=rf"WithoutLoss.training_step returned a {kind} where .*'loss'"):
+        fit(WithoutLoss(), tmp_path)
+
+
 class Extended(RLSOptimization, AutomaticNetwork):
     def training_step(self, batch, batch_idx):
         return 2 * super().training_step(batch, batch_idx)

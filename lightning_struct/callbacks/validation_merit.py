@@ -20,40 +20,42 @@ BEST_WEIGHTS = "best_weights"  # key in the state of the callback
 
 
 class ValidationMeritStopping(Callback):
-    """Ends training when a monitored value has not improved for a while, and puts the best weights back.
+    """Ends training when a monitored value has stopped improving, and puts the best weights back.
 
-    At the end of each validation it compares ``monitor`` (its mean over the processes) with the best value so far and
-    keeps a copy of the best weights and buffers on the CPU: those that were validated, also where another callback had
-    put averaged ones in their place for the time of the validation. When training ends, by patience or for any other
-    reason but an exception, the module gets the best ones back. Checkpoints written before hold the weights of their
-    own step, so that a run resumed from them goes on as if it had not been stopped; a
-    ``ModelCheckpoint(save_last=True)`` that has not saved anything until then writes the best weights, as does
-    ``Trainer.save_checkpoint`` after ``fit``. The copy is part of the callback's state: a resumed run knows the best
-    weights of before. A callback that is given to another Trainer begins anew, as with the next fold of a
-    cross-validation.
+    After each validation it compares ``monitor`` (the mean over the processes) with the best value so far, and keeps a
+    copy of the best weights and buffers on the CPU. These are the weights that were validated, even if another callback
+    had put averaged ones in place for the validation. When training ends, by patience or for any other reason except an
+    exception, the module gets the best ones back.
+
+    Checkpoints written before hold the weights of their own step, so a run resumed from them continues as if it had not
+    been stopped. ``Trainer.save_checkpoint`` after ``fit`` writes the best weights, and so does a
+    ``ModelCheckpoint(save_last=True)`` that has not saved anything until then. The copy is part of the callback's
+    state: a resumed run knows the earlier best weights. With another Trainer, as for the next fold of a
+    cross-validation, the callback starts anew.
 
     With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
-    loss on the validation data: it is read once when training starts, by the module's ``inputs_and_targets(batch)``,
-    and kept on the device until the end of ``fit``, each process its own share, no sample twice; with
-    ``Trainer(use_distributed_sampler=False)`` what its own loader gives it.
+    loss on the validation data. The data are read once when training starts, by the module's
+    ``inputs_and_targets(batch)``, and kept on the device until the end of ``fit``. Each process keeps its own share, no
+    sample twice; with ``Trainer(use_distributed_sampler=False)``, what its own loader gives it.
 
     Args:
         monitor: name of a metric that the module logs in validation.
-        patience: validations without improvement after which training ends, at least 1.
+        patience: number of validations without improvement after which training ends, at least 1.
         restore_best: put the best weights back at the end of training.
-        mode: ``"min"`` or ``"max"``: what is better.
+        mode: ``"min"`` or ``"max"``: which is better.
         min_delta: an improvement must be larger than this.
-        merit_samples: validation samples that the merit is evaluated on, a fixed random choice; all if None.
+        merit_samples: number of validation samples for the merit, a fixed random choice; None: all.
 
     Attributes:
-        best_value: of the monitored metric; None before the first validation.
-        best_step: ``global_step`` at which it was found.
-        wait: validations since.
+        best_value: best value of the monitored metric; None before the first validation.
+        best_step: ``global_step`` of that value.
+        wait: number of validations since then.
 
     Raises:
-        MisconfigurationException: an argument out of range; at the start of fit no validation, a Trainer that does not
-            keep what is logged, or a strategy that shards the weights; with SHF an empty validation set, or a module
-            without ``inputs_and_targets``; after a validation a monitor that is not logged, or is not finite.
+        MisconfigurationException: an argument is out of range; at the start of fit there is no validation, or the
+            Trainer does not keep what is logged, or the strategy shards the weights; with SHF the validation set is
+            empty, or the module has no ``inputs_and_targets``; after a validation the monitor is not logged, or is not
+            finite.
 
     Example:
         >>> from lightning import Trainer

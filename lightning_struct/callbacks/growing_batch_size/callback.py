@@ -38,104 +38,102 @@ if TYPE_CHECKING:
 
 
 class GrowingBatchSize(Callback):
-    """Lets the batch grow where the noise of the gradient undoes what the steps descend.
+    """Enlarges the batch during training when the noise of the gradient undoes the progress of the steps.
 
-    ``Trainer(callbacks=[GrowingBatchSize()])`` is enough, in any project: automatic and manual optimization, any
+    ``Trainer(callbacks=[GrowingBatchSize()])`` is enough in any project: automatic and manual optimization, any
     optimizer, one device or several, loaders with and without workers, map-style and iterable data sets, several
     loaders, custom batch samplers. The size changes within the running epoch, and every sample of the epoch is still
     seen once.
 
-    By default the batch grows, to twice its size at most, when two things are seen: a test finds that the noise of the
-    steps undoes what they descend, and the gradient noise scale is larger than the batch. It is left as it is in the
-    first 300 steps or so, and as long as the steps descend; where the loss has grown with it, as one that is summed
-    over the samples, it is put back for good, with a warning. With ``scale_lr`` it grows towards the noise scale
-    without that test, and with ``theta`` it follows the norm test. Where the module has statistics of its own, as one
-    trained by ``SHFOptimization`` has, it follows the rule of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and
-    2).
+    **The rule.** By default the batch grows, at most to twice its size, when two conditions hold: a test finds that the
+    noise of the steps undoes their progress, and the gradient noise scale is larger than the batch. It stays as it is
+    for about the first 300 steps, and as long as the steps make progress. When the loss has grown with the batch,
+    because it is a sum over the samples, the batch returns to its last size for good, with a warning. With ``scale_lr``
+    the batch grows towards the noise scale without that test; with ``theta`` it follows the norm test. If the module
+    computes the statistics itself, as one trained by ``SHFOptimization`` does, the rule is that of Emirahmetoglu &
+    Stewart (section 4.3, Algorithms 1 and 2). For another rule, override :meth:`decide`.
 
-    An estimator measures the noise: by the gradients of single samples, from hooks on the layers; or by those of the
-    backward passes of a step; or by those of consecutive steps. Which one, and how often, follows from what is there,
-    never from a clock, and is said once, after the first step. Where layers can measure less than half of the gradient,
-    or an estimator fails, consecutive steps go on with it, and one warning says why. A gradient that is NaN or infinite
-    is not measured; one warning names the first, and what becomes of it is left to the project. Where nothing asks for
-    gradients (``theta=inf``, or a ``schedule``) nothing is measured. A module with a method ``gradient_statistics()``
-    is asked instead. Of several optimizers, the one with the largest prediction counts.
+    **The measurement.** An estimator measures the noise from the gradients of single samples, by hooks on the layers;
+    or from those of the backward passes of a step; or from those of consecutive steps. Which one, and how often,
+    depends on the project and never on a clock; one line after the first step reports it. If layers can measure less
+    than half of the gradient, or an estimator fails, consecutive steps are compared instead, and one warning says why.
+    A gradient that is NaN or infinite is not measured; one warning names the first such batch, and the gradient is left
+    alone. With ``theta=inf`` or a ``schedule`` nothing is measured. A module with a method ``gradient_statistics()``
+    supplies the measurement itself. With several optimizers, the largest prediction counts.
 
-    The test keeps a copy of the trainable weights, and the estimator by consecutive steps one of the gradients, in
-    memory and in checkpoints.
+    **Sizes** are those of an optimizer step: over all processes, loaders and accumulated batches together. Batches that
+    a module accumulates by hand count one by one. The first process decides for all.
 
-    All sizes are of an optimizer step: over all processes, loaders and accumulated batches together (of those that a
-    module accumulates by hand, of one). The first process decides for all.
+    **Memory.** The test keeps a copy of the trainable weights, and the comparison of consecutive steps one of the
+    gradients, in memory and in checkpoints.
 
-    Logged, where the module does not log them itself, are ``batch_size``, ``batch_size_predicted``,
-    ``gradient_variance`` = tr Σ as it was measured last, ``gradient_noise_scale`` = tr Σ/‖G‖² of averages, and with
-    ``scale_lr`` ``learning_rate_scale``: after the first step, and every ``Trainer(log_every_n_steps=...)``.
+    **Logged**, unless the module logs them itself, after the first step and every ``Trainer(log_every_n_steps=...)``
+    steps: ``batch_size``, ``batch_size_predicted``, ``gradient_variance`` = tr Σ as last measured,
+    ``gradient_noise_scale`` = tr Σ/‖G‖² from averages, and with ``scale_lr`` ``learning_rate_scale``.
 
-    Schedulers with ``interval="step"`` keep their place: where epochs or time end the training, they are stepped as
-    often as they would be after the same samples in batches of the first size, so that a length from
-    ``estimated_stepping_batches`` ends with the training (automatic optimization only). Where ``max_steps`` may end it
-    too, they go by what is nearer to its end; where ``max_steps`` alone can, they are left alone.
+    **Schedulers** with ``interval="step"`` still end with the training. If epochs or time end it, they are stepped as
+    often as after the same samples in batches of the first size, so that a schedule of length
+    ``estimated_stepping_batches`` remains right (automatic optimization only). If ``max_steps`` may end it too, the
+    limit that is closer decides; if only ``max_steps`` can, they are left alone.
 
-    What it cannot do: it resizes instances of torch's ``DataLoader`` that put single samples into batches. With other
-    loaders it accumulates gradients over batches, and refuses them by name where that cannot be done either. With
-    workers a change shows ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on an iterable data
-    set, the samples that do not fill the last batch are left out. ``estimated_stepping_batches`` counts with the first
-    size. The samples left of an epoch that is resumed come in the order they would have come in; later epochs are
-    shuffled as Lightning shuffles them after any resume. Another fit of the same Trainer goes on with the size it has;
-    given to another Trainer, as for the next fold of a cross-validation, the callback begins anew.
-
-    Override :meth:`decide` for another rule.
+    **Limits.** It resizes torch's ``DataLoader`` if that puts single samples into batches. With other loaders it
+    accumulates gradients over batches, or refuses them by name if that is impossible, too. With workers, a change takes
+    effect ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on an iterable data set, samples
+    that do not fill the last batch are left out. ``estimated_stepping_batches`` counts batches of the first size. The
+    rest of a resumed epoch comes in the original order; later epochs are shuffled as Lightning shuffles them after any
+    resume. Another fit of the same Trainer continues with the present size; with another Trainer, as for the next fold
+    of a cross-validation, the callback starts anew.
 
     Args:
-        max_batch_size: n_max: what memory allows; the size of the data set if None. A larger batch of a checkpoint
-            becomes as large as that.
-        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 stands for the gradient
-            noise scale. None: 0.5, the paper's value, where the module has its own statistics; else 1, and the batch
-            grows only where noise undoes the descent, or with ``scale_lr``. Infinite: no norm test.
-        schedule: sizes set by hand, for which nothing is measured: ``SAMPLES:SIZE`` entries such as
-            ``"0:32 50_000:128"``. Each holds from the first step that begins after so many samples; until the first
-            one, the loaders keep their own size. Sizes may fall.
-        scale_lr: how the learning rate follows the batch size n from the first one, n₀, in the steps of all optimizers;
-            between them, all see the rate that was configured. ``"sqrt"``: by √(n/n₀), for Adam and its kin.
-            ``"linear"``: by n/n₀, but not beyond the noise scale where that is measured, for SGD. ``"adascale"``: by
-            AdaScale's gain, for SGD, which is measured for, whatever ``theta`` and ``schedule`` are.
-        estimator: how gradients are measured: by hooks on the layers, by differences between the gradients of ranks and
-            accumulated batches, or between those of consecutive steps; ``"auto"`` chooses.
-        max_overhead: share of the training time that measuring may take, in (0, 1]. What is done in every step, some
-            tens of microseconds, comes on top.
-        max_device_batch_size: samples of one forward pass on one device, at most. Batches grow up to that; for a larger
-            step so many of them as are enough are accumulated, all of one size, which begins where Lightning can change
-            their number: some steps later (automatic optimization only).
+        max_batch_size: n_max, what memory allows; None: the size of the data set. A checkpoint with a larger batch goes
+            on with this size.
+        theta: θ > 0 of the norm test: the relative error that the mean gradient may have. 1 is the gradient noise
+            scale. None: 0.5, the paper's value, if the module has its own statistics; else 1, and the batch grows only
+            when noise undoes the progress, or with ``scale_lr``. Infinite: no norm test.
+        schedule: sizes set by hand, without measuring: ``SAMPLES:SIZE`` entries such as ``"0:32 50_000:128"``. Each
+            holds from the first step that begins after so many samples; until the first one, the loaders keep their own
+            size. Sizes may fall.
+        scale_lr: how the learning rate follows the batch size n from the first one, n₀, within the steps of all
+            optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
+            ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. ``"adascale"``: by AdaScale's
+            gain, for SGD, which is always measured, also with ``theta`` or ``schedule``.
+        estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"ranks"`` by differences between
+            ranks and accumulated batches, ``"steps"`` by differences between consecutive steps; ``"auto"`` chooses.
+        max_overhead: share of the training time that measuring may take, in (0, 1]. The work in every step, some tens
+            of microseconds, is not included.
+        max_device_batch_size: most samples of one forward pass on one device. Batches grow up to it; larger steps
+            accumulate several batches of equal size, from the next step at which Lightning can change their number on
+            (automatic optimization only).
         validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
-            each validation; if None, the validation value in the module's own statistics, applied in each step.
+            each validation; None: the validation value in the module's own statistics, applied in each step.
         validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``.
-            Infinite: it grows in each check, whatever validation says; with ``theta`` infinite too that is a schedule
+            Infinite: it grows in each check, whatever validation says; with an infinite ``theta`` that is a schedule
             set by hand.
         growth: factor of the validation rule, at least 1.
-        window: number of predictions that are averaged, and of checks that are looked back; there is no decision
-            before.
+        window: number of predictions that are averaged, and of checks that the validation rule looks back. No size is
+            decided before there are more.
         every_n_steps: optimizer steps between two checks; None: as ``max_overhead`` allows.
-        mode: ``"batch"`` makes the batches of the loaders larger; ``"accumulate"`` leaves them and accumulates
-            gradients over more of them, where memory is short (automatic optimization only; any loader). ``"auto"``:
-            larger batches, or, with a warning, accumulation where a loader cannot be resized.
-        allow_shrinking: let the batch become smaller where the mean of the predictions is.
-        probes: number of random projections that estimate, without bias, the gradient norms of layers where the exact
-            ones would be expensive: convolutions and sequences with many positions. None measures all exactly.
+        mode: ``"batch"`` enlarges the batches of the loaders; ``"accumulate"`` leaves them alone and accumulates
+            gradients over more of them, to save memory (automatic optimization only; any loader). ``"auto"``: larger
+            batches, or, with a warning, accumulation if a loader cannot be resized.
+        allow_shrinking: let the batch also shrink to the mean of the predictions.
+        probes: number of random projections that estimate, without bias, the gradient norms of layers whose exact ones
+            would be expensive: convolutions, and layers of sequences with many positions. None: all exact.
 
     Attributes:
         predictions: n̂ of the last checks.
         validation_values: f_val of the last checks.
-        records: dicts of the checks: ``samples`` seen in training, ``batch_size`` of the step,
+        records: a dict for each check: ``samples`` seen in training, ``batch_size`` of the step,
             ``batch_size_predicted``, ``variance_ratio`` = tr Σ/(n‖ḡ‖²), and ``validation_value``. The norm test bounds
-            (N - n)/(N - 1) times that ratio by θ² where the module has its own statistics. Elsewhere ‖ḡ‖² is cleared of
-            noise, and the bound is θ²/(1 + θ²) for large N. When there are too many, every other one of the older
-            checks is dropped.
+            (N - n)/(N - 1) times that ratio by θ² if the module has its own statistics. Elsewhere the noise is removed
+            from ‖ḡ‖², and the bound is θ²/(1 + θ²) for large N. When there are too many checks, every other one of the
+            older ones is dropped.
 
     Raises:
-        MisconfigurationException: an argument out of range, or against another; at the start of fit a loader whose
-            batches cannot change size, with ``mode="batch"`` or where they cannot be accumulated either; an estimator
-            that was asked for and cannot measure this run (``"layers"`` of sharded weights, ``"ranks"`` without parts
-            of a step), or batches that are larger than ``max_batch_size`` already; with ``scale_lr`` an optimizer
+        MisconfigurationException: an argument is out of range or contradicts another; at the start of fit, a loader
+            whose batches cannot change size, with ``mode="batch"`` or if they cannot be accumulated either; a given
+            estimator that cannot measure this run (``"layers"`` with sharded weights, ``"ranks"`` with one backward
+            pass per step); batches that are already larger than ``max_batch_size``; with ``scale_lr`` an optimizer
             without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor
             that is not logged, or not finite.
 

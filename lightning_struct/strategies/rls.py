@@ -19,15 +19,15 @@ from lightning_struct.utilities.namespaces import MisconfigurationException, lig
 class RLSOptimization(ManualOptimization):
     """Trains a LightningModule by :class:`~lightning_struct.optim.RLS` in manual optimization.
 
-    Put it before the module's own base, and return an RLS from ``configure_optimizers``. Every batch is one step and
-    counts once in ``global_step``. The loss is the one that the module's own ``training_step`` returns. A module
-    without one is trained by that of the paper, ½‖outputs - targets‖² averaged over samples, of
-    :meth:`inputs_and_targets`, which is logged as ``train_loss``. Learning-rate schedulers are stepped as in automatic
-    optimization, but for ``ReduceLROnPlateau``, which is refused; clip by ``RLS(max_grad_norm=...)``.
+    RLS also works in automatic optimization, without this class; with it, errors name the batch, and no training step
+    needs to be written. Put it before the module's own base class, and return an RLS from ``configure_optimizers``.
+    Each batch is one step and counts once in ``global_step``. The loss is what the module's own ``training_step``
+    returns. A module without one is trained by the paper's loss, ½‖outputs - targets‖² averaged over samples, on
+    :meth:`inputs_and_targets`; it is logged as ``train_loss``. Learning-rate schedulers are stepped as in automatic
+    optimization, except ``ReduceLROnPlateau``, which is refused.
 
-    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. Lightning refuses clipping and
-    accumulation of gradients by the Trainer in manual optimization: RLS works in automatic optimization too, without
-    this class.
+    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. In manual optimization
+    Lightning refuses clipping and accumulation of gradients by the Trainer; clip by ``RLS(max_grad_norm=...)``.
 
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights,

@@ -21,20 +21,19 @@ SHOWN_IN_PROGRESS_BAR = ("train_loss", "damping", "batch_size", "solver_iteratio
 class SHFOptimization(ManualOptimization):
     """Trains a LightningModule by :class:`~lightning_struct.optim.SHF`.
 
-    Put it before the module's own base, and return an SHF from ``configure_optimizers``. Every batch is one iteration
-    of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. Logged in each step are ``train_loss``
-    (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``, ``step_length``, ``batch_size``, and
-    where they are defined ``gradient_variance`` and ``batch_size_predicted`` (a ``GrowingBatchSize`` logs its own
-    prediction instead); with ``loss="least_squares"`` and several blocks of residuals also ``train_loss_NAME`` of each,
-    ½ mean r² without its weight. An SHF that measures itself by the next batch, as that of two arguments, has
-    ``step_scale`` and ``next_batch_ratio`` too. All are of the whole batch, over all processes.
+    Put it before the module's own base class, and return an SHF from ``configure_optimizers``. Each batch is one
+    iteration of Algorithm 1 (Emirahmetoglu & Stewart) and counts once in ``global_step``. A ``training_step`` for
+    another optimizer can stay in the module; it does not run. Override :meth:`on_shf_step` to do something in each
+    step, and :meth:`inputs_and_targets` if a batch is not a pair of tensors.
 
-    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. There is no learning rate:
-    schedulers and the callbacks that need one have nothing to do here. Clipping and accumulation of gradients are
-    refused by Lightning.
+    Each step logs ``train_loss`` (before the step), ``damping``, ``reduction_ratio``, ``solver_iterations``,
+    ``step_length`` and ``batch_size``; if defined, ``gradient_variance`` and ``batch_size_predicted`` (unless a
+    ``GrowingBatchSize`` logs its own prediction); with damping by the next batch, the default without ``damping``, also
+    ``step_scale`` and ``next_batch_ratio``; with ``loss="least_squares"`` and several blocks of residuals also
+    ``train_loss_NAME`` of each, ½ mean r² without its weight. All values are of the whole batch, over all processes.
 
-    A ``training_step`` that the module has for another optimizer can stay: SHF's is the one that runs, and
-    :meth:`on_shf_step` is the place for what should happen in each step.
+    It works on one device and under DDP, with precision 32-true, 64-true and bf16-mixed. There is no learning rate, so
+    do not use schedulers and callbacks that need one. Lightning refuses clipping and accumulation of gradients.
 
     Raises:
         MisconfigurationException: at the start of fit, for another precision, a strategy that shards the weights, a
@@ -103,9 +102,9 @@ class SHFOptimization(ManualOptimization):
     def inputs_and_targets(self, batch: Any) -> tuple[Any, Any]:
         """The module's inputs and what the loss compares its outputs with, from a batch.
 
-        Override it where a batch is something else than a pair of tensors, or with ``loss="least_squares"``, which
-        needs no targets, something else than the inputs: there by default a list holds several arguments of the module,
-        and anything else, a tensor or a dict of them, is its only argument.
+        Override it if a batch is not a pair of tensors. With ``loss="least_squares"``, which needs no targets, the
+        batch is the input by default: a list holds several arguments of the module, and anything else, a tensor or a
+        dict of tensors, is its only argument. Override it for any other batch.
 
         Returns:
             The inputs, a tensor (n, ...) or a tuple of the module's arguments, and the targets, row i belonging to row

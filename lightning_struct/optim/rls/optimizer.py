@@ -44,69 +44,74 @@ _log = logging.getLogger(__name__)
 
 
 class RLS(torch.optim.Optimizer):
-    """Recursive least squares: P, the inverse autocorrelation of a layer's inputs so far, multiplies its gradient.
+    """Recursive least squares: multiplies each layer's gradient by P, the inverse autocorrelation of its inputs so far.
 
-    For each weight, with x̄ the mean of what it was multiplied by since the last step and T the rows of a sample (the
-    mean length of sequences in recurrent layers, else 1, times the uses of the weight before one backward pass)::
+    For each weight θ, with x̄ the mean of the rows that it was multiplied by since the last step, and T the rows of a
+    sample (the mean length of sequences in recurrent layers, else 1, times the uses of the weight before one backward
+    pass)::
 
         u = P x̄        h = λ + kT x̄·u        ω ← αω - (η/h) P ∇        θ ← θ + ω
         P ← P/λ - kT/(λh) u uᵀ               θ ← θ - γ P sgn(θ)
 
-    Unlike Adam it depends on the scale of the loss: with all layers trained by RLS that is ½‖outputs - targets‖²
-    averaged over samples, which is not ``nn.MSELoss``. With cross-entropy leave the output layer to Adam::
+    Unlike Adam, it depends on the scale of the loss. If RLS trains all layers, the loss must be ½‖outputs - targets‖²,
+    averaged over samples; this is not ``nn.MSELoss``. With the cross-entropy, leave the output layer to Adam::
 
         RLS(model, exclude=[model.head], auxiliary=functools.partial(torch.optim.Adam, lr=1e-3))
 
-    It is an ordinary optimizer: in Lightning ``return RLS(self, auxiliary=...)`` from ``configure_optimizers``. What
-    the layers read is seen by hooks, in forward passes through which gradients come back; gradients and inputs add up
-    until the next step; whoever clears the gradients clears what was read with them. Make it before a compiled module
-    is first called. Under torch.distributed all processes take one step, by the mean over all inputs and the gradients,
-    which must be averaged already, as DDP does.
+    It is an ordinary optimizer: in Lightning, return ``RLS(self, auxiliary=...)`` from ``configure_optimizers``. Hooks
+    record the inputs of the layers in forward passes that are differentiated. Gradients and inputs add up until the
+    next step; clearing the gradients clears the inputs, too. Make the optimizer before a compiled module is first
+    called. Under torch.distributed all processes take one step, by the mean over all inputs and the gradients; these
+    must be averaged already, as DDP does.
 
-    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, by which its steps are
-    multiplied: schedulers of the learning rate act on that. The groups of the auxiliary optimizer follow, each with a
-    level of its own. Layers that are unfrozen later are trained from their next call on, and may be added as groups.
-    ``state["rls"]`` has P, the velocity and the number of steps of each weight by its name.
+    Each group of ``param_groups`` that RLS trains has ``gradient_scale`` η and ``lr``, which multiplies its steps and
+    which schedulers change. The groups of the auxiliary optimizer follow, each with its own rate. Layers that are
+    unfrozen later are trained from their next call on, and may be added as groups. ``state["rls"]`` has P, the velocity
+    and the number of steps of each weight by its name.
 
     Args:
-        module: below it, ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``,
-            ``nn.LSTM``, ``nn.GRU``, their cells and the projections of ``nn.MultiheadAttention`` are trained by RLS,
-            and layers that :func:`~lightning_struct.functional.register_layer` declares to be like one of them.
-        lr: the factor of the step that schedulers change. Above 1 a step may exceed the bounds by as much.
+        module: the module to train. Below it, RLS trains ``nn.Linear``, ``nn.Conv1d`` to ``3d``,
+            ``nn.ConvTranspose1d`` to ``3d``, ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, their cells, the projections of
+            ``nn.MultiheadAttention``, and layers that :func:`~lightning_struct.functional.register_layer` declares to
+            be like one of them.
+        lr: factor of the step, which schedulers change. With a value above 1, steps may exceed the bounds by that
+            factor.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
             :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
-        gradient_scale: η > 0, or a dict of it by the names of modules, for all layers below them, or of weights (the
-            longest name counts, 1 where there is none).
+        gradient_scale: η > 0; or a dict of values by the names of modules, for all layers below them, or of weights.
+            The longest matching name counts; without a match η is 1.
         momentum: α in [0, 1).
         l1: γ >= 0; each step takes about twice as long with it.
         weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ.
-        max_grad_norm: all gradients, those of the auxiliary optimizer too, are scaled to this norm together if it is
-            larger. The gradients of layers that RLS trains stay as they are, only their step is scaled.
-        max_gain: c > 0. The step of each weight is scaled so that along no direction it changes the weight's outputs
-            for the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of
-            a layer that steps alone. Where several step together, each changes by a twentieth of its norm at most,
-            besides. See :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which have no bound at
-            all and need inputs in [0, 1], or clipping.
-        interval: P is updated in one of so many steps, by as much as in all of them.
-        form: of P: ``"full"``, d² numbers for d inputs, the paper's; ``"low_rank"``, 2rd of them, see
-            :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``, d of them. None:
-            full up to 512 inputs (and with ``forgetting`` < 1), else of low rank.
+        max_grad_norm: bound on the norm of all gradients together, including those of the auxiliary optimizer. For
+            layers that RLS trains, only the step is scaled; their gradients stay as they are.
+        max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
+            the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a
+            layer that steps alone. If several weights step together, each also changes by at most a twentieth of its
+            norm. See :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which are not bounded and
+            need inputs in [0, 1], or clipping.
+        interval: P is updated once in this many steps, by as much as in all of them.
+        form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, see
+            :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``: d numbers. None:
+            full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
         rank: r of the low-rank form.
-        block_size: the full form is block-diagonal where there are more inputs than this, in blocks of this size.
-        max_size: P of layers with more inputs than this has the rank-1 form.
+        block_size: with more inputs than this, the full form is block-diagonal, in blocks of this size.
+        max_size: with more inputs than this, P has the rank-1 form.
         sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum
-            over their positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to
+            over the positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to
             (86)).
-        exclude: modules, or their full names, that are left to ``auxiliary`` with all that is below them.
-        auxiliary: makes the optimizer of all other parameters from their list.
+        exclude: modules, or their full names, that ``auxiliary`` trains, with everything below them.
+        auxiliary: function that makes the optimizer of all other parameters from a list of them, such as
+            ``functools.partial(torch.optim.Adam, lr=1e-3)``.
 
     Raises:
-        ValueError: an argument out of range; a name in ``exclude`` or ``gradient_scale`` that is none; parameters that
-            neither RLS nor ``auxiliary`` trains; weights that are neither float32 nor float64, not initialised yet, or
-            spread over processes (FSDP2); nothing to train.
-        TypeError: ``module`` is none, as where its parameters are given; ``exclude`` has neither modules nor names.
-        MemoryError: the matrices P do not fit into the memory that is free.
+        ValueError: an argument is out of range; ``exclude`` or ``gradient_scale`` has a name that is not in the module;
+            parameters are trained by neither RLS nor ``auxiliary``; weights are neither float32 nor float64, not
+            initialised yet, or spread over processes (FSDP2); there is nothing to train.
+        TypeError: ``module`` is not a module (for instance a list of parameters); ``exclude`` has something else than
+            modules and names.
+        MemoryError: the matrices P do not fit into the free memory.
 
     Example:
         >>> import torch
@@ -181,29 +186,30 @@ class RLS(torch.optim.Optimizer):
         regularization: float = 1.0,
         auxiliary: AuxiliaryFactory | None = None,
     ) -> RLS:
-        """Recursive least squares itself, for one linear layer: each step ends at the minimum over all data so far.
+        """Exact recursive least squares for one linear layer: each step ends at the minimum over all data so far.
 
-        With the loss ½‖outputs - targets‖² averaged over a batch, and summed where the layer is called several times
-        before one backward pass, and outputs Θx of the layer with x the input and a one for the bias, the weights after
-        batches 1 to s are, to rounding, where the P below stays under its bound::
+        The loss must be ½‖outputs - targets‖², averaged over a batch of any size (and summed over calls, if the layer
+        is called several times before one backward pass). The outputs of the layer are Θx, with x the input and a one
+        for the bias. Then the weights after batches 1 to s are, to rounding, and while P stays under its bound::
 
             argmin_Θ  Σᵢ λˢ⁻ⁱ Σ_{x, y in batch i} ‖Θx - y‖² + δ λˢ ‖Θ - Θ₀‖²
 
-        P = δ (Σᵢ λˢ⁻ⁱ Σ xxᵀ + δ λˢ I)⁻¹ is updated by every row, which takes d² multiply-adds for d inputs; batches of
-        any size. Where λ < 1 its diagonal is bounded by 2: of an input that has not come for long, half of δ stays. In
-        float32 the rounding of P adds up over long streams: take ``module.double()``.
+        P = δ (Σᵢ λˢ⁻ⁱ Σ xxᵀ + δ λˢ I)⁻¹ is updated by every row, in d² multiply-adds for d inputs. If λ < 1, its
+        diagonal is bounded by 2: for an input that has not occurred for long, half of δ remains. In float32 the
+        rounding errors of P add up over long streams: use ``module.double()``.
 
         Args:
-            module: the layer, or a network with it.
-            layer: that layer or its name; None: the only layer below ``module`` that RLS could train.
-            forgetting: λ in (0, 1], for each step. 1/(1 - λ) steps are remembered.
+            module: the layer, or a network that contains it.
+            layer: the layer, or its name; None: the only layer below ``module`` that RLS could train.
+            forgetting: λ in (0, 1], per step. About 1/(1 - λ) steps are remembered.
             regularization: δ > 0.
-            auxiliary: makes the optimizer of all other parameters from their list. The layer follows features that
-                change if λ < 1.
+            auxiliary: function that makes the optimizer of all other parameters from a list of them. With λ < 1 the
+                layer follows features that change.
 
         Raises:
-            ValueError: no linear layer, or several and ``layer`` names none; several processes; as of :class:`RLS`.
-            TypeError: ``module`` is none.
+            ValueError: there is no linear layer, or there are several and ``layer`` is None; several processes; as for
+                :class:`RLS`.
+            TypeError: ``module`` is not a module.
 
         Example:
             >>> import torch

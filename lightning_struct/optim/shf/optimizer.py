@@ -25,34 +25,35 @@ from lightning_struct.optim.shf.step_state import StepState, check_state
 class SHF(torch.optim.Optimizer):
     """Stochastic Hessian-free optimization: each step solves a damped Gauss-Newton model of the batch.
 
-    It trains every parameter below ``module`` that requires a gradient when it is made. Under torch.distributed each
-    process passes its own share of the batch, and all take the step of the whole. What a forward writes into
-    buffers, as batch-norm statistics, is written once per step. Draw the batch of each step afresh.
+    ``SHF(module, loss)`` is enough. Without ``damping``, all settings that are not given are chosen from sizes, layers
+    and data, and adapted during training; the log says at the first step what was chosen. With ``damping``, or with
+    :meth:`paper`, they are the paper's. Below, "chosen" and "the paper's" name these two defaults.
 
-    ``SHF(module, loss)`` is enough: without ``damping``, what is not given is chosen from sizes, layers and data, and
-    adapted while training; the log says at the first step what was chosen. With ``damping``, what is not given is the
-    paper's, as it is with :meth:`paper`.
+    It trains every parameter below ``module`` that requires a gradient when the optimizer is made. There is no backward
+    pass: :meth:`step` takes the data, drawn afresh for each step. Under torch.distributed each process passes its own
+    share of the batch, and all take the step of the whole batch. Buffers that a forward writes, such as batch-norm
+    statistics, are updated once per step.
 
     Args:
         module: called as ``module(inputs)`` (or ``module(*inputs)`` for a tuple or list); returns one tensor (n, ...).
             Its weights are float32 or float64.
-        loss: ``"mse"``: ½‖outputs - targets‖² averaged over samples; ``"cross_entropy"``: of logits; an object with the
-            methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a
+        loss: ``"mse"``: ½‖outputs - targets‖², averaged over samples; ``"cross_entropy"``: of logits; an object with
+            the methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a
             module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their
-            blocks. Arguments that mean nothing with residuals are refused there; ``settings`` has those that do.
-        damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the root of the largest eigenvalue of the
+            blocks. With residuals, arguments without a meaning are refused; ``settings`` has the others.
+        damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the square root of the largest eigenvalue of the
             Gauss-Newton matrix of the first batch; with residuals a tenth of the largest singular value.
-        drop: the Levenberg-Marquardt rule multiplies λ by it where ρ > ``upper`` and divides where ρ < ``lower``;
-            None leaves λ alone. The paper's .99; chosen .85.
+        drop: factor of λ if ρ > ``upper``, and divisor if ρ < ``lower``, where ρ is the true reduction of the loss over
+            the predicted one; None leaves λ alone. The paper's .99; chosen .85.
         lower: ρ below which λ rises.
         upper: ρ above which λ falls.
-        min_damping: λ never falls below it. The paper's 0; chosen: λ₁ times the root of the dtype's epsilon.
-        max_damping: λ never rises above it. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
-        damping_rule: ``"levenberg_marquardt"``, by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain
+        min_damping: lower bound on λ. The paper's 0; chosen: λ₁ times the square root of the dtype's epsilon.
+        max_damping: upper bound on λ. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
+        damping_rule: ``"levenberg_marquardt"``: by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain
             of a step the next batch shows, see :func:`~lightning_struct.functional.damping.next_batch_rule`. Steps that
-            fit the noise of their batch are shortened, and λ falls where the next batch confirms full steps; λ rises by
-            ρ < ``lower``. A step that raises the loss of the next batch by more than a tenth, and by more than it
-            lowered that of its own, is taken back.
+            fit the noise of their batch are shortened. λ falls if the next batch confirms full steps, and rises if ρ <
+            ``lower``. A step that raises the loss of the next batch by more than a tenth, and by more than it lowered
+            its own, is taken back.
         solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of Martens
             (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
             The paper's ``"lsmr"``; chosen ``"cg"``, with residuals from the sizes.
@@ -67,61 +68,61 @@ class SHF(torch.optim.Optimizer):
             itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there,
             as it is for Kronecker factors, and for a preconditioner object with damping around the origin.
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero. The paper's .7;
-            chosen .9, with residuals 0, which then rises to as much as .7 where new samples show that the steps fitted
-            the noise of the old ones.
+            chosen .9; with residuals 0, which rises to at most .7 if new samples show that the steps fitted the noise
+            of the old ones.
         warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1.
         max_warm_start: bound on the growth of γ, in [0, 1); a ``warm_start`` that is given above it stays.
         maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50.
-        scale_maxiter: let ``maxiter`` grow in the ratio of the batch size, rounded up in each step. The paper does;
+        scale_maxiter: let ``maxiter`` grow in proportion to the batch size, rounded up in each step. The paper's: yes;
             chosen: no.
-        miniter: the validation data (see :meth:`set_validation`) end no solve before this iteration.
-        recover: iterations that the validation loss is given to fall below its minimum again.
+        miniter: first iteration at which the validation data (see :meth:`set_validation`) may end a solve.
+        recover: number of iterations in which the validation loss may fall below its minimum again.
         atol: LSMR and LSQR stop when ‖Aᵀr‖ <= atol ‖A‖ ‖r‖.
         ftol: a solve ends when the validation loss falls by less than this share of itself per iteration.
-        progress_tolerance: ε of Martens' rule for CG (see :func:`~lightning_struct.functional.conjugate_gradient`),
-            5e-4; chosen .05, and more, up to .3, where steps are shortened: what fits noise need not be solved for.
-        progress_window: fewest iterations that this rule looks back, 10; chosen 1.
+        progress_tolerance: ε of Martens' rule for CG (see :func:`~lightning_struct.functional.conjugate_gradient`).
+            5e-4; chosen .05, and up to .3 when steps are shortened, since noise need not be fitted.
+        progress_window: fewest iterations that this rule looks back. 10; chosen 1.
         return_best: take the iterate with the lowest validation value instead of the last (slower to make progress).
         armijo: α of the line search.
         l2: weight of ½‖w‖² added to the loss.
         theta: θ of the norm test behind ``predicted_batch_size``.
         dataset_size: N of the norm test; None for a stream.
-        backend: passed to :func:`~lightning_struct.functional.linearize`. If not given,
-            ``"layer_rules"`` for chains of Linear and elementwise layers, else ``"double_backward"`` where it does.
-        chunk_size: form products over chunks of so many samples, to save memory.
-        factor_decay: weight of the old in the running average of the Kronecker factors, in [0, 1).
-        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next: 1;
-            chosen from their sizes, up to 10.
-        max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None for no bound. Chosen: 4,096, or
-            as many as there is memory for.
+        backend: passed to :func:`~lightning_struct.functional.linearize`. If not given, ``"layer_rules"`` for chains of
+            Linear and elementwise layers, else ``"double_backward"`` if possible.
+        chunk_size: form products over chunks of this many samples, to save memory.
+        factor_decay: weight of the old value in the running average of the Kronecker factors, in [0, 1).
+        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next. 1;
+            chosen from their sizes, at most 10.
+        max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None: no bound. Chosen: 4,096, or as
+            many as fit into memory.
         exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.
-        held_out: share of each batch, in [0, 1), that the model is not made of, and on which ρ is measured: its last
-            samples, in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and
-            the damping rises.
-        curvature_share: share of the samples of a batch, in (0, 1], its first ones, that the curvature is measured on,
-            in the products with J, the preconditioner and the Kronecker factors; loss and gradient are of all (Byrd et
-            al. 2011). For CG only.
-        single_samples: where layers do not show the gradients of single samples, form these for their variance (the
-            paper's way, which can cost tens of gradients a step); chosen: no, but the variance is estimated from the
-            two halves of the batch there.
-        seed: seed, with the step's number, of the preconditioner's random signs and of the network's own draws
-            (dropout).
-        geodesic_acceleration: with residuals, try steps with a second-order correction too (Transtrum & Sethna 2012);
+        held_out: share of each batch, in [0, 1), that is left out of the model and used to measure ρ: its last samples,
+            in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and the
+            damping rises.
+        curvature_share: share of the samples of a batch, in (0, 1], on which the curvature is measured (its first
+            ones): in the products with J, the preconditioner and the Kronecker factors. Loss and gradient use all
+            samples (Byrd et al. 2011). For CG only.
+        single_samples: whether to form the gradients of single samples for their variance if layers do not show them.
+            The paper's: yes, which can cost tens of gradients per step; chosen: no, the variance is then estimated from
+            the two halves of the batch.
+        seed: seed, together with the number of the step, of the preconditioner's random signs and of the network's own
+            draws (dropout).
+        geodesic_acceleration: with residuals, also try steps with a second-order correction (Transtrum & Sethna 2012);
             if not given, they are tried.
 
     Attributes:
-        settings: those of the arguments above that mean something with the loss, as one value, with what was chosen; λ₁
-            and its bounds once the first step has chosen them. With residuals ``damping`` and ``solver`` stay None
-            where they are left to the batches. The current λ (None until the first step has chosen it), ``drop``, γ and
-            ``maxiter`` are in ``param_groups[0]``.
+        settings: the arguments above that apply to the loss, given or chosen, as one value; λ₁ and its bounds are None
+            until the first step has chosen them. With residuals, ``damping`` and ``solver`` stay None if they are left
+            to the batches. The current λ (None until the first step has chosen it), ``drop``, γ and ``maxiter`` are in
+            ``param_groups[0]``.
         report: the :class:`StepReport` of the last step; None before the first.
 
     Raises:
-        ValueError: an argument out of range, or without a meaning beside the loss; no parameter that requires a
-            gradient; weights that are neither float32 nor float64, or of mixed dtype, or on several devices, or spread
-            over processes (FSDP2).
-        TypeError: ``module`` is none, as where its parameters are given; a loss that lacks methods.
-        MemoryError: the Kronecker factors take more than is free.
+        ValueError: an argument is out of range, or has no meaning with the loss; no parameter requires a gradient;
+            weights are neither float32 nor float64, of mixed dtype, on several devices, or spread over processes
+            (FSDP2).
+        TypeError: ``module`` is not a module (for instance a list of parameters); a loss lacks methods.
+        MemoryError: the Kronecker factors do not fit into the free memory.
 
     Example:
         >>> inputs = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
@@ -226,8 +227,9 @@ class SHF(torch.optim.Optimizer):
 
         Args:
             closure: called once before the step, its result unused (Lightning's hooks hang on it).
-            inputs: this process's share of the batch: a tensor (n, ...), or a tuple or list of them for a module of
-                several. A dict, or a packed sequence, is one argument; entries with n rows have one for each sample.
+            inputs: this process's share of the batch: a tensor (n, ...), or a tuple or list of tensors for a module of
+                several arguments. A dict, or a packed sequence, is one argument; entries with n rows have one row for
+                each sample.
             targets: what the loss compares the outputs with; row i belongs to row i of the inputs.
 
         Returns:

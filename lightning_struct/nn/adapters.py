@@ -43,7 +43,7 @@ def add_adapters(
     dropout: float = 0.0,
     learned_diagonals: Sides = "none",
 ) -> nn.Module:
-    """Freeze a model, and put a structured update beside the weight of each linear layer, in place. ::
+    """Freeze a model, and add a trainable structured update to the weight of each linear layer, in place. ::
 
         model = add_adapters(model, functools.partial(LDRSubdiagonal, rank=1), exclude="head", train="head")
         optimizer = torch.optim.AdamW(adapter_parameter_groups(model, lr=1e-2))
@@ -51,34 +51,34 @@ def add_adapters(
         torch.save(adapter_state_dict(model), "adapters.pt")
         model = merge_adapters(model)
 
-    The model computes what it computed before, until it is trained. Linear layers are ``nn.Linear``, layers that were
-    declared or are recognised as such (transformers' ``Conv1D``), 1 x 1 convolutions without groups, and the
-    projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``
-    below its name. Linear layers become an :class:`AdaptedLinear` whose ``base`` is the layer, with its hooks and its
-    parameters; attention stays, and its weights are parametrized. A layer that stands at several places gets one
+    Until it is trained, the model computes what it computed before. Linear layers are ``nn.Linear``, layers that were
+    declared or are recognised as linear (transformers' ``Conv1D``), 1 x 1 convolutions without groups or padding, and
+    the projections of ``nn.MultiheadAttention``, which are selected as ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``out_proj`` below its name. Each becomes an :class:`AdaptedLinear` whose ``base`` is the old layer, with its hooks
+    and its parameters; only attention stays, with parametrized weights. A layer that is used in several places gets one
     adapter.
 
-    Further calls add adapters to other layers and leave alone what requires gradients. Batch norms still follow the
-    data in training, frozen or not: their buffers belong to what :func:`adapter_state_dict` returns. On the meta device
-    the adapters have no values either: after ``to_empty``, ``reset_parameters`` of their modules draws them.
+    Further calls add adapters to other layers, and leave parameters that require gradients alone. Batch norms still
+    update their statistics in training, frozen or not: :func:`adapter_state_dict` includes these buffers. On the meta
+    device the adapters have no values either; after ``to_empty``, call ``reset_parameters`` of their modules.
 
     Args:
         model: searched with everything below it. If it is a linear layer itself, the new layer is returned.
         factory: called as ``factory(in_features, out_features, bias=False)``; makes a :class:`StructuredLinear`. Not a
-            ``from_linear``: an adapter starts at zero.
+            ``from_linear``, since an adapter starts at zero.
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
-            module); all but functions stand for what is below them, too. None: all.
-        exclude: likewise, what gets no adapter.
-        train: what is trained besides: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
-        scale, dropout, learned_diagonals: of each :class:`AdaptedLinear`. Updates of attention weights have no dropout.
+            module). All except functions include everything below them. None: all layers.
+        exclude: layers that get no adapter, given likewise.
+        train: what else is trained: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
+        scale, dropout, learned_diagonals: as for :class:`AdaptedLinear`. Updates of attention weights have no dropout.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: the factory makes something else, or is a layer.
-        ValueError: nothing gets an adapter; a layer cannot have one, and is named; an argument has something that is
-            not in the model.
+        TypeError: the factory is a layer, or makes something other than a :class:`StructuredLinear`.
+        ValueError: no layer gets an adapter; a layer, which is named, cannot have one; an argument has something that
+            is not in the model.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal
@@ -111,12 +111,11 @@ def add_adapters(
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add the adapters to the weights that they stand beside, and take them out, in place.
+    """Add the updates of the adapters to the weights, and remove the adapters, in place.
 
-    The model computes what it computed before, to rounding, and has the modules and the names of before
-    :func:`add_adapters`; what was frozen stays frozen. The merged weights are new parameters: another module that had
-    its weight together with a merged layer, as an embedding, keeps the old one. For a merged model beside the adapted
-    one, merge a ``copy.deepcopy``.
+    The model computes the same as before, to rounding, and has the modules and names from before :func:`add_adapters`.
+    Frozen parameters stay frozen. The merged weights are new parameters: another module that shared a weight with a
+    merged layer, such as an embedding, keeps the old one. To keep the adapted model as well, merge a ``copy.deepcopy``.
 
     Args:
         model: after :func:`add_adapters`.
@@ -125,8 +124,8 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         ``model``; the base if it is an adapted layer itself.
 
     Raises:
-        ValueError: the model has no adapters; a weight cannot be added to, since it is parametrized or quantised, which
-            leaves the model as it was.
+        ValueError: the model has no adapters; or a weight is parametrized or quantised, so that nothing can be added to
+            it. The model then stays as it was.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal

@@ -46,37 +46,38 @@ def compress(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Make a trained model smaller by structured layers: to a number of parameters, or within a rise of its loss. ::
+    """Make a trained model smaller by structured layers, for a given number of parameters or rise of the loss. ::
 
         batches = list(itertools.islice(loader, 8))
         model = compress(model, batches, budget=0.25)    # a quarter of its parameters
         model = compress(model, batches, max_loss_increase=0.02, loss=error_rate)    # or two points of accuracy
         print(replacement_report(model))
-        trainer.fit(module, loader)    # near matrices are a start: train on
+        trainer.fit(module, loader)    # the chosen matrices are only a starting point: fine-tune
 
-    Layers are ``nn.Linear`` and what is declared or recognised as one, convolutions without groups (a matrix from
-    patches to channels), and the projections of ``nn.MultiheadAttention``. For each layer and each candidate the loss
-    is measured with that layer alone replaced: its sensitivity. The choice is that with the least sum of increases
-    within the budget, by dynamic programming over sizes rounded up to 1/2000 of the budget. For ``max_loss_increase``
-    budgets are bisected, and each choice is measured as a whole.
+    It may replace ``nn.Linear`` and layers that are declared or recognised as linear, convolutions without groups (as a
+    matrix from patches to channels), and the projections of ``nn.MultiheadAttention``. A layer that shares its weight
+    with another module, such as a head tied to an embedding, stays.
 
-    Low rank is taken near to the *outputs* on the data, not to the weight: the span of their principal components.
+    For each layer and each candidate, the loss is measured with only that layer replaced. Within the budget, the choice
+    with the smallest sum of increases is taken, by dynamic programming over sizes rounded up to 1/2000 of the budget.
+    For ``max_loss_increase`` budgets are bisected, and each choice is measured as a whole. Low rank approximates the
+    *outputs* on the data, by their principal components, instead of the weight.
 
-    That takes a pass over the data for each layer and candidate; a progress bar shows it on a terminal. Losses before
-    and after are logged at level INFO. A layer whose weight another module has too, as a head tied to an embedding,
-    stays.
+    This takes a pass over the data for each layer and candidate, with a progress bar on a terminal. Losses before and
+    after are logged at level INFO.
 
     Args:
-        model: changed in place. It is measured in eval mode, without gradients, and has its modes again afterwards.
-        data: batches, some hundred samples; all are kept. A tensor is one batch.
-        budget: parameters of the whole compressed model: from 0 to 1 as a part of those it has, above as a number.
+        model: changed in place. It is measured in eval mode, without gradients; its modes are restored afterwards.
+        data: batches, a few hundred samples; all are kept in memory. A tensor is one batch.
+        budget: parameters of the whole compressed model: up to 1 as a share of the present number, above as a number.
         max_loss_increase: instead of ``budget``: how much larger the mean of ``loss`` over the data may be.
-        loss: called as ``loss(model, batch)``, () for a batch; a share of errors makes ``max_loss_increase`` a loss of
-            accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its first
-            item; it needs no labels.
-        candidates: what may take the place of an ``nn.Linear``: classes or their ``from_linear``, in partials. One
-            with which the loss is not finite is left out. None: low rank with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the
-            numbers of the layer, and Monarch matrices of 2, 4, 8 and 16 blocks.
+        loss: called as ``loss(model, batch)``, returns () for a batch. With the error rate, ``max_loss_increase`` is a
+            loss of accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its
+            first item; it needs no labels.
+        candidates: function that returns, for an ``nn.Linear``, what may take its place: classes or their
+            ``from_linear``, in partials. A candidate with an infinite or undefined loss is left out. None: low rank
+            with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the parameters of the layer, and Monarch matrices of 2, 4, 8 and 16
+            blocks.
         include, exclude: as in :func:`~lightning_struct.nn.replace_linear`.
 
     Returns:
@@ -84,9 +85,10 @@ def compress(
 
     Raises:
         ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; ``loss``
-            returns more than one number; the budget is less than what can be reached, which is named; there are no
+            returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; a name is not in the model.
-        TypeError: ``loss`` is not given, and the outputs are no tensor, or a batch neither a tensor nor a sequence.
+        TypeError: ``loss`` is not given, and the outputs are not a tensor, or a batch is neither a tensor nor a
+            sequence.
 
     Example:
         >>> torch.manual_seed(0)

@@ -192,11 +192,11 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (center), and Bᵀ for B.
 
-    With ``method="auto"`` the fastest method is taken that is exact enough for the values of the operators: see
-    :func:`~lightning_struct.functional.choose_subdiagonal_method`. To look at them means to wait for the device. So it
-    is done when the parameters change after 100 products in training, once for each order of magnitude of the number of
-    rows, and after a change between training and eval mode. The choice is a part of ``state_dict``: a resumed run takes
-    the same one. One that cannot be read, as of averaged or converted checkpoints, is made anew.
+    ``method="auto"`` takes the fastest method that is exact enough for the values of the operators: see
+    :func:`~lightning_struct.functional.choose_subdiagonal_method`. Examining them means waiting for the device. So it
+    is done only when the parameters change after 100 products in training, once for each order of magnitude of the
+    number of rows, and after a change between training and eval mode. The choice is part of ``state_dict``, so a
+    resumed run takes the same one. If it cannot be read, as in averaged or converted checkpoints, it is made anew.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
@@ -360,15 +360,15 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 class LDRTridiagonal(LearnedOperatorLinear):
     """The LDR-TD layer: A and B are tridiagonal with two corners. (m + n)(r + 3) parameters: 2n(r + 3) if square.
 
-    Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (right), and Bᵀ for B. Between such
-    operators the matrices of all other classes have a low displacement rank (Proposition 2); equation (2) spans a part
-    of the matrices that have (Proposition 3). Powers of an operator whose norm is above 1 grow: at large sizes and
-    learning rates they overflow, as they do by the paper's equation.
+    Thomas et al., section 3: M is equation (2) with the operators of Figure 2 (right), and Bᵀ for B. With respect to
+    such operators, the matrices of all other classes of low displacement rank have low rank, too (Proposition 2); but
+    equation (2) covers only a part of the matrices that do (Proposition 3). Powers of an operator whose norm is above 1
+    grow: at large sizes and learning rates they overflow, as in the paper's equation.
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
-        method: ``"recurrence"`` takes min(m, n) steps one after the other, ``"giant_steps"`` a sixteenth of that with
-            more work in each; ``"auto"``: the first on a CPU, the second elsewhere.
+        method: ``"recurrence"`` takes min(m, n) steps one after the other, ``"giant_steps"`` a sixteenth of them with
+            more work in each; ``"auto"``: the first on a CPU, the second on other devices.
 
     Raises:
         ValueError: as there.

@@ -29,30 +29,30 @@ def replace_linear(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> nn.Module:
-    """Put a structured layer where each ``nn.Linear`` stands, in place. ::
+    """Replace each ``nn.Linear`` of a model by a structured layer, in place. ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
         print(replacement_report(model))
 
-    Replaced, too, are layers that were declared by their matrix
-    (:func:`~lightning_struct.functional.layers.register_layer`) or compute what ``nn.Linear`` does, as ``Conv1D`` of
-    transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays, unless ``include``
-    has the full name of the layer, or the layer itself.
+    Make the optimizer afterwards, because the old parameters are gone, and train at a lower learning rate than
+    ``nn.Linear``.
 
-    An ``nn.MultiheadAttention``, which reads the weights of its projections, becomes a
-    :class:`~lightning_struct.nn.StructuredAttention`, which calls them: ``q_proj``, ``k_proj``, ``v_proj`` and
-    ``out_proj``. These are the names by which they are selected, below the name of the attention. A 1 x 1 convolution
-    becomes a :class:`~lightning_struct.nn.ChannelLinear`.
+    It also replaces layers that were declared by their matrix
+    (:func:`~lightning_struct.functional.layers.register_layer`) or that compute what ``nn.Linear`` does, such as
+    ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
+    unless ``include`` has the full name of the layer, or the layer itself. An ``nn.MultiheadAttention`` becomes a
+    :class:`~lightning_struct.nn.StructuredAttention`, whose projections can be selected as ``q_proj``, ``k_proj``,
+    ``v_proj`` and ``out_proj`` below the name of the attention. A 1 x 1 convolution becomes a
+    :class:`~lightning_struct.nn.ChannelLinear`.
 
-    New layers have the device, the dtype, the mode and the hooks of the old ones, and ``requires_grad`` as these. A
-    layer that stands at several places is replaced by one layer at all of them. What is replaced is logged at level
-    INFO, and :func:`replacement_report` lists it, and what was left. Hooks of ``state_dict`` and ``load_state_dict``,
-    which know the old parameters, are not carried over; a warning names the layers.
+    New layers have the device, the dtype, the mode, the hooks and the ``requires_grad`` of the old ones. A layer that
+    is used in several places is replaced by one layer in all of them. Replacements are logged at level INFO, and
+    :func:`replacement_report` lists them, and the layers that were left.
 
-    Make the optimizer after this: the old parameters are gone. A weight that a replaced layer had together with another
-    module, such as an embedding, is theirs alone from then on; that is logged as a warning, as are replaced layers that
-    had one weight together, and layers that were frozen and now have random weights.
+    Warnings name layers with hooks of ``state_dict`` and ``load_state_dict``, which are not carried over; replaced
+    layers that shared a weight with another module, such as an embedding, or with each other, and no longer do; and
+    layers that were frozen and now have random weights.
 
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
@@ -60,14 +60,14 @@ def replace_linear(
             itself or in a ``functools.partial``, called on the old layer, or on an ``nn.Linear`` with its weight and
             bias.
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
-            module); all but functions stand for what is below them, too. None: all.
-        exclude: likewise, what is left as it is.
+            module). All except functions include everything below them. None: all layers.
+        exclude: layers that are left as they are, given likewise.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: a layer is given as the factory, or the factory refuses a layer, which is named.
+        TypeError: the factory is a layer, or refuses a layer, which is named.
         ValueError: nothing is replaced; ``include`` or ``exclude`` has something that is not in the model; or the
             factory refuses a layer, which is named.
 

@@ -75,18 +75,18 @@ class _Cached:
 
 
 class StructuredLinear(nn.Module, ABC):
-    """y = M x + b, where M (out_features, in_features) has few parameters. Put it where ``nn.Linear`` stands.
+    """y = M x + b, where M (out_features, in_features) has few parameters. It takes the place of ``nn.Linear``.
 
-    Inputs are (..., in_features) with any number of leading dimensions, also none. Under autocast the product is
-    computed in the dtype of the parameters (there is no FFT in half precision) and comes out in autocast's, as of
-    ``nn.Linear``.
+    Inputs are (..., in_features) with any number of leading dimensions, or none. Under autocast the product is computed
+    in the dtype of the parameters (there is no FFT in half precision), and the output has the dtype of autocast, as
+    with ``nn.Linear``.
 
-    In eval mode, where no gradient to the parameters is asked for, what can be computed from the parameters alone is
-    kept between calls: the dense matrix (64 MiB in float32 at most where the class has something smaller), or spectra
-    or factors, or both for batches of different sizes, whichever multiplies faster. It is made anew when a parameter
-    has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. Of
-    a layer that was made in inference mode nothing is kept. A change through ``parameter.data`` in eval mode, which
-    leaves no trace, is seen after the next ``eval()``.
+    In eval mode, without gradients to the parameters, the layer keeps between calls what it computes from the
+    parameters alone: the dense matrix (at most 64 MiB in float32 if the class has something smaller), or spectra or
+    factors, whichever multiplies faster, or both for batches of different sizes. This cache is renewed when a parameter
+    has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A
+    layer that was made in inference mode keeps nothing. A change through ``parameter.data`` in eval mode goes unnoticed
+    until the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``,
     and ``_compressed`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
@@ -144,18 +144,19 @@ class StructuredLinear(nn.Module, ABC):
     @classmethod
     @torch.inference_mode(False)
     def from_linear(cls, linear: nn.Linear, *arguments: Any, refine: int | None = None, **options: Any) -> Self:
-        """The member of the class nearest to a trained layer's weight W in the Frobenius norm, as near as it is found.
+        """The member of the class that is nearest to a trained layer's weight W in the Frobenius norm, approximately.
 
-        The start is the projection on the class where there is one in closed form (low rank, Monarch, circulant,
-        pruned), and the truncated singular value decomposition of the displacement for the classes of low displacement
-        rank. From there L-BFGS lowers ‖M - W‖ over all parameters, in float64. What is still far from W is multiplied
-        by the best number, so that M is never further from W than zero is. The same W gives the same layer.
+        The search starts from the projection on the class if there is one in closed form (low rank, Monarch, circulant,
+        pruned), and from the truncated singular value decomposition of the displacement for the classes of low
+        displacement rank. From there L-BFGS lowers ‖M - W‖ over all parameters, in float64. If the result is still far
+        from W, it is multiplied by the best scalar, so that M is never further from W than zero is. The same W gives
+        the same layer.
 
         Args:
             linear: has ``weight`` (out_features, in_features) and ``bias`` or None, which is copied.
             *arguments, **options: of the class, such as ``rank``.
-            refine: iterations of L-BFGS at most; 0 leaves the start as it is. None: 200 up to 1,024 x 1,024, and as
-                many fewer as a matrix is larger; for slower classes fewer still.
+            refine: most iterations of L-BFGS; 0 leaves the start as it is. None: 200 up to 1,024 x 1,024, fewer for
+                larger matrices, and still fewer for slower classes.
 
         Returns:
             A layer with ``approximation_error``, on the device, in the dtype and in the mode of ``linear``.

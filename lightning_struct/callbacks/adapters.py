@@ -25,26 +25,26 @@ _TOLERANCE = 1e-4  # of norms: the same weights in another precision or summed o
 
 
 class AdapterCheckpoint(Callback):
-    """Keeps the frozen weights out of the checkpoints of a model with adapters.
-
-    What a checkpoint keeps of the weights is what :func:`~lightning_struct.nn.adapter_state_dict` returns: the
-    adapters, what is trained besides, and the buffers. With ``ckpt_path`` the Trainer loads it into a module that has
-    its base and its adapters already, from ``__init__`` or ``configure_model``; a resumed run goes on as if it had not
-    stopped. The norms of the left-out weights are kept, so that another base is an error. The best weights that a
-    :class:`~lightning_struct.callbacks.ValidationMeritStopping` keeps are without the base, too. ::
+    """Leaves the frozen weights of a model with adapters out of its checkpoints. ::
 
         Trainer(callbacks=[AdapterCheckpoint(), ModelCheckpoint(...)])
 
-    With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint keeps
-    structured layers whole, frozen or not: no other module has those that compression has made.
+    A checkpoint then has the weights that :func:`~lightning_struct.nn.adapter_state_dict` returns: the adapters, other
+    trained parameters, and the buffers. With ``ckpt_path`` the Trainer loads them into a module that already has its
+    base and its adapters, from ``__init__`` or ``configure_model``; a resumed run continues as if it had not stopped.
+    The norms of the left-out weights are kept, so another base is an error. The best weights that a
+    :class:`~lightning_struct.callbacks.ValidationMeritStopping` keeps are without the base, too.
 
-    Outside of a Trainer, and for other modules with the same base, load the adapters by
+    With :class:`~lightning_struct.callbacks.Compression` in the same Trainer, before or after it, a checkpoint has all
+    of the structured layers, frozen or not, because the base does not have them.
+
+    Outside a Trainer, and for other modules with the same base, load the adapters by
     ``load_adapter_state_dict(module, torch.load(path)["state_dict"])``, or by
     ``load_from_checkpoint(path, strict=False)``.
 
-    From :meth:`setup` to :meth:`teardown`, or an exception, it adds to the module's ``on_save_checkpoint`` and
-    ``on_load_checkpoint``: callbacks are not asked where weights alone are saved, nor before weights are loaded. So
-    ``trainer.save_checkpoint(path, weights_only=True)`` after the end of a run keeps all weights.
+    From :meth:`setup` to :meth:`teardown`, or to an exception, it extends the module's ``on_save_checkpoint`` and
+    ``on_load_checkpoint``, because Lightning asks no callbacks when it saves only weights, nor before it loads weights.
+    So ``trainer.save_checkpoint(path, weights_only=True)`` after the end of a run keeps all weights.
 
     Raises:
         MisconfigurationException: the strategy shards the weights; the module has no adapters at the start of a fit; a

@@ -24,37 +24,35 @@ _STRUCTURE = "layer_structure"
 
 
 class Compression(Callback):
-    """Compresses the module at the beginning of an epoch by :func:`~lightning_struct.nn.compress`, and trains on. ::
+    """Compresses the module at the beginning of an epoch by :func:`~lightning_struct.nn.compress`; training goes on. ::
 
         Trainer(max_epochs=12, callbacks=[Compression(budget=0.25, epoch=8)]).fit(module, data)
 
-    Then ``configure_optimizers`` is called anew, so that learning rates and schedulers begin anew, and
+    After compressing, ``configure_optimizers`` is called again, so learning rates and schedulers start again, and
     ``ModelCheckpoint``, ``EarlyStopping`` and :class:`~lightning_struct.callbacks.ValidationMeritStopping` forget the
-    scores of the larger model. What became of which layer is shown as :func:`~lightning_struct.nn.replacement_report`
-    has it.
+    scores of the larger model. A :func:`~lightning_struct.nn.replacement_report` shows what became of each layer.
 
-    Checkpoints say which layers are structured. With this callback the Trainer makes them before it loads the weights,
-    in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run goes on as if it had not stopped. Without a
-    Trainer: ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
+    Checkpoints record which layers are structured. With this callback the Trainer makes these layers before it loads
+    the weights, in ``fit``, ``validate``, ``test`` and ``predict``; a resumed run continues as if it had not stopped.
+    Without a Trainer, call ``apply_structure(module, checkpoint["layer_structure"])``, then ``load_state_dict``.
 
-    The measuring takes the samples that the first validation loader begins with; where there is no validation, the
-    first training samples, which are trained on all the same. Where these come from several loaders it needs ``loss``.
-    An object that has compressed one module compresses another one in its fit, too. A training that ends before
-    ``epoch`` is warned of.
+    Layers are measured on the first samples of the first validation loader; without validation, on the first training
+    samples, which are trained on as well. If the latter come from several loaders, ``loss`` is required. The same
+    callback can compress another module in another fit. A training that ends before ``epoch`` gets a warning.
 
     Args:
-        budget, max_loss_increase: the goal, one of them, see :func:`~lightning_struct.nn.compress`.
-        epoch: at whose beginning the module is compressed; 0 for one that comes with trained weights.
-        samples: that are measured on.
+        budget, max_loss_increase: the goal: give one of them, see :func:`~lightning_struct.nn.compress`.
+        epoch: epoch at whose beginning the module is compressed; 0 for a module that comes with trained weights.
+        samples: number of samples to measure on.
         loss: called as ``loss(module, batch)``, () for a batch. None: the relative squared change of the outputs for a
             batch that is a tensor, or for its first element.
-        include, exclude: names or patterns of layers, beginning from the module: ``"network.layer1.*"``.
+        include, exclude: names or patterns of layers, as seen from the module: ``"network.layer1.*"``.
         candidates: see :func:`~lightning_struct.nn.compress`.
 
     Raises:
         MisconfigurationException: there are several processes, or a callback that averages weights; the module has no
-            layer to be compressed, or the goal is out of reach; ``epoch`` or ``samples`` is out of range; there are
-            several training loaders, no validation and no ``loss``.
+            layer to compress, or the goal is out of reach; ``epoch`` or ``samples`` is out of range; there are several
+            training loaders, but no validation and no ``loss``.
 
     Example:
         >>> from lightning import Trainer

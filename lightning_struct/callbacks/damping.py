@@ -15,24 +15,24 @@ _WRAPPED = ("optimizer", "base_optimizer", "optim", "_optimizer")
 
 
 class LevenbergMarquardtDamping(Callback):
-    """Adapts the damping of an optimizer to how well its model predicted the reduction of the loss (section 4.2).
+    """Adapts the damping λ of an optimizer by ρ, the true reduction of the loss over the predicted one (section 4.2).
 
-    After each step of an optimizer it sets its ``damping`` by :meth:`decide`, in the first process for all. It does so
-    for every optimizer that has ``damping``, and either ``reduction_ratio`` or a ``report`` with ``reduction_ratio``,
-    as :class:`~lightning_struct.optim.SHF` has; also where another optimizer wraps it. What :meth:`decide` gets is the
-    damping that the step was made with: ``report.damping``, or the optimizer's from before the step. What a rule of the
-    optimizer's own has made of it, as SHF's ``drop``, does not count. The damping is part of the optimizer's state, so
-    the callback has none; a run that is resumed without the callback goes on by the optimizer's own rule.
+    After each step it sets the ``damping`` by :meth:`decide`, in the first process for all. It does so for every
+    optimizer that has a ``damping``, and either a ``reduction_ratio`` or a ``report`` with one, such as
+    :class:`~lightning_struct.optim.SHF`, also inside a wrapper. :meth:`decide` gets the damping of the step:
+    ``report.damping``, or that of the optimizer before the step. Changes by the optimizer's own rule, such as SHF's
+    ``drop``, do not count. The damping is part of the optimizer's state, so the callback has none; a run that is
+    resumed without the callback continues by the optimizer's own rule.
 
     Args:
-        drop: λ is multiplied by it where ρ > ``upper``, and divided by it where ρ < ``lower``; in (0, 1].
-        lower: bound for ρ below which the damping rises.
-        upper: bound for ρ above which the damping falls.
-        min_damping: λ is never set below it.
-        max_damping: λ is never set above it.
+        drop: factor of λ if ρ > ``upper``, and divisor if ρ < ``lower``; in (0, 1].
+        lower: ρ below which the damping rises.
+        upper: ρ above which the damping falls.
+        min_damping: lower bound on λ.
+        max_damping: upper bound on λ.
 
     Raises:
-        MisconfigurationException: an argument out of range; at the start of training no optimizer with a damping.
+        MisconfigurationException: an argument is out of range; at the start of training no optimizer has a damping.
 
     Example:
         >>> from lightning import Trainer

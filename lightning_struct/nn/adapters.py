@@ -156,7 +156,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
     """The part of ``model.state_dict()`` that differs from the base: all but the frozen parameters of the base.
 
-    That are the adapters, what is trained besides them, and the buffers.
+    These are the adapters, other trained parameters, and the buffers.
 
     Args:
         model: after :func:`add_adapters`.
@@ -226,9 +226,9 @@ def adapter_parameter_groups(model: nn.Module, lr: float, operator_factor: float
     far more than those of G and H do.
 
     Args:
-        model: its parameters that require gradients are taken.
-        lr: learning rate of all but the operators.
-        operator_factor: of the operators, as a part of ``lr``.
+        model: the groups have its parameters that require gradients.
+        lr: learning rate of all parameters except the operators.
+        operator_factor: learning rate of the operators, as a multiple of ``lr``.
 
     Returns:
         One group, and another one for the operators if there are any.

@@ -109,20 +109,20 @@ class StructuredUpdate(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """y = W x + b + Δ x: an affine layer as it is, and a structured update Δ that is trained beside it.
+    """y = W x + b + Δ x: an affine layer, unchanged, and a structured update Δ, which is trained.
 
-    :func:`add_adapters` puts such layers into a model, and :func:`merge_adapters` takes them out again.
+    :func:`add_adapters` puts such layers into a model, and :func:`merge_adapters` removes them.
 
     Args:
         base: an ``nn.Linear``, or another layer that is declared or recognised as affine, such as transformers'
             ``Conv1D``; or a 1 x 1 convolution, whose channels are the features.
-        adapter: of the sizes of ``base``, without a bias; its first factor is set to zero.
+        adapter: a structured layer of the same sizes as ``base``, without a bias; its first factor is set to zero.
         scale: see :class:`StructuredUpdate`.
         dropout: probability with which an input of Δ is set to zero in training.
         learned_diagonals: see :class:`StructuredUpdate`.
 
     Raises:
-        TypeError, ValueError: as there; or the sizes differ, or ``dropout`` is no probability less than 1.
+        TypeError, ValueError: as there; or the sizes differ, or ``dropout`` is not a probability below 1.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal

@@ -311,6 +311,18 @@ def test_a_parameter_that_is_unfrozen_later_is_measured() -> None:
     assert len(recorder.results()) == 4
 
 
+def test_a_layer_that_is_pruned_later_is_measured() -> None:
+    module, inputs = network(), gaussian(5, 3, seed=1)
+    with GradientNormRecorder(module, check=True) as recorder:
+        for name in ("weight", "bias"):
+            nn.utils.prune.random_unstructured(module[0], name, 2)
+        loss_of(module(inputs)).backward()
+    recorder.verify()
+    measured = {norms.parameter: norms.squared_norms[0] for norms in recorder.results()}
+    gradients = per_sample_gradients(module, inputs)
+    assert torch.allclose(sum(measured.values()), gradients.square().sum(1)) and len(measured) == 4
+
+
 def test_parameters_that_get_their_shape_in_the_first_forward_pass_are_measured() -> None:
     module = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)).double()
     with GradientNormRecorder(module, check=True) as recorder:

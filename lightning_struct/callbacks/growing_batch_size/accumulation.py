@@ -32,6 +32,13 @@ def accumulated_batches(samples: float, limit: float, least: int, present: int, 
     return next(k for k in (*enough, *range(needed - 1, 0, -1)) if batches_done % k == 0)
 
 
+def is_scheduled(trainer: L.Trainer) -> bool:
+    """Whether a ``GradientAccumulationScheduler`` sets the accumulation in each epoch."""
+    scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
+    schedulers: list[Any] = [c for c in trainer.callbacks if isinstance(c, scheduling)]  # type: ignore[attr-defined]
+    return any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers)
+
+
 def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:
     """Raise where the accumulation cannot be changed during training.
 
@@ -55,9 +62,7 @@ def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:
             f"GrowingBatchSize({argument}) changes how many batches are accumulated, which "
             f"{type(trainer.strategy).__name__} sets once for the whole training: {remedy}"
         )
-    scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
-    others: list[Any] = [c for c in trainer.callbacks if isinstance(c, scheduling)]  # type: ignore[attr-defined]
-    if any(scheduler.going_to_accumulate_grad_batches() for scheduler in others):
+    if is_scheduled(trainer):
         raise MisconfigurationException(
             f"GrowingBatchSize({argument}) and GradientAccumulationScheduler both set accumulate_grad_batches: "
             "leave one of them out"

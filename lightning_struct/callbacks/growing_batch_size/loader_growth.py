@@ -121,16 +121,16 @@ class LoaderGrowth:
 
     def on_train_epoch_start(self) -> None:
         self._epoch_done = self._batches_done = 0
-        if self._device_limit is not None:
-            self._resize()
+        self._resize()  # a GradientAccumulationScheduler may have set another accumulation
         self._set_limits()
         self._plan_validation()
 
     def on_train_batch_start(self) -> None:
-        if self._waits and self._resize():
+        is_first = self._trainer.fit_loop.batch_idx == 0
+        if (self._waits or is_first) and self._resize():  # one that stands after this callback may have done so now
             self._set_limits()
             self._plan_validation()
-        if self._device_limit is not None and self._trainer.fit_loop.batch_idx == 0:
+        if self._device_limit is not None and is_first:
             # a run that is resumed at the end of an epoch is not told that the next one starts
             self._trainer.accumulate_grad_batches = self._accumulated
         if self._epoch_done:  # Lightning has compared it with the length by now

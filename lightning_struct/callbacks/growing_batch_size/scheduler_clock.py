@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_struct.callbacks.growing_batch_size.accumulation import is_scheduled
 from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State
 from lightning_struct.utilities import namespaces as L
 
@@ -48,7 +49,8 @@ class SchedulerClock:
     Where ``max_steps`` alone can end the training, the number of steps is what the user wrote: then Lightning steps the
     schedulers as ever. So it does those that are reduced on a plateau, and a module its own in manual optimization.
     Where ``max_epochs`` and ``max_steps`` are both given, nobody can tell beforehand which of them ends the training:
-    the schedulers go by the one that is nearer to its end.
+    the schedulers go by the one that is nearer to its end. With ``max_steps`` and a ``GradientAccumulationScheduler``,
+    by which steps are not the same share of the training in each epoch, Lightning steps them as ever.
 
     Args:
         trainer: in ``Callback.setup``.
@@ -62,7 +64,7 @@ class SchedulerClock:
     def attach(self, growth: BatchGrowth) -> None:
         """Take over the stepping from Lightning, at the start of training."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        if trainer.max_steps != -1 and not self._has_both_limits(growth.first_length):
+        if trainer.max_steps != -1 and (is_scheduled(trainer) or not self._has_both_limits(growth.first_length)):
             return
         configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         if configs and not module.automatic_optimization:
@@ -99,6 +101,8 @@ class SchedulerClock:
         length = growth.first_length
         if batch_idx == 0:
             self._batches = self._batches_stepped = 0.0
+            if is_scheduled(self._trainer):
+                self._accumulated = self._trainer.accumulate_grad_batches
         size = growth.relative_size
         if size is None and length < math.inf:
             size = (length - self._batches) / max(self._trainer.num_training_batches - batch_idx, 1)

@@ -301,7 +301,9 @@ class GradientNormRecorder:
 
     def _await(self, call: LayerCall, state: RandomState | None) -> None:
         """Await the cotangents of the outputs of a call."""
-        trainable = {name: p for name, p in self._layers[call.layer].items() if p.requires_grad}
+        measured = set(self._layers[call.layer].values())
+        present = owned_parameters(call.layer)  # under other names where the layer has been pruned since
+        trainable = {name: p for name, p in present.items() if p in measured and p.requires_grad}
         tensors = tensors_in(call.outputs)
         differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]
         if not trainable or not differentiable:

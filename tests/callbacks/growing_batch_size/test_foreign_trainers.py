@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
+    ModelPruning,
     RichProgressBar,
     TQDMProgressBar,
 )
@@ -204,6 +205,13 @@ def test_the_best_weights_are_saved_beside_it(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
     run = fit(tmp_path, Project(Regressor(), options={"enable_checkpointing": True, "callbacks": [checkpoint]}))
     assert len(list(tmp_path.glob("*.ckpt"))) == EPOCHS and run.trainer.global_step == len(run.watch.sizes)
+
+
+@pytest.mark.filterwarnings("ignore:these layers have no rule for per-sample gradients")
+def test_a_network_that_is_pruned_in_the_fit_is_measured_on(tmp_path):
+    options = {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)], "precision": "32-true"}
+    run = fit(tmp_path, Project(Regressor(), options=options))
+    assert len(run.growing.records) == len(run.watch.sizes) and run.growing.records[-1]["variance_ratio"] > 0
 
 
 def test_a_second_fit_goes_on_with_the_grown_batch(tmp_path):

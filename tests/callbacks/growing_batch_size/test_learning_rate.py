@@ -5,7 +5,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -433,6 +433,18 @@ def test_a_schedule_ends_where_it_does_without_the_callback(tmp_path, case):
     accumulated = CASES[case].get("accumulate_grad_batches", 1)
     (planned, most), (reached, fewer) = end(None), end([accumulated * size for size in (4, 8, 8, 13)])
     assert reached == planned and (fewer < most or case == "growth by accumulation")
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 14}])
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_a_schedule_follows_an_accumulation_that_is_scheduled(tmp_path, limits, frequency):
+    def places(sizes):
+        callbacks = [GradientAccumulationScheduler({1: 2, 2: 4})]
+        module = scheduled(constant, frequency=frequency)
+        return fit(tmp_path, sizes, module, max_epochs=4, callbacks=callbacks, **limits).places
+
+    assert places([]) == places(None)
+    assert limits or places([8])[-1] == places(None)[-1]
 
 
 def test_fractions_of_a_batch_add_up_to_whole_ones(tmp_path):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
@@ -83,6 +84,15 @@ def test_a_first_size_that_fits_the_device_takes_the_place_of_that_of_the_loader
     module = scheduled(tmp_path, None, loader(48), growing)
     assert module.sizes[:10] == 10 * [2] and max(module.sizes) == 2
     assert {sum(size for size, _ in window) for window in module.windows} >= {2, 6}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_keeps_its_size_where_its_batches_are_scheduled(tmp_path, is_first):
+    growing, batches = GrowingBatchSize(schedule="0:8"), GradientAccumulationScheduler({1: 2})
+    first, second = (growing, batches) if is_first else (batches, growing)
+    module = fit(tmp_path, loader(), module=Trained(), growing=first, callbacks=[second], max_epochs=2)
+    first_step = [8, 4] if is_first else [4, 4]  # of the batches, the first was read before
+    assert [[size for size, _ in window] for window in module.windows[5:8]] == [first_step, [4, 4], [4, 4]]
 
 
 def test_nothing_is_measured(tmp_path):

@@ -57,6 +57,7 @@ class LevenbergMarquardtDamping(Callback):
         self.drop, self.lower, self.upper = drop, lower, upper
         self.min_damping, self.max_damping = min_damping, max_damping
         self._hooks: list[RemovableHandle] = []
+        self._followed: list[Any] = []
         # of each optimizer the dampings before the steps that it is in: that of a class may call that of its base
         self._steps: list[list[float]] = []
 
@@ -81,15 +82,14 @@ class LevenbergMarquardtDamping(Callback):
                 "leave the callback out"
             )
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for optimizer in _damped(trainer):
-            self._follow(optimizer, trainer)
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         for steps in self._steps:
             steps.clear()  # after a step that failed and was passed over
+        for optimizer in _damped(trainer):  # others than before, where a callback has had them made anew
+            if optimizer not in self._followed:
+                self._follow(optimizer, trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._leave()
@@ -101,6 +101,7 @@ class LevenbergMarquardtDamping(Callback):
         """Hook the optimizer's own step: ``global_step`` does not tell which of several optimizers has stepped."""
         steps: list[float] = []
         self._steps.append(steps)
+        self._followed.append(optimizer)
 
         def before_step(*_: Any) -> None:
             steps.append(optimizer.damping)
@@ -123,7 +124,7 @@ class LevenbergMarquardtDamping(Callback):
     def _leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._steps = [], []
+        self._hooks, self._followed, self._steps = [], [], []
 
 
 def _damped(trainer: L.Trainer) -> list[Any]:

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct import SHF, Compression, SHFOptimization, ValidationMeritStopping
+from lightning_struct import (
+    SHF,
+    Compression,
+    GrowingBatchSize,
+    LevenbergMarquardtDamping,
+    SHFOptimization,
+    ValidationMeritStopping,
+)
 from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.nn import StructuredLinear, apply_structure
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -227,6 +234,39 @@ def test_merit_is_given_to_the_optimizer_of_the_compressed_module(pl):
     trainer = silent_trainer(pl, 2, Compression(budget=0.5, epoch=1), ValidationMeritStopping("val_loss"))
     trainer.fit(Module(), loader(), loader())
     assert len(given) == 2 and given[1] is trainer.optimizers[0]
+
+
+def test_damping_of_the_compressed_module_is_adapted(pl):
+    class Module(SHFOptimization, type(module(pl))):
+        def inputs_and_targets(self, batch):
+            return batch
+
+        def configure_optimizers(self):
+            return SHF(self, "cross_entropy", damping=1.0)
+
+    class Halving(LevenbergMarquardtDamping):
+        def decide(self, damping, reduction_ratio):
+            return damping / 2
+
+    trainer = silent_trainer(pl, 3, Compression(budget=0.5, epoch=1), Halving())
+    trainer.fit(Module(), loader())
+    assert trainer.optimizers[0].damping == 2.0**-8  # of two epochs
+
+
+def test_schedule_of_the_compressed_module_keeps_its_place_where_batches_grow(pl):
+    class Module(type(module(pl))):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def steps(*callbacks):
+        trainer = silent_trainer(pl, 3, Compression(budget=0.5, epoch=1), *callbacks)
+        trainer.fit(Module(), loader())
+        return trainer.lr_scheduler_configs[0].scheduler.last_epoch, trainer.global_step
+
+    assert steps() == (8, 12)
+    assert steps(GrowingBatchSize(schedule="0:8 64:16")) == (8, 10)
 
 
 @pytest.mark.parametrize("averaging", ["StochasticWeightAveraging", "EMAWeightAveraging"])

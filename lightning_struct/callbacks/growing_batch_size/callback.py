@@ -297,6 +297,8 @@ class GrowingBatchSize(Callback):
         self._batch = (trainer, pl_module, batch, batch_idx)
         growth, measurement = self._active_growth, self._active_measurement
         growth.on_train_batch_start()
+        if batch_idx == 0:
+            self._active_clock.begin_epoch()
         expected_sizes = growth.expected_sizes()
         if self._rate is not None:
             read = sum(expected_sizes) * measurement.processes * trainer.accumulate_grad_batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -66,7 +67,7 @@ class SchedulerClock:
         trainer, module = self._trainer, self._trainer.lightning_module
         if trainer.max_steps != -1 and (is_scheduled(trainer) or not self._has_both_limits(growth.first_length)):
             return
-        configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
+        configs = self._of_steps()
         if configs and not module.automatic_optimization:
             names = " and ".join(dict.fromkeys(type(config.scheduler).__name__ for config in configs))
             rank_zero_warn(
@@ -78,6 +79,18 @@ class SchedulerClock:
             return
         if configs and trainer.fit_loop.restarting and not self._batches:  # by the checkpoint of a run without a clock
             self._batches = self._batches_stepped = float(trainer.fit_loop.batch_idx + 1)
+        self._take_over(configs)
+
+    def begin_epoch(self) -> None:
+        """Take over those, too, that have been made since, as with other optimizers for a compressed module."""
+        if self._taken:
+            self._take_over(config for config in self._of_steps() if id(config) not in self._taken)
+
+    def _of_steps(self) -> list[Any]:
+        configs = self._trainer.lr_scheduler_configs
+        return [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
+
+    def _take_over(self, configs: Iterable[Any]) -> None:
         for config in configs:
             self._taken[id(config)] = config, config.frequency
             config.frequency = sys.maxsize  # batches between the steps that Lightning makes

@@ -123,7 +123,7 @@ class GradientNormRecorder:
         self.rows: Mapping[int, Tensor] = {}
         self.check = check
         self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names: dict[nn.Parameter, str] = {}
         self._layers: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._handles: list[RemovableHandle] = []
         self._watched: set[nn.Parameter] = set()
@@ -156,6 +156,7 @@ class GradientNormRecorder:
         """
         if self._handles:
             raise RuntimeError("the recorder is attached already: remove() it first")
+        self._names = {parameter: name for name, parameter in self._module.named_parameters()}
         for name, layer in self._module.named_modules():
             if "parametrizations" in name.split("."):
                 continue  # its parameters belong to the layer that they parametrize

@@ -325,6 +325,23 @@ def test_optimizers_may_come_and_go(tmp_path, numbers, estimator, theta):
     assert len(state["stationarity"] or []) == (numbers[-1] if theta is None else 0)
 
 
+class Outgrown(Regressor):
+    """Has a larger network from its second epoch on."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+@pytest.mark.parametrize("estimator", ["layers", "steps"])
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_layers_may_come_and_go(tmp_path, estimator, every_n_steps):
+    callback = GrowingBatchSize(estimator=estimator, every_n_steps=every_n_steps)
+    trainer_for(tmp_path, callback).fit(Outgrown(), DataLoader(regression(), batch_size=4))
+    assert callback.records[-1]["samples"] > (EPOCHS * 40) - 4 * every_n_steps - 1
+
+
 class Raw(Manual):
     """Steps an optimizer of which Lightning does not know."""
 

@@ -287,8 +287,7 @@ def test_a_size_that_is_set_first_waits_for_the_first_batch_of_a_foreign_sampler
     options = {"num_workers": workers, "prefetch_factor": 1 if workers else None}
     loader = DataLoader(range(24), batch_sampler=Pairs(), **options)
     module = fit(tmp_path, loader, growing=growing, validation=DataLoader(range(4), 4), max_epochs=2)
-    first = [2, *[4] * 5, 2] if workers == 0 else [2, 2, *[4] * 5]
-    assert module.sizes == first + [4] * 6
+    assert module.sizes == [2, *[4] * 5, 2] + [4] * 6
     assert sorted(numbers(module.epochs[0])) == sorted(numbers(module.epochs[1])) == list(range(24))
     assert module.lengths[-1] == 6 and module.validated_after == [24, 24]
 

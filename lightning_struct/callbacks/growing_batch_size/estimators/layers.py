@@ -96,7 +96,7 @@ class SampleGradients:
         self._checksums: dict[str, Checksums] = {}
         self._unmeasured: set[Optimizer] = set()
         self._of_batch: dict[int, GradientStatistics] = {}
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names: dict[nn.Parameter, str] = {}
         self._left_out: dict[str, str] = {}
         self._told: set[str] = set()
         self._checked = 0
@@ -112,6 +112,7 @@ class SampleGradients:
         if not self._measuring:
             self._measuring = True
             self._recorder.attach()
+            self._names = {parameter: name for name, parameter in self._module.named_parameters()}
         first, second = leading_sizes(batch)
         expected = set(expected_sizes)
         self._recorder.samples = expected & first or expected & second or expected | first or None
@@ -142,7 +143,12 @@ class SampleGradients:
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._measuring:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._names]
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in given if p in self._names]
+        others = set(given).difference(parameters)
+        if others and not others.isdisjoint(self._module.parameters()):
+            self.pause()  # the module has got them since: from the next batch on they are measured, too
+            return
         if not any(p.grad is not None for p in parameters):
             return
         results: dict[nn.Parameter, ParameterNorms] = {}

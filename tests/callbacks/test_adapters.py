@@ -50,7 +50,7 @@ def loader():
     return DataLoader(TensorDataset(x, torch.randint(3, (24,), generator=generator)), 8)
 
 
-def trainer(pl, epochs=0, callbacks=None, checkpointing=False):
+def trainer(pl, epochs=0, callbacks=None, checkpointing=False, precision="32-true"):
     callbacks = [AdapterCheckpoint()] if callbacks is None else callbacks
     silent = {
         "logger": False,
@@ -58,7 +58,14 @@ def trainer(pl, epochs=0, callbacks=None, checkpointing=False):
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return pl.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, **silent)
+    return pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        precision=precision,
+        **silent,
+    )
 
 
 def fit(pl, model, epochs, path=None):
@@ -110,6 +117,18 @@ def test_resumed_run_goes_on_as_if_it_had_not_stopped(pl, stopped):
     assert any(not torch.equal(value, first[name]) for name, value in again.state_dict().items())
     fit(pl, again, 2, file)
     assert all(torch.equal(v, again.state_dict()[name]) for name, v in straight.state_dict().items())
+
+
+@pytest.mark.parametrize("precisions", [("bf16-true", "bf16-true"), ("bf16-true", "32-true"), ("32-true", "bf16-true")])
+def test_the_same_base_in_another_precision_is_no_other_one(pl, tmp_path, precisions):
+    file = tmp_path / "half.ckpt"
+    before, now = (
+        trainer(pl, epochs, precision=precision) for epochs, precision in zip((1, 2), precisions, strict=True)
+    )
+    before.fit(module(pl), loader())
+    before.save_checkpoint(file)
+    now.fit(module(pl), loader(), ckpt_path=file)
+    assert now.current_epoch == 2
 
 
 def test_module_has_its_own_hooks_again_after_the_run(stopped):

@@ -325,6 +325,31 @@ def test_optimizers_may_come_and_go(tmp_path, numbers, estimator, theta):
     assert len(state["stationarity"] or []) == (numbers[-1] if theta is None else 0)
 
 
+class InTurns(Manual):
+    """Accumulates two batches by hand for the one network, and three for the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        self.note(batch[0])
+        for network, optimizer, every in zip((self.network, self.other), self.optimizers(), (2, 3), strict=True):
+            self.manual_backward(F.mse_loss(network(batch[0]), batch[1]))
+            if (batch_idx + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(network.parameters(), lr=0.02) for network in (self.network, self.other)]
+
+
+def test_gradients_that_a_validation_clears_are_no_fault(tmp_path, recwarn):
+    callback, loader = GrowingBatchSize(estimator="layers", every_n_steps=1), DataLoader(regression(), batch_size=4)
+    trainer_for(tmp_path, callback, val_check_interval=1).fit(InTurns(), loader, loader)
+    assert len(callback.records) == EPOCHS * 7 and not [w for w in recwarn if "GrowingBatchSize" in str(w.message)]
+
+
 class Outgrown(Regressor):
     """Has a larger network from its second epoch on."""
 

@@ -137,8 +137,8 @@ class SampleGradients:
             # manual_backward is called under the autocast of training_step, whose products of scaled gradients overflow
             with torch.autocast(self._module.device.type, enabled=False):
                 self._checksums = self._recorder.checksums()
-        for norms in self._recorder.results():
-            self._squared_norms[norms.parameter] = _squared_norm(norms.parameter)
+        for parameter in self._measured():
+            self._squared_norms[parameter] = _squared_norm(parameter)
 
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._measuring:
@@ -153,7 +153,7 @@ class SampleGradients:
             return
         results: dict[nn.Parameter, ParameterNorms] = {}
         with self.faults.kept():
-            results = {norms.parameter: norms for norms in self._recorder.results()}
+            results = self._measured()
             if not results.keys() & set(parameters) <= self._squared_norms.keys():
                 self.after_backward()  # of loss.backward(), which calls no hook
         if self._recorder.check:
@@ -192,6 +192,10 @@ class SampleGradients:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def _measured(self) -> dict[nn.Parameter, ParameterNorms]:
+        """What was measured of the gradients that there are: Lightning clears all of them before a validation."""
+        return {norms.parameter: norms for norms in self._recorder.results() if norms.parameter.grad is not None}
 
     def _reduced(
         self, parameters: list[nn.Parameter], results: dict[nn.Parameter, ParameterNorms]

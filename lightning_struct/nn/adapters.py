@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lightning_struct.nn.channels import has_linear_weight, is_pointwise, linear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.parametrizations import add_parametrization, remove_parametrizations
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
-from lightning_struct.nn.selection import Selection, Selector, is_at_or_below
+from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, updated
 
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
 
 def add_adapters(
-    model: nn.Module,
+    model: Model,
     factory: LayerFactory,
     *,
     include: Selector | Iterable[Selector] | None = None,
@@ -42,7 +42,7 @@ def add_adapters(
     scale: float | None = None,
     dropout: float = 0.0,
     learned_diagonals: Sides = "none",
-) -> nn.Module:
+) -> Model:
     """Freeze a model, and add a trainable structured update to the weight of each linear layer, in place. ::
 
         model = add_adapters(model, functools.partial(LDRSubdiagonal, rank=1), exclude="head", train="head")
@@ -110,7 +110,7 @@ def add_adapters(
     return _put_in_place(model, places, adapted)
 
 
-def merge_adapters(model: nn.Module) -> nn.Module:
+def merge_adapters(model: Model) -> Model:
     """Add the updates of the adapters to the weights, and remove the adapters, in place.
 
     The model computes the same as before, to rounding, and has the modules and names from before :func:`add_adapters`.
@@ -179,7 +179,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict().items() if plain_name(name) not in frozen}
 
 
-def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
+def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Model:
     """Load what :func:`adapter_state_dict` returned into a model with the same base and the same adapters.
 
     Args:
@@ -396,8 +396,8 @@ def _adapted(
 
 
 def _put_in_place(
-    model: nn.Module, places: list[_Place], adapted: Mapping[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]]
-) -> nn.Module:
+    model: Model, places: list[_Place], adapted: Mapping[nn.Module, AdaptedLinear | dict[str, UpdatedWeight]]
+) -> Model:
     """``model`` with what was made for its layers; the new layer where that is the model."""
     for layer, new in adapted.items():
         if not isinstance(new, AdaptedLinear):
@@ -420,10 +420,10 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+def _put(model: Model, name: str, layer: nn.Module) -> Model:
     """``model`` with ``layer`` at the place ``name``; ``layer`` where that is the model."""
     if not name:
-        return layer
+        return cast("Model", layer)
     parent, attribute = _owner(model, name)
     setattr(parent, attribute, layer)
     return model

@@ -22,7 +22,7 @@ from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, set_modules
 from lightning_struct.nn.report import as_text, note_left, reasons_for_left
-from lightning_struct.nn.selection import Selection, Selector
+from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _Measure = Callable[[nn.Module], float]
 
 
 def compress(
-    model: nn.Module,
+    model: Model,
     data: Iterable[Any] | Tensor,
     *,
     budget: float | None = None,
@@ -45,7 +45,7 @@ def compress(
     candidates: Candidates | None = None,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
-) -> nn.Module:
+) -> Model:
     """Make a trained model smaller by structured layers, for a given number of parameters or rise of the loss. ::
 
         batches = list(itertools.islice(loader, 8))
@@ -118,8 +118,7 @@ def compress(
         for names, index in zip(places, choice, strict=True):
             if index == 0:
                 _note_left(model.get_submodule(names[0]), owners, "compress has kept it")
-        put_in_place(model, new)
-    compressed = next((layer for name, layer in new if not name), model)
+        compressed = put_in_place(model, new)
     by_single_layers = sum(of[index].loss_increase for of, index in zip(options, choice, strict=True))
     _log.info(
         "compressed from %s to %s parameters, %d of %d layers: loss %.4g before, %.4g now, %.4g by the sum of single "

@@ -21,19 +21,19 @@ from lightning_struct.nn.replace import (
     replacement,
 )
 from lightning_struct.nn.report import as_text, note_left
-from lightning_struct.nn.selection import Selection, Selector
+from lightning_struct.nn.selection import Model, Selection, Selector
 
 _Convolution = Any  # nn.Conv1d, nn.Conv2d or nn.Conv3d
 
 
 def replace_conv(
-    model: nn.Module,
+    model: Model,
     factory: LayerFactory,
     example: Tensor | tuple[Any, ...],
     *,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
-) -> nn.Module:
+) -> Model:
     """Put a ``BlockStructured`` where each convolution stands, in place (Thomas et al., section 5.2). ::
 
         layer = functools.partial(LDRSubdiagonal, rank=2)
@@ -104,8 +104,7 @@ def replace_conv(
             "replace_conv replaces nothing: no convolution larger than one pixel, which the example reaches, is "
             f"included and not excluded in {type(model).__name__}{as_text(reasons)}"
         )
-    put_in_place(model, places)
-    return model if places[0][0] else places[0][1]
+    return put_in_place(model, places)
 
 
 _Sizes = set[tuple[torch.Size, torch.Size]]

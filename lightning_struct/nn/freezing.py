@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
-
-from torch import nn
+from typing import Any
 
 from lightning_struct.nn.hooks import copy_hooks
+from lightning_struct.nn.selection import Model
 from lightning_struct.nn.structured import StructuredLinear
 
-_Model = TypeVar("_Model", bound=nn.Module)
 
-
-def freeze(model: _Model, *, dense: bool = False) -> _Model:
+def freeze(model: Model, *, dense: bool = False) -> Model:
     """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
 
     Each becomes a :class:`~lightning_struct.nn.FrozenLinear`. ``torch.export.export`` takes the copy, and
@@ -31,6 +28,7 @@ def freeze(model: _Model, *, dense: bool = False) -> _Model:
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> from lightning_struct.nn import LDRSubdiagonal
         >>> model = nn.Sequential(LDRSubdiagonal(256, 256), nn.ReLU(), nn.Linear(256, 10))
         >>> frozen = freeze(model)

@@ -15,6 +15,7 @@ from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinea
 from lightning_struct.nn.convolutions import blocks_in_place_of
 from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement
+from lightning_struct.nn.selection import Model
 from lightning_struct.nn.structured import StructuredLinear
 
 Structure = dict[str, dict[str, Any]]
@@ -59,7 +60,7 @@ def layer_structure(model: nn.Module) -> Structure:
     return structure
 
 
-def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) -> Model:
     """Put structured layers into a model as they are in a compressed one, with weights still to be loaded.
 
     Args:
@@ -106,8 +107,7 @@ def apply_structure(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]
             take_hooks(new, old)
             made[old] = new
         places.append((name, new))
-    put_in_place(model, places)
-    return next((layer for name, layer in places if not name), model)
+    return put_in_place(model, places)
 
 
 def _entry(layer: nn.Module) -> dict[str, Any] | None:

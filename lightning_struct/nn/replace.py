@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
+from typing import cast
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from lightning_struct.nn.attention import StructuredAttention, why_not_called, w
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
 from lightning_struct.nn.hooks import has_state_hooks, take_hooks
 from lightning_struct.nn.report import as_text, note_left, reasons_for_left
-from lightning_struct.nn.selection import Selection, Selector
+from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
 _log = logging.getLogger(__name__)
@@ -23,12 +24,12 @@ LayerFactory = Callable[..., nn.Module]
 
 
 def replace_linear(
-    model: nn.Module,
+    model: Model,
     factory: LayerFactory,
     *,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
-) -> nn.Module:
+) -> Model:
     """Replace each ``nn.Linear`` of a model by a structured layer, in place. ::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
@@ -98,17 +99,21 @@ def replace_linear(
         )
     if not is_from_linear(factory):
         _warn_of_frozen(places)
-    put_in_place(model, places)
-    return places[0][1] if not places[0][0] else model
+    return put_in_place(model, places)
 
 
-def put_in_place(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
-    """Put modules at places of the model, by their names; nothing for the model itself. What is lost is logged."""
+def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
+    """The model with modules at places, by their names; the one without a name in place of the model itself.
+
+    What is lost by that is logged.
+    """
     _warn_of_ties(model, [name for name, _ in places])
     for name, _ in places:
         if has_state_hooks(model.get_submodule(name)):
             _log.warning("%s had hooks of state_dict or load_state_dict, which what replaces it has not", name)
     set_modules(model, places)
+    itself = next((module for name, module in places if not name), model)
+    return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same
 
 
 def set_modules(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torch import nn
 
@@ -12,6 +13,9 @@ from lightning_struct.nn.attention import PROJECTIONS
 
 Selector = str | nn.Module | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A name with or without wildcards, a module, a class of modules, or a function of the name and the module."""
+
+Model = TypeVar("Model", bound=nn.Module)
+"""What is returned as it was given, with other layers within; if it is a layer itself, what stands in its place."""
 
 
 class Selection:

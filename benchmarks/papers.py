@@ -372,8 +372,10 @@ def main() -> None:
     PAGE.write_text(filled(PAGE.read_text()))
     for task in SWEPT:
         rls.draw(sweep_runs(task), SWEEP).savefig(DOCS / f"images/papers_rls_sweep_{task}.png", dpi=100)
-    by_name = {name: [run] for run in harness.load_runs(DATA / "autoencoders/curves") for name in [run["name"]]}
-    autoencoders.draw_errors(by_name).savefig(DOCS / "images/papers_shf_curves.png", dpi=100)
+    for data in ("curves", "mnist"):
+        by_name = {run["name"]: [run] for run in harness.load_runs(DATA / f"autoencoders/{data}")}
+        autoencoders.draw_errors(by_name).savefig(DOCS / f"images/papers_shf_{data}.png", dpi=100)
+        autoencoders.draw_sizes(by_name["shf"]).savefig(DOCS / f"images/papers_shf_{data}_sizes.png", dpi=100)
     draw_accuracies(accuracies()).savefig(DOCS / "images/papers_ldr.png", dpi=100)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.pictures import (
     directory_to_write,
     height_and_width,
@@ -51,8 +52,9 @@ class OperatorMonitor(Callback):
 
     When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``operators_hidden.png`` is written to the log directory
     for every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``).
-    Put it after a callback that changes the weights at the end of ``fit``. matplotlib is needed, from the start:
-    ``pip install 'lightning-struct[recipes]'``.
+    Put it after a callback that changes the weights at the end of ``fit``. Layers that come into the module during the
+    fit, as by :class:`~lightning_struct.callbacks.Compression`, are logged and drawn, too. matplotlib is needed, from
+    the start: ``pip install 'lightning-struct[recipes]'``.
 
     Args:
         every_n_steps: training steps between two records.
@@ -65,7 +67,8 @@ class OperatorMonitor(Callback):
 
     Raises:
         MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if the module has no
-            structured layer, the strategy shards the weights, or matplotlib is missing.
+            structured layer and no ``Compression`` makes some, the strategy shards the weights, or matplotlib is
+            missing.
 
     Example:
         >>> from lightning import Trainer
@@ -119,14 +122,13 @@ class OperatorMonitor(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             require("matplotlib", "OperatorMonitor")
-        self.layers = {
-            name: module for name, module in pl_module.named_modules() if isinstance(module, StructuredLinear)
-        }
+        self._find_layers(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "OperatorMonitor")
-        self.setup(trainer, pl_module, "fit")  # configure_model may have made layers since
-        if not self.layers:
+        self._find_layers(pl_module)  # configure_model may have made layers since
+        compressed = any(isinstance(callback, Compression) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if not self.layers and not compressed:
             raise MisconfigurationException(
                 f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
                 "it, for example by replace_linear, or leave out this callback."
@@ -142,16 +144,22 @@ class OperatorMonitor(Callback):
         step = trainer.global_step
         if step != self._last_step and step % self.every_n_steps == 0:
             self._last_step = step
+            self._find_layers(pl_module)  # some may be new, as by Compression
             for name, layer in self.layers.items():
                 records = operator_records(layer)
                 pl_module.log_dict({f"operators/{name}/{key}": value for key, value in records.items()})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write()
+        self._write(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if is_interruption(exception):
-            self._write()
+            self._write(pl_module)
+
+    def _find_layers(self, pl_module: L.LightningModule) -> None:
+        self.layers = {
+            name: module for name, module in pl_module.named_modules() if isinstance(module, StructuredLinear)
+        }
 
     def _layer(self, layer: str | StructuredLinear) -> StructuredLinear:
         if not isinstance(layer, str):
@@ -163,9 +171,10 @@ class OperatorMonitor(Callback):
             )
         return self.layers[layer]
 
-    def _write(self) -> None:
+    def _write(self, pl_module: L.LightningModule) -> None:
         if self._directory is None:
             return
+        self._find_layers(pl_module)
         self.paths = []
         for name, layer in self.layers.items():
             if layer.in_features * layer.out_features <= _LARGEST_PICTURE:

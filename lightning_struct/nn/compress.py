@@ -86,7 +86,8 @@ def compress(
     Raises:
         ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; ``loss``
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
-            data, or the loss on them is not finite; a name is not in the model.
+            data, or the loss on them is not finite; a name is not in the model; a parameter has no values, on the meta
+            device.
         TypeError: ``loss`` is not given, and the outputs are not a tensor, or a batch is neither a tensor nor a
             sequence.
 
@@ -100,6 +101,7 @@ def compress(
     """
     parameters = _count(model)
     allowed = _checked_budget(budget, max_loss_increase, parameters)
+    _check_has_values(model)
     batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
@@ -168,6 +170,16 @@ def _checked_budget(budget: float | None, max_loss_increase: float | None, param
             f"budget must be positive and finite, a number of parameters or a part of them, but is {budget}"
         )
     return int(budget * parameters) if budget <= 1 else int(budget)
+
+
+def _check_has_values(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} of {type(model).__name__} is on the meta device, where it has no values: compress "
+                "measures losses, and needs a trained model. Load the weights first (to_empty, then load_state_dict); "
+                "or take replace_linear with a class such as LowRank, whose weights are drawn"
+            )
 
 
 @contextmanager

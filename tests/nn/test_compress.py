@@ -204,6 +204,13 @@ def test_a_tensor_is_one_batch():
     torch.testing.assert_close(first(inputs), second(inputs), rtol=0, atol=0)
 
 
+def test_weights_without_values_are_refused_with_the_remedies():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2, device="meta"))
+    message = r"'1.weight' of Sequential is on the meta device, .* Load the weights first .*; or take replace_linear"
+    with pytest.raises(ValueError, match=message):
+        compress(model, torch.randn(4, 8), budget=0.5)
+
+
 def test_no_data_is_an_error():
     with pytest.raises(ValueError, match="data has no batches"):
         compress(low_rank_network(), [], budget=0.5)

@@ -165,8 +165,9 @@ class AdaptedLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the base, if there is one."""
-        return linear_of(self.base).bias
+        """The bias of the base, if there is one; as a tensor, since the parameter is one of the base alone."""
+        bias = linear_of(self.base).bias
+        return None if bias is None else bias.view_as(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features); of images as the convolution."""

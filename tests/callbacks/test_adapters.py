@@ -224,3 +224,12 @@ def test_averaged_weights_are_kept_and_resumed_without_the_base(pl, tmp_path, fi
         assert "net.0.update.adapter.G" in weights and "net.0.base.weight" not in weights
     resumed = averaged_fit(3, tmp_path / "epoch=1.ckpt")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_the_base_is_pruned_in_training(pl, everywhere):
+    model = module(pl)
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.5, use_global_unstructured=everywhere)
+    trainer(pl, 1, [pruning]).fit(model, loader())
+    assert (model.net[0].base.weight == 0).any()
+    assert set(dict(model.named_parameters())) == set(dict(module(pl).named_parameters()))

@@ -452,6 +452,17 @@ def test_a_copy_of_an_adapted_model_is_trained_and_merged_by_itself(kind, again)
     assert torch.equal(model(inputs()), before)
 
 
+def outputs_in_a_process(model, rank):
+    return model(inputs()).detach()
+
+
+@pytest.mark.slow
+def test_an_adapted_model_is_sent_to_other_processes(tmp_path):
+    model = train(add_adapters(made("attention"), FACTORY))
+    for outputs in in_two_processes(partial(outputs_in_a_process, model), tmp_path):
+        torch.testing.assert_close(outputs, model(inputs()).detach())
+
+
 def test_a_parametrization_of_others_beside_an_adapter_is_pickled_with_it():
     model = add_adapters(nn.MultiheadAttention(8, 2), FACTORY)
     nn.utils.parametrize.register_parametrization(model, "in_proj_bias", nn.Softplus())

@@ -78,7 +78,7 @@ class Circulant(StructuredLinear):
         """Draw c from N(0, 1/n), which keeps the variance of the input; the authors' code does the same."""
         nn.init.normal_(self.column, std=self.in_features**-0.5)
 
-    def to_dense(self) -> Tensor:
+    def _dense(self) -> Tensor:
         return self.column[self._diagonals()]
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ class PrunedLinear(StructuredLinear):
         self.places.copy_(torch.randperm(entries, device=self.places.device)[:kept].sort().values)
         nn.init.normal_(self.values, std=math.sqrt(self.out_features / kept))
 
-    def to_dense(self) -> Tensor:
+    def _dense(self) -> Tensor:
         return self._compressed().to_dense()
 
     def extra_repr(self) -> str:

@@ -138,7 +138,7 @@ class Butterfly(StructuredLinear):
             _random_orthogonal_(factor)
         self.factors[0].mul_((self.length / self.in_features) ** 0.5)  # what is filled up has no variance
 
-    def to_dense(self) -> Tensor:
+    def _dense(self) -> Tensor:
         M = monarch_to_dense(*butterfly_as_monarch(self.factors))
         if self.places is not None:
             M = M.index_select(1, self.places.argsort())

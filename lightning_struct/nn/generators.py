@@ -78,7 +78,7 @@ class GeneratorLinear(StructuredLinear):
             nn.init.normal_(self.G, std=std)
             nn.init.normal_(self.H, std=std)
 
-    def to_dense(self) -> Tensor:
+    def _dense(self) -> Tensor:
         dense = self._square_to_dense()
         return dense[: self.out_features, : self.in_features] if self.pad == "square" else dense
 

@@ -84,7 +84,7 @@ class Monarch(StructuredLinear):
         nn.init.normal_(self.L, std=(self.blocks * self.rank) ** -0.5)
         nn.init.normal_(self.R, std=(self.blocks / self.in_features) ** 0.5)
 
-    def to_dense(self) -> Tensor:
+    def _dense(self) -> Tensor:
         return monarch_to_dense(self.L, self.R)[: self.out_features, : self.in_features]
 
     def extra_repr(self) -> str:

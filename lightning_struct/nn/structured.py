@@ -222,9 +222,12 @@ class StructuredLinear(nn.Module, ABC):
         return self.to_dense().contiguous()
 
     def to_dense(self) -> Tensor:
-        """M, (out_features, in_features), with gradients to the parameters."""
-        identity = torch.eye(self.in_features, device=self._reference.device, dtype=self._reference.dtype)
-        return self._multiply(identity).T
+        """M, (out_features, in_features), with gradients to the parameters, and in their dtype, also under autocast."""
+        reference = self._reference
+        if reference.is_meta or not torch.is_autocast_enabled(reference.device.type):
+            return self._dense()
+        with torch.autocast(reference.device.type, enabled=False):
+            return self._dense()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features).
@@ -313,6 +316,11 @@ class StructuredLinear(nn.Module, ABC):
     def _draw_weights(self) -> None:
         """Draw new weights of M, such that the variance of the input is kept. Without gradients."""
         raise NotImplementedError
+
+    def _dense(self) -> Tensor:
+        """M, (out_features, in_features), without autocast."""
+        identity = torch.eye(self.in_features, device=self._reference.device, dtype=self._reference.dtype)
+        return self._multiply(identity).T
 
     @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:

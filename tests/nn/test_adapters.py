@@ -288,6 +288,15 @@ def test_under_autocast_outputs_have_its_dtype():
         assert model(inputs(torch.float32)).dtype == torch.bfloat16
 
 
+def test_adapters_of_attention_are_trained_under_autocast():
+    model = add_adapters(made("attention", torch.float32), FACTORY)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(inputs(torch.float32)) - 1).square().mean()
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
+
+
 def test_dropout_is_of_the_update_alone_and_of_training_alone():
     model = train(add_adapters(made(), FACTORY, dropout=0.5))
     assert not torch.equal(model(inputs()), model(inputs()))

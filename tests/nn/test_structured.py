@@ -143,6 +143,18 @@ def test_autocast_gives_the_dtype_that_linear_gives(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_autocast_leaves_the_matrix_and_its_gradients_as_they_are(name):
+    layer = make(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        M = layer.to_dense()
+    expected = layer.to_dense()
+    torch.testing.assert_close(M, expected)
+    parameters = [parameter for name, parameter in layer.named_parameters() if name != "bias"]
+    gradients, others = (torch.autograd.grad(of.sin().sum(), parameters) for of in (M, expected))
+    torch.testing.assert_close(gradients, others)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_kept_in_eval_mode_follows_the_parameters(name):
     layer = make(name).eval()
     other = make(name)

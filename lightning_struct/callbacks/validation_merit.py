@@ -52,10 +52,9 @@ class ValidationMeritStopping(Callback):
         wait: number of validations since then.
 
     Raises:
-        MisconfigurationException: an argument is out of range; at the start of fit there is no validation, or the
-            Trainer does not keep what is logged, or the strategy shards the weights; with SHF the validation set is
-            empty, or the module has no ``inputs_and_targets``; after a validation the monitor is not logged, or is not
-            finite.
+        MisconfigurationException: an argument is out of range; at the start of fit there is no validation, or no data
+            for it, or the Trainer does not keep what is logged, or the strategy shards the weights; with SHF the module
+            has no ``inputs_and_targets``; after a validation the monitor is not logged, or is not finite.
 
     Example:
         >>> from lightning import Trainer
@@ -134,6 +133,11 @@ class ValidationMeritStopping(Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.num_val_batches and not any(trainer.num_val_batches):
+            raise MisconfigurationException(
+                "ValidationMeritStopping: the validation data has no samples, or with drop_last=True fewer than a "
+                f"batch, so {self.monitor!r} is never logged: give it some, or leave the callback out"
+            )
         optimizers = _shf_optimizers(trainer)
         if optimizers:
             self._give_merit(trainer, pl_module, optimizers)

@@ -50,6 +50,10 @@ class ManualOptimization(L.LightningModule):
         self._requirements.check_trainer(self)
         self._requirements.only_optimizer(self)
 
+    def on_fit_end(self) -> None:
+        super().on_fit_end()
+        self._requirements.check_trained(self)
+
 
 def error_of_batch(error: ValueError | FloatingPointError, module: L.LightningModule, batch_idx: int) -> ValueError:
     """The error of a step, with the batch that it was in."""

@@ -60,6 +60,18 @@ class Requirements:
                 f"{self.automatic}"
             )
 
+    def check_trained(self, module: L.LightningModule) -> None:
+        """Refuse a fit that had no batch, which Lightning ends without an error.
+
+        Raises:
+            MisconfigurationException: the training loader has no batches.
+        """
+        if module.trainer.num_training_batches == 0:  # with limit_train_batches=0 it is infinite
+            raise MisconfigurationException(
+                f"{type(module).__name__} was not trained, because the training loader has no batches: look at the "
+                "size of the data set, at the sampler, and with drop_last=True at the batch size"
+            )
+
     def only_optimizer(self, module: L.LightningModule) -> Any:
         """The optimizer that ``configure_optimizers`` returned to the Trainer.
 

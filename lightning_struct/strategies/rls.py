@@ -112,8 +112,8 @@ class RLSOptimization(ManualOptimization):
             )
 
     def on_fit_end(self) -> None:
-        super().on_fit_end()
         self.rls.remove_hooks()
+        super().on_fit_end()
 
     def _rls_loss(self, batch: Any, batch_idx: int) -> Tensor | None:
         """The loss of the module's own training step, or the paper's, equation (57)."""

@@ -628,9 +628,10 @@ def test_a_trainer_that_keeps_nothing_logged_is_refused(tmp_path):
         trainer.fit(ScriptedNetwork([1]), draw_loader(), validation_loader())
 
 
-def test_an_empty_validation_set_is_refused(tmp_path):
+@pytest.mark.parametrize("module", [SHFNetwork, lambda: ScriptedNetwork([1])])
+def test_an_empty_validation_set_is_refused(module, tmp_path):
     with pytest.raises(MisconfigurationException, match="ValidationMeritStopping: the validation data has no samples"):
-        fit_shf(tmp_path, validation=DataLoader(Subset(regression_data(), []), batch_size=4))
+        fit_shf(tmp_path, module=module(), validation=DataLoader(Subset(regression_data(), []), batch_size=4))
 
 
 def test_a_module_that_does_not_read_batches_is_refused_by_name(tmp_path):

@@ -15,7 +15,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import RLS, RLSOptimization
-from tests.strategies.helpers import draw_loader, make_trainer, regression_data, validation_loader, weights
+from tests.strategies.helpers import (
+    SHFNetwork,
+    draw_loader,
+    make_trainer,
+    regression_data,
+    validation_loader,
+    weights,
+)
 from tests.strategies.rls_helpers import AutomaticNetwork, ManualNetwork, PaperNetwork, squared_error
 
 
@@ -283,6 +290,16 @@ def test_automatic_optimization_is_refused(tmp_path):
     module.automatic_optimization = True
     with pytest.raises(MisconfigurationException, match="sets automatic_optimization=True"):
         fit(module, tmp_path)
+
+
+@pytest.mark.parametrize("module", [ManualNetwork, SHFNetwork])
+def test_a_training_loader_without_batches_is_refused(module, tmp_path):
+    batches = DataLoader(regression_data(samples=8), batch_size=9, drop_last=True)
+    make_trainer(tmp_path, limit_train_batches=0).fit(module(), batches)
+    with pytest.raises(
+        MisconfigurationException, match=f"{module.__name__} was not trained, .* no batches: .* drop_last"
+    ):
+        make_trainer(tmp_path).fit(module(), batches)
 
 
 def test_a_batch_that_is_no_pair_is_refused(tmp_path):

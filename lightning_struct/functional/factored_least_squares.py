@@ -159,7 +159,11 @@ class GramLeastSquares(_AllDampings):
             self._wide = self.jacobian if all_gather is None else self.jacobian.gathered(all_gather)
             self._gram = self._wide.gram_of_rows()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
-        self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram))
+        # from a vector (P,), so that the order of the rows, as processes share them, makes no difference
+        start = torch.randn(self.jacobian.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        start = start.to(self._gram.device, self.jacobian.dtype)
+        start = start if self._tall else self._wide.product(start)
+        self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram, start))
         self.smallest_damping = self.smallest_share(len(self._gram), self._gram.dtype) * self.largest_singular_value
 
     @staticmethod
@@ -186,10 +190,9 @@ class GramLeastSquares(_AllDampings):
         return solution if self._tall else self._wide.transposed_product(solution)
 
 
-def _largest_eigenvalue(lower: Tensor) -> float:
-    """An estimate from below for the symmetric matrix of this lower triangle, the same each time."""
-    lower = lower.tril()
-    vector = torch.randn(len(lower), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(lower)
+def _largest_eigenvalue(lower: Tensor, start: Tensor) -> float:
+    """An estimate from below for the symmetric matrix of this lower triangle, by power iteration."""
+    lower, vector = lower.tril(), start.to(lower)
     largest = lower.new_zeros(())
     for _ in range(_POWER_ITERATIONS):
         vector = vector / torch.linalg.vector_norm(vector)

@@ -65,6 +65,13 @@ def test_the_largest_singular_value_is_estimated_from_below(shape: str) -> None:
     assert 0.9 * largest < GramLeastSquares(jacobian).largest_singular_value <= largest * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_estimate_does_not_depend_on_the_order_of_the_rows(shape: str) -> None:
+    jacobian = gaussian(*SHAPES[shape], seed=0)
+    largest = GramLeastSquares(jacobian).largest_singular_value
+    assert GramLeastSquares(jacobian.flip(0)).largest_singular_value == pytest.approx(largest, rel=1e-12)
+
+
 @pytest.mark.parametrize("shape", ["tall", "wide"])
 def test_the_acceleration_is_minus_half_the_solution_for_the_second_derivative(shape: str) -> None:
     rows, columns = SHAPES[shape]

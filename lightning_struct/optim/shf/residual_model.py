@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_struct.collective import all_gather_rows, all_reduce, world_size
+from lightning_struct.collective import all_gather_rows, all_reduce, rank, world_size
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form
@@ -178,17 +178,18 @@ class ResidualModel:
     def variance_from_parts(self, backward: Callable[[Tensor], Tensor]) -> float | None:
         """An estimate of the same from the gradients of a few parts of the batch, a product with Jᵀ each.
 
-        A part has every so many-th row of each block. None where some block has fewer than two rows on some process.
+        A part has every so many-th row of each block, counted over all processes. None where some block has fewer than
+        two rows.
         """
-        counts = [_row_count(block) for block in self._batch.blocks.values()]
-        fewest = min(all_gather_rows(torch.tensor([min(counts)], device=self._device)).flatten().tolist())
-        parts = min(_PARTS, fewest)
+        parts = min(_PARTS, *self.counts.values())
         if parts < 2:
             return None
+        counts = torch.tensor([_row_count(block) for block in self._batch.blocks.values()], device=self._device)
+        firsts = all_gather_rows(counts)[: rank()].sum(0)  # rows of the processes before this one
         part_of = torch.cat(
             [
-                torch.arange(count, device=self._device).repeat_interleave(size // count) % parts
-                for count, size in zip(counts, self._batch.sizes, strict=True)
+                torch.arange(first, first + count, device=self._device).repeat_interleave(size // count) % parts
+                for first, count, size in zip(firsts.tolist(), counts.tolist(), self._batch.sizes, strict=True)
             ]
         )
         gradients = torch.stack([backward(self.residual * (part_of == part)) for part in range(parts)])

@@ -23,6 +23,7 @@ SIZES = {
     "one tall": ((5, 40), (4, 1)),
     "wide": ((5, 3), (2, 1)),
     "outer products": ((5, 3), (2, 1)),
+    "flattened": ((20, 16), (5, 1)),
 }
 SOLVERS: dict[str, dict[str, Any]] = {
     "exact": {"solver": "exact", "warm_start": 0.5},
@@ -38,6 +39,17 @@ class WideEquation(Equation):
         torch.manual_seed(0)
         layers = [nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 320), nn.Tanh(), nn.Linear(320, 1)]
         self.net = nn.Sequential(*layers).double()
+
+
+class Flattened(Equation):
+    """Two residuals for each point in one row: LSMR estimates the variance from parts of the batch."""
+
+    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
+        blocks = super().forward(points).items()
+        return {name: torch.stack([block, block.square()], -1).flatten() for name, block in blocks}
+
+
+MODULES = {"outer products": WideEquation, "flattened": Flattened}
 
 
 def points(sizes: tuple[tuple[int, int], tuple[int, int]], rank: int | None) -> dict[str, Tensor]:
@@ -59,7 +71,7 @@ def train(rank: int | None) -> dict[str, list[dict[str, Any]]]:
     steps: dict[str, list[dict[str, Any]]] = {}
     for solver, options in SOLVERS.items():
         for name, sizes in SIZES.items():
-            module = WideEquation() if name == "outer products" else Equation()
+            module = MODULES.get(name, Equation)()
             optimizer = SHF(module, LeastSquares({"interior": 1.0, "boundary": 10.0}), **options)
             steps[f"{solver} {name}"] = []
             for _ in range(3):

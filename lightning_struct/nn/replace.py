@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import cast
@@ -232,10 +233,23 @@ def log_left(name: str, layer: nn.Module, reason: str) -> None:
 
 
 def check_makes_layers(factory: LayerFactory) -> None:
-    """Raise a TypeError for a layer in place of what makes one."""
+    """Raise a TypeError for a layer in place of what makes one, and for what cannot be called as a factory is."""
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
         raise TypeError(f"the factory is a layer, not what makes one: give {name}, or functools.partial({name}, ...)")
+    if is_from_linear(factory):
+        return
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # such as a class in C: it says itself what it does not take
+        return
+    try:
+        signature.bind(1, 1, bias=True)
+    except TypeError as error:
+        raise TypeError(
+            f"the factory cannot be called as factory(in_features, out_features, bias=...): {error}. Give a class, "
+            "functools.partial(CLASS, ...), or a function that takes bias, too, and hands it on"
+        ) from error
 
 
 def is_from_linear(factory: LayerFactory) -> bool:

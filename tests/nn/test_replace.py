@@ -98,6 +98,12 @@ def test_layer_in_place_of_a_factory_is_an_error_that_says_so(put):
         put(Net(), LowRank(4, 3))
 
 
+@pytest.mark.parametrize("put", [replace_linear, add_adapters])
+def test_factory_without_bias_is_an_error_that_says_how_it_is_called(put):
+    with pytest.raises(TypeError, match=r"^the factory cannot be called as .*bias=...\): .*'bias'. Give a class"):
+        put(Net(), lambda in_features, out_features: LowRank(in_features, out_features, rank=2))
+
+
 def test_shared_layer_stays_shared():
     linear = nn.Linear(4, 4)
     model = replace_linear(nn.Sequential(linear, nn.ReLU(), linear), FACTORY)

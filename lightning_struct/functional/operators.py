@@ -61,14 +61,14 @@ class SubdiagonalOperator(DisplacementOperator):
 
     Args:
         subdiagonal: (n - 1,).
-        corner: ().
+        corner: (), or a number.
 
     Raises:
-        TypeError: an argument is no floating-point tensor.
+        TypeError: another argument than a number for the corner is no floating-point tensor.
         ValueError: an argument has another shape.
 
     Example:
-        >>> SubdiagonalOperator(torch.tensor([2.0, 3.0]), torch.tensor(4.0)).to_dense()
+        >>> SubdiagonalOperator(torch.tensor([2.0, 3.0]), 4.0).to_dense()
         tensor([[0., 0., 4.],
                 [2., 0., 0.],
                 [0., 3., 0.]])
@@ -79,6 +79,8 @@ class SubdiagonalOperator(DisplacementOperator):
 
     def __post_init__(self) -> None:
         _require_tensor("subdiagonal", self.subdiagonal, 1)
+        if isinstance(self.corner, int | float):
+            object.__setattr__(self, "corner", self.subdiagonal.new_tensor(self.corner))
         _require_tensor("corner", self.corner, 0)
 
     @property

@@ -98,6 +98,11 @@ def test_the_transpose_of_a_complex_operator_is_not_conjugated():
     assert operator.to_dense().tolist() == [[0, 1j], [2j, 0]]
 
 
+def test_a_corner_can_be_a_number():
+    dense = SubdiagonalOperator(randn(3), torch.tensor(2.0, dtype=torch.float64)).to_dense()
+    assert torch.equal(SubdiagonalOperator(randn(3), 2).to_dense(), dense)
+
+
 def test_a_shift_by_a_number_keeps_the_dtype_of_what_it_shifts():
     assert ShiftOperator(4, 0.5).matvec(randn(4)).dtype == torch.float64
     assert ShiftOperator(4, 0.5).to_dense().dtype == torch.float32
@@ -115,7 +120,7 @@ def test_a_matrix_becomes_a_dense_operator_and_an_operator_stays_itself():
         (lambda: SubdiagonalOperator(randn(3, 1), randn(1)[0]), ValueError, r"subdiagonal .*\(3, 1\)"),
         (lambda: SubdiagonalOperator(randn(3), randn(1)), ValueError, r"corner .*\(1,\)"),
         (lambda: SubdiagonalOperator(torch.arange(3), randn(1)[0]), TypeError, "subdiagonal .*int64"),
-        (lambda: SubdiagonalOperator(randn(3), 1.0), TypeError, "corner .*float"),
+        (lambda: SubdiagonalOperator(randn(3), None), TypeError, "corner .*NoneType"),
         (lambda: TridiagonalOperator(randn(3), randn(3), randn(2), randn(2)), ValueError, r"subdiagonal .*\(2,\)"),
         (lambda: TridiagonalOperator(randn(2), randn(3), randn(3), randn(2)), ValueError, r"superdiagonal .*\(2,\)"),
         (lambda: TridiagonalOperator(randn(2), randn(3), randn(2), randn(1)), ValueError, r"corners .*\(2,\)"),

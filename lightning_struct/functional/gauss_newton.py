@@ -223,7 +223,13 @@ class _DoubleBackward(_Autograd):
 
     def jvp(self, v: Parameters) -> Tensor:
         tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
-        (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
+        try:
+            (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"products with the Jacobian need a second derivative that torch does not have: {error} Compute the "
+                "same by other operations, for example nn.EmbeddingBag by nn.Embedding and a sum or mean"
+            ) from error
         return tangent
 
 

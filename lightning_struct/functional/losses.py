@@ -106,9 +106,11 @@ class CrossEntropy:
     def _check(outputs: Tensor, targets: Tensor) -> None:
         expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
         if outputs.ndim < 2 or targets.shape != expected:
+            classes_first = not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]
+            remedy = ": the classes come last here, as by outputs.movedim(1, -1) in the module" if classes_first else ""
             raise ValueError(
                 "cross-entropy needs logits (n, ..., classes) and targets of class indices (n, ...) or probabilities "
-                f"like the logits; got {tuple(outputs.shape)} and {tuple(targets.shape)} ({targets.dtype})"
+                f"like the logits; got {tuple(outputs.shape)} and {tuple(targets.shape)} ({targets.dtype}){remedy}"
             )
         if (
             not targets.is_floating_point()

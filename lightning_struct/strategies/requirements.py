@@ -88,6 +88,19 @@ class Requirements:
             f"configure_optimizers, but got {returned}: {self.optimizers}"
         )
 
+    def as_pair(self, module: L.LightningModule, returned: Any) -> tuple[Any, Any]:
+        """What ``inputs_and_targets`` of the module returned, which must be a pair.
+
+        Raises:
+            MisconfigurationException: it is none.
+        """
+        if isinstance(returned, tuple | list) and len(returned) == 2:
+            return returned[0], returned[1]
+        raise MisconfigurationException(
+            f"{type(module).__name__}.inputs_and_targets returned a {type(returned).__name__}, not a pair: return "
+            "(inputs, targets)"
+        )
+
     def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Any, Tensor]:
         """The inputs and targets of a batch of the module: two tensors, the inputs several where that is allowed.
 

@@ -118,7 +118,7 @@ class RLSOptimization(ManualOptimization):
     def _rls_loss(self, batch: Any, batch_idx: int) -> Tensor | None:
         """The loss of the module's own training step, or the paper's, equation (57)."""
         if self._own_training_step is None and _is_missing(super().training_step):
-            inputs, targets = self.inputs_and_targets(batch)
+            inputs, targets = self._requirements.as_pair(self, self.inputs_and_targets(batch))
             loss = 0.5 * SquaredError().residual(self(inputs), targets).square().sum() / len(targets)
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(targets), sync_dist=True)
             return loss

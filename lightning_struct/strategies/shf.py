@@ -89,7 +89,7 @@ class SHFOptimization(ManualOptimization):
         return self._shf_step(batch, batch_idx)
 
     def _shf_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, targets = self.inputs_and_targets(batch)
+        inputs, targets = self._requirements.as_pair(self, self.inputs_and_targets(batch))
         optimizer: Any = self.optimizers()
         try:
             report: StepReport = optimizer.step(inputs=inputs, targets=targets)

@@ -263,3 +263,18 @@ def test_chunks_are_refused_where_the_batch_is_normalised() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="leave chunk_size out"):
         linearize(module, trainable(module), torch.randn(6, 4), chunk_size=2)
+
+
+def test_an_operation_without_a_second_derivative_is_named() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(5, 3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bag(x)
+
+    module = Bag()
+    linearization = linearize(module, trainable(module), torch.tensor([[0, 1], [2, 3]]))
+    with pytest.raises(ValueError, match=r"_embedding_bag_backward.* by nn\.Embedding and a sum or mean"):
+        linearization.jvp(random_like(trainable(module), seed=0))

@@ -179,3 +179,8 @@ def test_an_object_that_lacks_methods_is_refused_with_their_names() -> None:
 
     with pytest.raises(TypeError, match="Partial lacks sqrt_hessian, sqrt_hessian_transpose"):
         get_loss(Partial())  # type: ignore[arg-type]
+
+
+def test_classes_in_the_second_dimension_are_told_to_come_last() -> None:
+    with pytest.raises(ValueError, match=r"outputs\.movedim\(1, -1\)"):
+        CrossEntropy().value(gaussian(2, 4, 3, 3, seed=0), labels(2, 3, 3))

@@ -202,6 +202,15 @@ def test_other_batches_ask_for_the_method(batch, found):
         SHFNetwork().inputs_and_targets(batch)
 
 
+def test_a_method_that_returns_no_pair_is_an_error_with_the_remedy(tmp_path):
+    class Trained(SHFNetwork):
+        def inputs_and_targets(self, batch):
+            return torch.zeros(2, 3)
+
+    with pytest.raises(MisconfigurationException, match=r"returned a Tensor, not a pair: return \(inputs, targets\)"):
+        make_trainer(tmp_path, max_steps=1).fit(Trained(), DataLoader(Pairs(), batch_size=8))
+
+
 def test_the_method_of_the_module_is_used(tmp_path):
     class Trained(SHFOptimization, AutoencoderLike):
         configure_optimizers = returns_shf

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
@@ -353,6 +354,9 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"{', '.join(lazy)} have no shape yet: call the module once before making SHF")
     if not named:
         raise ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "

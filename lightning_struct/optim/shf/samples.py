@@ -61,7 +61,8 @@ class Samples:
             if samples_of_inputs != samples:
                 raise ValueError(
                     f"inputs and targets differ in their number of samples{where}: {samples_of_inputs} rows of inputs, "
-                    f"{samples} of targets. Row i of the targets belongs to row i of the inputs"
+                    f"{samples} of targets. Row i of the targets belongs to row i of the inputs; give tensors whose "
+                    "rows are not samples in a dict, as one argument of the module"
                 )
             if bad_value:
                 raise NotFinite(f"the batch holds NaN or infinity{where}; the weights are unchanged. Clean the data")

@@ -1091,7 +1091,7 @@ def test_an_empty_batch_is_an_error() -> None:
 
 
 def test_inputs_and_targets_of_different_length_are_an_error() -> None:
-    with pytest.raises(ValueError, match="differ in their number of samples: 6 rows of inputs, 5 of targets"):
+    with pytest.raises(ValueError, match="number of samples: 6 rows of inputs, 5 of targets.* in a dict"):
         take(SHF(network(), "mse", damping=1.0), (batch(6)[0], batch(5)[1]))
 
 
@@ -1204,6 +1204,11 @@ def test_weights_of_mixed_dtypes_are_refused() -> None:
     module[0].double()
     with pytest.raises(ValueError, match="torch.float32, torch.float64"):
         SHF(module, "mse", damping=1.0)
+
+
+def test_a_lazy_module_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no shape yet: call the module once"):
+        SHF(nn.Sequential(nn.LazyLinear(3)), "mse")
 
 
 def test_a_module_with_everything_frozen_is_refused() -> None:

@@ -377,6 +377,22 @@ def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
         optimizer.step(inputs=points())
 
 
+def test_a_block_of_a_single_row_is_not_warned_of() -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            u = self.net(x)
+            return {"value": u - x.prod(1, keepdim=True), "integral": u.mean(0, keepdim=True) - 0.25}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = SHF(Normalised(), "least_squares").step(inputs=torch.rand(9, 2, dtype=torch.float64))
+    assert report.loss_after < report.loss_before
+
+
 def test_the_log_recommends_float64_where_float32_ends() -> None:
     module, inputs = Fit(), tuple(x.float() for x in measurements())
     module.net = nn.Sequential(nn.Linear(2, 2))

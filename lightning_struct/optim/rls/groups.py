@@ -60,10 +60,12 @@ class Membership:
         groups: list[Group] = []
         self._put_into_groups(self._table.extend(self._is_new(groups)), groups)
         if not groups:
+            names = ", ".join(self._table.without_parameter())
+            computed = f". Weights that are parametrized or pruned are no parameters: those of {names}" if names else ""
             raise ValueError(
                 f"{type(self._module).__name__} has no trainable Linear, convolution, RNN, LSTM, GRU or attention for "
                 "RLS to train: take another optimizer, as Adam for embeddings alone; "
-                "lightning_struct.functional.register_layer declares layers of other types"
+                f"lightning_struct.functional.register_layer declares layers of other types{computed}"
             )
         return groups
 

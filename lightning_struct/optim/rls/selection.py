@@ -102,6 +102,15 @@ class WeightTable:
         self.weights += new
         return new
 
+    def without_parameter(self) -> list[str]:
+        """Names of the layers whose weights are computed from parameters, as by ``weight_norm`` or pruning."""
+        return [
+            name or type(layer).__name__
+            for layer, name in self._names.items()
+            if (kind := kind_of(layer)) is not None
+            and not {matrix.weight for matrix in kind.matrices(layer)} <= set(layer._parameters)
+        ]
+
     def _use(self, layer: nn.Module, parameter: nn.Parameter, matrix: Matrix) -> TrainedWeight:
         if parameter not in self._of_parameter:
             name = self._names[layer]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -293,6 +294,12 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RLS(network(), **options)
+
+
+def test_layers_with_parametrized_weights_are_named() -> None:
+    module = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="parametrized or pruned are no parameters: those of 0$"):
+        RLS(module, exclude=["2"], auxiliary=ADAM)
 
 
 def is_head(name: str, layer: nn.Module) -> bool:

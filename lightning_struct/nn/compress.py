@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,8 +89,8 @@ def compress(
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; a name is not in the model; a parameter has no values, on the meta
             device.
-        TypeError: ``loss`` is not given, and the outputs are not a tensor, or a batch is neither a tensor nor a
-            sequence.
+        TypeError: ``loss`` is not given, and the outputs are not a tensor, the model needs more arguments, or a batch
+            is neither a tensor nor a sequence.
 
     Example:
         >>> torch.manual_seed(0)
@@ -372,7 +373,15 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
                 f"a batch is a {type(batch).__name__}, neither a tensor nor a sequence that begins with the inputs: "
                 "give loss=, a function of model and batch"
             )
-        y = of(batch if isinstance(batch, Tensor) else batch[0])
+        x = batch if isinstance(batch, Tensor) else batch[0]
+        try:
+            inspect.signature(of.forward).bind(x)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(of).__name__} cannot be called with the inputs alone ({error}): give loss=, a function of "
+                "model and batch"
+            ) from error
+        y = of(x)
         if not isinstance(y, Tensor):
             raise TypeError(
                 f"the outputs of {type(of).__name__} are no tensor, but a {type(y).__name__}: give loss=, a function "

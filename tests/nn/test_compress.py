@@ -179,6 +179,7 @@ def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(options, message
     ("model", "batch", "message"),
     [
         (nn.Linear(4, 4), {"x": torch.zeros(2, 4)}, "a batch is a dict, .*: give loss="),
+        (nn.TransformerDecoderLayer(4, 2), torch.zeros(2, 1, 4), r"the inputs alone \(.*'memory'\): give loss="),
         (
             nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)),
             torch.zeros(2, 4),

@@ -253,6 +253,12 @@ def test_a_declaration_can_be_taken_back() -> None:
     assert not kind_of(layer).declared
 
 
+def test_a_declaration_replaces_all_of_an_earlier_one() -> None:
+    register_layer(OwnForward, like=nn.Linear, couples_samples=True)
+    register_layer(OwnForward, like=nn.Linear)
+    assert not couples_samples(OwnForward(2, 2))
+
+
 # --- layers like others ----------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lightning_struct.functional import per_sample_gradient_norms
 from lightning_struct.functional.gradient_norms import GradientNormRecorder
+from lightning_struct.functional.per_sample.projections import RecordedCalls
 
 SEQUENCES, WIDTH = 5, 6
 
@@ -86,6 +87,16 @@ def test_masks_may_hide_keys(attn_mask, padded, need_weights):
 @pytest.mark.parametrize("widths", [(3, 7), (WIDTH, 4)])
 def test_keys_and_values_may_have_other_widths(widths):
     model, inputs = Attention("xkv", widths), tensors(widths)
+    torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
+
+
+def test_parameters_may_lie_behind_each_other_in_one_storage():
+    model, inputs = Attention(), tensors()
+    parameters = sorted(model.parameters(), key=lambda p: p.ndim)
+    storage, start = torch.cat([p.detach().flatten() for p in parameters]), 0
+    for parameter in parameters:
+        parameter.data = storage[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
@@ -170,6 +181,15 @@ def test_torch_is_as_it_was_after_the_call():
     linear, model = F.linear, Attention()
     of_recorder(model, tensors())
     assert F.linear is linear
+
+
+def test_a_recording_ends_with_its_context():
+    inputs, weight = torch.ones(2, 3), torch.ones(4, 3)
+    with RecordedCalls() as first:
+        F.linear(inputs, weight)
+    with RecordedCalls() as second:
+        F.linear(inputs, weight)
+    assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
 def test_a_function_that_others_have_put_in_place_of_torchs_is_called_and_stays(monkeypatch):

@@ -209,6 +209,17 @@ def test_inputs_without_a_dimension_of_samples_are_uncovered(
         contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)], samples))
 
 
+def test_rows_may_belong_to_samples_in_any_order_and_have_positions() -> None:
+    layer, inputs, cotangents = made(lambda: nn.Linear(3, 4)), gaussian(5, 2, 3), gaussian(5, 2, 4, seed=2)
+    sample_of_row = torch.tensor([2, 0, 2, 1, 2])
+    shares = contributions(
+        LayerCall(layer, (inputs,), {}, None, [cotangents], samples=3, rows={5: sample_of_row}),
+    )
+    expected = torch.einsum("rto,rti->roi", cotangents, inputs)
+    expected = torch.zeros(3, 4, 3, dtype=torch.float64).index_add(0, sample_of_row, expected)
+    torch.testing.assert_close(shares["weight"].per_sample(slice(None)), expected)
+
+
 def test_inputs_may_be_given_by_keyword() -> None:
     layer = made(lambda: nn.Linear(3, 4))
     shares = contributions(LayerCall(layer, (), {"input": gaussian(5, 3)}, None, [gaussian(5, 4)]))

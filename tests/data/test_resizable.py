@@ -154,6 +154,12 @@ def test_a_new_pass_has_the_new_size():
     assert len(loader) == 3 and [len(batch) for batch in batches(loader)] == [5, 5, 2]
 
 
+def test_the_end_of_a_new_pass_is_split_by_what_is_left_of_it():
+    loader, sizes = resizable(range(18), batch_size=4)
+    batches(loader, [8], sizes)
+    assert [len(batch) for batch in batches(loader)] == [8, 5, 5]
+
+
 def test_a_limit_ends_the_pass_after_the_samples_of_so_many_first_batches():
     loader, sizes = resizable(range(40), batch_size=4)
     sizes.limit(3)
@@ -207,6 +213,13 @@ def test_whole_batches_of_a_foreign_sampler_are_merged():
 def test_a_list_of_batches_will_do():
     loader, sizes = resizable(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]])
     assert sizes.batch_size == 2 and batches(loader, [4], sizes) == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_the_samples_of_a_foreign_batch_are_known_once_one_was_read():
+    loader, sizes = resizable(range(12), batch_sampler=(batch for batch in [[0, 1, 2], [3, 4, 5]]))
+    assert not sizes.sampler.knows_unit
+    next(iter(loader))
+    assert sizes.sampler.knows_unit and sizes.batch_size == 3
 
 
 def test_a_foreign_sampler_without_length_stays_without():
@@ -379,6 +392,39 @@ def test_what_was_fetched_but_not_used_is_read_again():
     another, resumed = resizable(range(20), batch_size=4)
     resumed.resume(sizes.position(unread=1))
     assert batches(another)[0] == [4, 5, 6, 7]
+
+
+def test_what_was_fetched_but_not_used_may_be_read_again_in_another_size():
+    loader, sizes = resizable(range(20), batch_size=4)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    another, resumed = resizable(range(20), batch_size=4)
+    resumed.resume(sizes.position(unread=1), keeps_sizes=False)
+    resumed.batch_size = 2
+    assert batches(another)[0] == [4, 5]
+
+
+def test_the_length_of_a_resumed_pass_counts_the_batches_before_its_position():
+    loader, sizes = resizable(range(24), batch_size=4)
+    next(iter(loader))
+    sizes.batch_size = 8
+    another, resumed = resizable(range(24), batch_size=4)
+    resumed.resume(sizes.position())
+    assert resumed.length() == 1 + len(batches(another)) == 4
+
+
+def test_the_position_after_a_pass_is_the_first_sample_of_the_next():
+    loader, sizes = resizable(range(20), batch_size=4)
+    batches(loader)
+    another, resumed = resizable(range(20), batch_size=4)
+    resumed.resume(sizes.position(over=True))
+    assert batches(another)[0] == [0, 1, 2, 3]
+
+
+def test_batches_of_a_run_that_kept_no_position_are_passed_over():
+    loader, sizes = resizable(range(20), batch_size=4)
+    sizes.pass_over(2)
+    assert batches(loader)[0] == [8, 9, 10, 11]
 
 
 def test_the_order_goes_on_as_before_in_the_next_pass_too():

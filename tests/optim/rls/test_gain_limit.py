@@ -127,6 +127,21 @@ def test_an_autoencoder_without_settings_learns(momentum: float) -> None:
         assert values[-1] < 0.2 * values[0]
 
 
+def test_passes_of_which_no_rows_are_kept_any_more_count_in_the_bound_as_the_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = 3 * torch.randn(512, 4, generator=generator), torch.randn(512, 3, generator=generator)
+    weights = []
+    for passes in (1, 8):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3)
+        optimizer = RLS(layer)
+        for _ in range(passes):
+            ((layer(inputs) - targets).square().sum() / (1024 * passes)).backward()
+        optimizer.step()
+        weights.append(layer.weight.detach())
+    torch.testing.assert_close(*weights)
+
+
 @pytest.mark.parametrize("uses", [2, 8])
 def test_a_layer_with_a_loss_for_each_of_its_uses_is_stable(uses: int) -> None:
     torch.manual_seed(0)

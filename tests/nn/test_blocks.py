@@ -46,6 +46,11 @@ def test_groups_and_channels_of_another_size_are_multiplied_by_the_block_matrix(
     assert layer.compression_ratio == dense.numel() / 2 / layer.weight_parameters
 
 
+def test_flat_channels_need_no_batch():
+    layer, x = BlockStructured(3, 2, 20, LowRank), torch.randn(5, 3, 20)
+    torch.testing.assert_close(layer(x[0]), layer(x)[0])
+
+
 def test_initial_weights_keep_the_variance_of_the_input():
     torch.manual_seed(0)
     layer = BlockStructured(16, 4, 64, partial(LowRank, rank=8))

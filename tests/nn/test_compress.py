@@ -27,6 +27,7 @@ from lightning_struct.nn import (
 )
 from lightning_struct.nn.budget import Option, least_increase
 from lightning_struct.nn.channels import as_matrix, in_place_of
+from lightning_struct.nn.compress import default_candidates
 
 
 def low_rank_network():
@@ -147,6 +148,33 @@ def test_losses_before_and_after_are_logged(caplog):
     assert messages[-1].startswith("compressed from 1,275 to ") and any(
         "0 as LowRank" in message for message in messages
     )
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left_and_that_is_logged(caplog):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(24, 24), Doubled(24, 24))
+    with caplog.at_level(logging.INFO, "lightning_struct"):
+        compress(model, batches(), budget=0.9)
+    assert any(record.getMessage().startswith("1 is left as it is: Doubled") for record in caplog.records)
+
+
+def test_the_report_says_of_which_layers_others_have_the_weight():
+    model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24))
+    model[2].weight = model[1].weight
+    compress(model, batches(), budget=0.9)
+    reason = "another module has its weight, too"
+    assert replacement_report(model).skipped == {"1": reason, "2": reason}
+
+
+def test_the_candidates_are_ranks_to_a_64th_and_monarch_matrices_of_2_to_16_blocks():
+    linear = nn.Linear(256, 256)
+    layers = [candidate(linear) for candidate in default_candidates(linear)]
+    ranks = [layer.rank for layer in layers if isinstance(layer, LowRank)]
+    blocks = [layer.blocks for layer in layers if isinstance(layer, Monarch)]
+    assert (ranks[0], ranks[-1], blocks) == (2, 64, [2, 4, 8, 16])
 
 
 @pytest.mark.parametrize(

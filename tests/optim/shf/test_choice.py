@@ -243,6 +243,15 @@ def test_a_step_that_harms_the_next_batch_is_taken_back() -> None:
     assert report.step_scale < 0.5
 
 
+def test_a_small_rise_of_a_large_loss_is_no_harm() -> None:
+    module, ones = nn.Linear(1, 1, bias=False).double(), torch.ones(20, 1, dtype=torch.float64)
+    nn.init.zeros_(module.weight)
+    optimizer = SHF(module, "mse")
+    take(optimizer, (ones, ones))
+    before = SquaredError().value(module(3 * ones), -100 * ones).item()
+    assert take(optimizer, (3 * ones, -100 * ones)).loss_before == pytest.approx(before, rel=1e-12) != 5000
+
+
 def test_the_loss_after_a_shortened_step_is_that_at_the_new_weights() -> None:
     torch.manual_seed(0)
     module = nn.Linear(4, 2).double()

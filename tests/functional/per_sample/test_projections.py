@@ -107,6 +107,15 @@ def test_frozen_parameters_do_not_count(name):
     torch.testing.assert_close(of_recorder(model, inputs), of_autograd(model, inputs), rtol=1e-10, atol=0)
 
 
+def test_parameters_that_are_unfrozen_while_they_are_watched_count():
+    model, inputs = Attention(), tensors()
+    model.requires_grad_(False)
+    with per_sample_gradient_norms(model) as norms:
+        model.requires_grad_(True)
+        model(**inputs).sum().backward()
+    torch.testing.assert_close(norms.squared_norms, of_autograd(model, inputs), rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("reads", ["xxx", "xkv"])
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_i
 from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import Uncovered
 from lightning_struct.functional.per_sample.rules import contributions, has_rule
+from tests.functional.test_recognition import ChannelScale
 
 
 def gaussian(*shape: int, seed: int = 1) -> Tensor:
@@ -180,9 +181,13 @@ def test_the_samples_are_in_the_second_dimension_where_the_sequence_comes_first(
         (lambda: nn.LayerNorm((2, 3)), gaussian(6, 2, 3)),
         (lambda: nn.Embedding(4, 3), integers(4, 6, 5)),
         (lambda: nn.PReLU(3), gaussian(6, 3, 2)),
+        (lambda: nn.BatchNorm2d(2), gaussian(6, 2, 3, 3)),
+        (lambda: nn.PReLU(2), gaussian(6, 2, 3)),
+        (lambda: ChannelScale(2), gaussian(6, 2, 3)),
     ],
     ids=["linear", "linear, positions", "conv1d", "conv2d", "conv_transpose2d", "batch_norm", "layer_norm", "embedding",
-         "prelu"],
+         "prelu", "batch_norm, as many channels as samples", "prelu, as many channels as samples",
+         "channel scale, as many channels as samples"],
 )  # fmt: skip
 def test_consecutive_rows_belong_to_one_sample(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     assert_shares_are_right(made(make), inputs, samples=2, rows=3)

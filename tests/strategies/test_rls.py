@@ -129,9 +129,31 @@ def test_a_training_step_may_extend_that_of_the_base(tmp_path):
     torch.testing.assert_close(weights(doubled), weights(module), rtol=0, atol=1e-5)
 
 
+def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
+    called = []
+
+    class Hooked(AutomaticNetwork):
+        def setup(self, stage):
+            called.append("setup")
+
+        def on_fit_start(self):
+            called.append("on_fit_start")
+
+    class Trained(RLSOptimization, Hooked):
+        pass
+
+    fit(Trained(), tmp_path, fast_dev_run=1)
+    assert called == ["setup", "on_fit_start"]
+
+
 def schedulers():
     return {
         "step": lambda optimizer: {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"},
+        "every fourth step": lambda optimizer: {
+            "scheduler": StepLR(optimizer, 1, 0.5),
+            "interval": "step",
+            "frequency": 4,
+        },
         "epoch": lambda optimizer: StepLR(optimizer, 1, 0.5),
     }
 
@@ -144,7 +166,7 @@ class Rates(L.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("name", ["step", "epoch"])
+@pytest.mark.parametrize("name", list(schedulers()))
 def test_schedulers_step_as_in_automatic_optimization(name, tmp_path):
     of_networks = []
     for network in (AutomaticNetwork, ManualNetwork):
@@ -160,7 +182,7 @@ class SkipsTheLast(AutomaticNetwork):
         return None if self.trainer.is_last_batch else super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("name", ["step", "epoch"])
+@pytest.mark.parametrize("name", list(schedulers()))
 def test_schedulers_step_where_a_batch_is_skipped(name, tmp_path):
     class Manual(RLSOptimization, SkipsTheLast):
         pass

@@ -245,6 +245,20 @@ def test_a_step_in_the_class_itself_is_not_run(tmp_path):
     assert trainer.global_step == 2
 
 
+def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
+    called = []
+
+    class Hooked(AdamNetwork):
+        def on_fit_start(self):
+            called.append("on_fit_start")
+
+    class Trained(SHFOptimization, Hooked):
+        configure_optimizers = returns_shf
+
+    make_trainer(tmp_path, fast_dev_run=1).fit(Trained(), draw_loader(draws=2))
+    assert called == ["on_fit_start"]
+
+
 def test_a_mixin_put_last_is_put_first(tmp_path):
     class Trained(AdamNetwork, SHFOptimization):
         configure_optimizers = returns_shf

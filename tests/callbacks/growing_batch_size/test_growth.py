@@ -492,6 +492,13 @@ def test_added_in_mid_epoch_it_trains_on_the_samples_that_were_left(tmp_path, ma
     assert left and sorted(numbers(of_resumed)[: len(left)]) == left
 
 
+def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again(tmp_path):
+    whole = train_without(tmp_path, MAKERS["dict"](), max_epochs=1)
+    with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
+        resumed = fit(tmp_path, MAKERS["dict"](), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
+    assert resumed.read == whole.read[8:]
+
+
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 0.5}, {"max_device_batch_size": 4}])
 def test_a_size_that_is_given_when_it_is_added_in_mid_epoch_holds_at_once(tmp_path, options):
     limits = {"max_device_batch_size": options.pop("max_device_batch_size", None)}

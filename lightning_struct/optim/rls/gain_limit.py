@@ -15,7 +15,9 @@ own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step 
 That bounds what a weight does to its own outputs. Weights that step together multiply each other: a step of one is
 enlarged by all behind it, and these have changed as well. So where there are several, the norm of a step is
 :data:`LARGEST_CHANGE` of that of its weight at most (with momentum α, 1 - α times that), or of the norm that
-``nn.Linear`` begins with where that is larger.
+``nn.Linear`` begins with where that is larger. With that, the bound on the gain is more careful than it need be: the
+loss is less steep in the outputs of a hidden layer than in those of the last. So the steps of several weights are
+:data:`TOGETHER` times as long, as far as the change allows it.
 
 The paper has none of these bounds.
 """
@@ -41,6 +43,9 @@ ITERATIONS, FIRST_ITERATIONS = 2, 16
 # Chosen on seven small tasks. Steps of classifiers that do well are mostly shorter; those of an autoencoder that
 # diverges are twice the weight and more.
 LARGEST_CHANGE = 0.05
+
+# Chosen on fifteen small tasks, at constant rates: 6 is faster at first on most, and ends higher after long training.
+TOGETHER = 3.0
 
 # Of more rows a sample is taken: between so many, and so many numbers as far as that leaves more rows.
 LEAST_ROWS, MOST_ROWS, MOST_NUMBERS = 64, 512, 2**19

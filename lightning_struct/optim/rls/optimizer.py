@@ -21,7 +21,6 @@ from lightning_struct.optim.rls.all_weights import (
     mark_as_stepped,
     mean_inputs,
 )
-from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
 from lightning_struct.optim.rls.memory import check_memory, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
@@ -88,9 +87,9 @@ class RLS(torch.optim.Optimizer):
             layers that RLS trains, only the step is scaled; their gradients stay as they are.
         max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
             the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a
-            layer that steps alone. If several weights step together, each also changes by at most a twentieth of its
-            norm. See :mod:`~lightning_struct.optim.rls.gain_limit`. None: the paper's steps, which are not bounded and
-            need inputs in [0, 1], or clipping.
+            layer that steps alone. If several weights step together, their steps are then three times as long, but
+            change each weight by at most a twentieth of its norm. See :mod:`~lightning_struct.optim.rls.gain_limit`.
+            None: the paper's steps, which are not bounded and need inputs in [0, 1], or clipping.
         interval: P is updated once in this many steps, by as much as in all of them.
         form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, see
             :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``: d numbers. None:
@@ -295,10 +294,10 @@ class RLS(torch.optim.Optimizer):
             self._membership.check_parameters()
         coefficient = clip_coefficient(self.module, _gradients(self.param_groups), means, self.max_grad_norm, states)
         limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
-        changes_at_most = LARGEST_CHANGE if self.max_gain is not None and len(means) > 1 else None
+        together = self.max_gain is not None and len(means) > 1
         for weight, mean in means.items():
             state, group, limit = self._state_of(weight), group_of[weight], limits.get(weight)
-            weight.step_(state, mean, group, clip=coefficient, limit=limit, changes_at_most=changes_at_most)
+            weight.step_(state, mean, group, clip=coefficient, limit=limit, together=together)
         mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
         forget_statistics(self._weights)
         return coefficient

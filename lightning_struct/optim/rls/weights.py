@@ -22,7 +22,7 @@ from lightning_struct.functional.recursive_least_squares import (
     gain,
 )
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
-from lightning_struct.optim.rls.gain_limit import Gain, GainLimit, sample_rows
+from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE, TOGETHER, Gain, GainLimit, sample_rows
 from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Bias, Statistics, Use
 
 InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
@@ -225,7 +225,7 @@ class TrainedWeight:
         *,
         clip: float | Tensor,
         limit: GainLimit | None = None,
-        changes_at_most: float | None = None,
+        together: bool = False,
     ) -> None:
         """θ ← (1 - lr·δ) θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
@@ -236,7 +236,7 @@ class TrainedWeight:
                 multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
             clip: the coefficient of clipping.
             limit: of the gain; None where it is small for sure.
-            changes_at_most: bound on the norm of the step, as a share of that of the weight; see :mod:`.gain_limit`.
+            together: other weights step, too, and the change is bounded; see :mod:`.gain_limit`.
         """
         ratio, scale, lr, momentum = group["ratio"], group["gradient_scale"], group["lr"], group["momentum"]
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
@@ -250,7 +250,7 @@ class TrainedWeight:
         rate = scale / h  # η/h
         if limit is not None:
             rate = rate * limit.coefficient(h, scale)
-        rate = rate * lr * clip
+        rate = rate * lr * clip * (TOGETHER if together else 1.0)
         features = self._features(self.parameter.detach()).to(self.dtype)
         constants = self._constants([bias.parameter for bias in self.biases])
         if self.parameter.grad is None:
@@ -259,9 +259,9 @@ class TrainedWeight:
             features.mul_(1 - decay)
             constants.mul_(1 - decay)
         most = None
-        if changes_at_most is not None:  # lr multiplies what the bounds leave
+        if together:  # lr multiplies what the bounds leave
             norm = get_total_norm([features, constants]).clamp(min=self.first_norm)
-            most = (1 - momentum) * lr * changes_at_most * norm
+            most = (1 - momentum) * lr * LARGEST_CHANGE * norm
         if momentum:
             if "velocity" not in state:
                 state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]

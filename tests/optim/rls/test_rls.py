@@ -242,9 +242,10 @@ def test_gradient_scale_by_module_name() -> None:
 
 def test_schedulers_act_on_the_gradient_scale_and_on_the_auxiliary_optimizer() -> None:
     module, reference = mixed(), mixed()
-    optimizer = RLS(module, gradient_scale=0.8, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    options = {"gradient_scale": 0.8, "max_gain": None, "auxiliary": partial(torch.optim.SGD, lr=0.1)}
+    optimizer = RLS(module, **options)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-    halved = RLS(reference, gradient_scale=0.8, auxiliary=partial(torch.optim.SGD, lr=0.1))
+    halved = RLS(reference, **options)
     for step in range(3):
         for model, trained in ((module, optimizer), (reference, halved)):
             trained.zero_grad()

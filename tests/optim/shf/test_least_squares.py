@@ -515,7 +515,7 @@ def test_autocast_is_for_the_module_and_not_for_the_solver(solver: str) -> None:
             for _ in range(3):
                 optimizer.step(inputs=x)
         weights.append(flat(trainable(module)).clone())
-    assert torch.equal(*weights)
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-4)  # not the last bits: bfloat16 has errors of a hundredth
 
 
 @pytest.mark.parametrize("solver", ["exact", "lsmr"])

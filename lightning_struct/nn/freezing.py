@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import Tensor
+
 from lightning_struct.nn.hooks import copy_hooks
 from lightning_struct.nn.selection import Model
 from lightning_struct.nn.structured import StructuredLinear
@@ -14,7 +16,8 @@ def freeze(model: Model, *, dense: bool = False) -> Model:
     """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
 
     Each becomes a :class:`~lightning_struct.nn.FrozenLinear`. ``torch.export.export`` takes the copy, and
-    ``torch.onnx.export`` with ``dynamo=True``. Hooks of the layers are copied with them.
+    ``torch.onnx.export`` with ``dynamo=True``. Hooks of the layers are copied with them, and tensors that the
+    model has kept from a computation without their history.
 
     Args:
         model: stays as it is.
@@ -41,6 +44,9 @@ def freeze(model: Model, *, dense: bool = False) -> Model:
     frozen = [layer.freeze(dense=dense).train(layer.training) for layer in structured]
     # What is in the second argument counts as copied already.
     copied: dict[int, Any] = {id(layer): new for layer, new in zip(structured, frozen, strict=True)}
+    for module in model.modules():  # tensors of a computation, which torch does not copy with their history
+        kept = [value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
+        copied.update({id(tensor): tensor.detach().clone() for tensor in kept})
     result = copy.deepcopy(model, copied)
     for layer, new in zip(structured, frozen, strict=True):
         copy_hooks(new, layer, copied)

@@ -57,6 +57,14 @@ def has_state_hooks(layer: nn.Module) -> bool:
     return any(not _makes_weight(getattr(hook, "hook", hook)) for hook in _hooks_of_state(layer))
 
 
+def weight_makers(layer: nn.Module) -> list[str]:
+    """What of torch.nn.utils makes the weights of a layer, such as a norm or a mask: names of classes."""
+    parametrizations: Any = layer._modules.get("parametrizations") or nn.ModuleDict()
+    by_parametrization = [type(maker).__name__ for makers in parametrizations.values() for maker in makers]
+    by_hook = [type(hook).__name__ for hook in layer._forward_pre_hooks.values() if _makes_weight(hook)]
+    return [name.lstrip("_") for name in dict.fromkeys(by_parametrization + by_hook)]
+
+
 def _hooks_of_state(layer: nn.Module) -> Iterator[Any]:
     for name in _OF_STATE:
         hooks: Mapping[int, Any] = getattr(layer, name)

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
-from lightning_struct.nn.hooks import has_state_hooks, take_hooks
+from lightning_struct.nn.hooks import has_state_hooks, take_hooks, weight_makers
 from lightning_struct.nn.report import as_text, note_left, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
@@ -52,9 +52,10 @@ def replace_linear(
     is used in several places is replaced by one layer in all of them. Replacements are logged at level INFO, and
     :func:`replacement_report` lists them, and the layers that were left.
 
-    Warnings name layers with hooks of ``state_dict`` and ``load_state_dict``, which are not carried over; replaced
-    layers that shared a weight with another module, such as an embedding, or with each other, and no longer do; and
-    layers that were frozen and now have random weights.
+    Warnings name layers with hooks of ``state_dict`` and ``load_state_dict``, and layers whose weight is normalised,
+    pruned or parametrized by ``torch.nn.utils``: neither is carried over. They also name replaced layers that shared a
+    weight with another module, such as an embedding, or with each other, and no longer do; and layers that were frozen
+    and now have random weights.
 
     Args:
         model: searched with everything below it. If it is an ``nn.Linear`` itself, the new layer is returned.
@@ -110,8 +111,11 @@ def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
     """
     _warn_of_ties(model, [name for name, _ in places])
     for name, _ in places:
-        if has_state_hooks(model.get_submodule(name)):
+        replaced = model.get_submodule(name)
+        if has_state_hooks(replaced):
             _log.warning("%s had hooks of state_dict or load_state_dict, which what replaces it has not", name)
+        if makers := weight_makers(replaced):
+            _log.warning("%s had its weight made by %s, which what replaces it has not", name, " and ".join(makers))
     set_modules(model, places)
     itself = next((module for name, module in places if not name), model)
     return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same

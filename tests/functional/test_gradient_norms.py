@@ -24,6 +24,7 @@ from lightning_struct.functional import (
     register_layer,
     required_batch_size,
 )
+from lightning_struct.nn import LDRSubdiagonal
 from tests.cases import gaussian
 
 
@@ -486,6 +487,12 @@ def test_a_layer_without_a_rule_is_run_again_and_named_once() -> None:
             loss_of(module(inputs)).backward()
     total = sum(norms.squared_norms[0] for norms in recorder.results())
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nobody_is_asked_to_declare_a_structured_layer() -> None:
+    module, inputs = nn.Sequential(LDRSubdiagonal(3, 3), nn.Tanh(), Scaling()).double(), gaussian(5, 3, seed=1)
+    with GradientNormRecorder(module), pytest.warns(UserWarning, match=r"takes longer: 2 \(Scaling\)$"):
+        loss_of(module(inputs)).backward()
 
 
 class TiedHead(nn.Module):

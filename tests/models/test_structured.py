@@ -73,20 +73,21 @@ def test_counts_of_classes_without_operators_are_those_of_table_3(channels, rank
 
 SMALL = partial(LowRank, rank=2, bias=False)
 NETWORKS = {
-    "single hidden layer": (single_hidden_layer(36, 3), (36,)),
-    "lenet on flat images": (lenet(8, 1, 3), (64,)),
-    "lenet on coloured images": (lenet(8, 3, 3), (3, 8, 8)),
-    "convolution": (convolution_and_layer(2, False, 5, 3, 6), (3, 6, 6)),
-    "convolution and pooling": (convolution_and_layer(2, True, 5, 3, 6), (3, 6, 6)),
-    "matrix": (structured_in_place_of_convolution(SMALL, SMALL, False, 5, 3, 4), (3, 4, 4)),
-    "matrices between channels": (structured_in_place_of_convolution(SMALL, SMALL, True, 5, 3, 4), (3, 4, 4)),
+    "single hidden layer": (lambda: single_hidden_layer(36, 3), (36,)),
+    "lenet on flat images": (lambda: lenet(8, 1, 3), (64,)),
+    "lenet on coloured images": (lambda: lenet(8, 3, 3), (3, 8, 8)),
+    "convolution": (lambda: convolution_and_layer(2, False, 5, 3, 6), (3, 6, 6)),
+    "convolution and pooling": (lambda: convolution_and_layer(2, True, 5, 3, 6), (3, 6, 6)),
+    "matrix": (lambda: structured_in_place_of_convolution(SMALL, SMALL, False, 5, 3, 4), (3, 4, 4)),
+    "matrices between channels": (lambda: structured_in_place_of_convolution(SMALL, SMALL, True, 5, 3, 4), (3, 4, 4)),
 }
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_network_makes_logits_and_all_of_it_is_trained(name):
-    network, shape = NETWORKS[name]
-    network.zero_grad()
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    network = make()
     outputs = network(torch.randn(7, *shape, generator=torch.Generator().manual_seed(0)))
     outputs.square().sum().backward()
     assert outputs.shape == (7, 3) and all(parameter.grad.any() for parameter in network.parameters())

@@ -3,8 +3,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.utils.prune
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from lightning_struct.functional import register_layer, unregister_layer
 from lightning_struct.nn import (
@@ -349,7 +349,7 @@ def test_frozen_copy_has_copies_of_the_hooks():
     handle = model[0].register_forward_hook(lambda *_: seen.append("forward"))
     model[0].register_forward_pre_hook(lambda *_, **__: seen.append("before"), with_kwargs=True)
     model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
-    nn.utils.prune.l1_unstructured(model[1], "G", 2)
+    prune.l1_unstructured(model[1], "G", 2)
     frozen, x = freeze(model), torch.randn(3, 6, requires_grad=True)
     assert not frozen[1]._forward_pre_hooks and len(model[1]._forward_pre_hooks) == 1
     handle.remove()
@@ -369,7 +369,7 @@ def test_frozen_copy_has_copies_of_the_hooks():
     ],
 )
 def test_hooks_of_state_are_named_where_they_go(register, caplog):
-    model = nn.Sequential(nn.Linear(6, 5), nn.utils.spectral_norm(nn.Linear(5, 5)))
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5))
     getattr(model[0], register)(lambda *_: None)
     with caplog.at_level(logging.WARNING, "lightning_struct"):
         replace_linear(model, FACTORY)
@@ -378,21 +378,45 @@ def test_hooks_of_state_are_named_where_they_go(register, caplog):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    ("change", "made_by"),
+    [
+        (nn.utils.spectral_norm, "SpectralNorm"),
+        (nn.utils.weight_norm, "WeightNorm"),
+        (partial(prune.l1_unstructured, name="weight", amount=0.5), "L1Unstructured"),
+        (parametrizations.spectral_norm, "SpectralNorm"),
+        (parametrizations.orthogonal, "Orthogonal"),
+    ],
+)
+def test_what_makes_a_weight_is_named_where_it_goes(change, made_by, caplog):
+    model = nn.Sequential(nn.Linear(6, 5), change(nn.Linear(5, 5)))
+    with caplog.at_level(logging.WARNING, "lightning_struct"):
+        replace_linear(model, FACTORY)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"1 had its weight made by {made_by}, which what replaces it has not"
+    ]
+
+
+def test_frozen_copy_has_the_values_of_kept_activations():
+    model = nn.Sequential(LowRank(6, 5))
+    model.latest = model(torch.randn(2, 6))
+    assert torch.equal(freeze(model).latest, model.latest) and model.latest.requires_grad
+
+
 @pytest.mark.parametrize(
     "make_weight",
     [
-        lambda linear: nn.utils.prune.l1_unstructured(linear, "weight", 3),
+        lambda linear: prune.l1_unstructured(linear, "weight", 3),
         lambda linear: nn.utils.parametrizations.weight_norm(linear),
         lambda linear: nn.utils.parametrizations.spectral_norm(linear),
     ],
 )
-def test_linear_whose_weight_is_made_of_others_is_replaced_near_to_it(make_weight, caplog):
+def test_linear_whose_weight_is_made_of_others_is_replaced_near_to_it(make_weight):
     torch.manual_seed(0)
     linear = make_weight(nn.Linear(6, 5)).eval()
     weight = linear.weight.detach().clone()
-    with caplog.at_level(logging.WARNING, "lightning_struct"):
-        (layer,) = replace_linear(nn.Sequential(linear), exactly)
-    assert not caplog.records
+    (layer,) = replace_linear(nn.Sequential(linear), exactly)
     torch.testing.assert_close(layer.to_dense(), weight)
     assert layer(torch.randn(2, 6)).shape == (2, 5)
 

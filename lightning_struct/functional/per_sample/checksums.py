@@ -61,7 +61,7 @@ def checksums(parameter: nn.Parameter, measured: Tensor, squared_norms: Sequence
         projected = torch.linalg.vecdot(left[:, gradient.indices()[0]] @ gradient.values(), right)
         norm = torch.linalg.vector_norm(gradient.values())
     else:
-        projected = torch.linalg.vecdot(left @ gradient.reshape(left.shape[1], -1), right)
+        projected = torch.linalg.vecdot(left @ gradient.reshape(left.shape[1], right.shape[1]), right)
         norm = torch.linalg.vector_norm(gradient)
     spread = torch.stack([norms.sum() for norms in squared_norms]).sum().sqrt()
     scale = torch.maximum(norm, 0.1 * spread.to(norm.dtype))

@@ -140,7 +140,7 @@ class Dense(Contribution):
         return at_least_float32(self.gradients).sum(0)
 
     def projections(self, left: Tensor, right: Tensor) -> Tensor:
-        return torch.linalg.vecdot(left @ self.total().reshape(left.shape[1], -1), right)
+        return torch.linalg.vecdot(left @ self.total().reshape(left.shape[1], right.shape[1]), right)
 
 
 @dataclass(frozen=True, eq=False)

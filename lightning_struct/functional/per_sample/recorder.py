@@ -167,7 +167,7 @@ class GradientNormRecorder:
             if not parameters:
                 continue
             self._layers[layer] = parameters
-            if not has_rule(layer):
+            if not has_rule(layer) and not _is_of_this_package(layer):
                 self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
             with self._excused(parameters.values()):  # a ScriptModule takes no hooks
                 self._hook(layer)
@@ -542,3 +542,8 @@ class _Measured:
     squared_norms: list[Tensor] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
     checksum: Tensor | None = None
+
+
+def _is_of_this_package(layer: nn.Module) -> bool:
+    """Whether a layer without a rule is one of ours: no user is asked to declare those."""
+    return type(layer).__module__.partition(".")[0] == __name__.partition(".")[0]

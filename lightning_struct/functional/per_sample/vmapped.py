@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,26 +34,27 @@ class CannotRunAgain(Uncovered):
 def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
     """Each sample's share by one vector-Jacobian product with respect to the layer's own parameters.
 
-    Every tensor among the arguments whose first dimension has n entries is taken to hold one for each sample, any other
-    to be common to all.
+    The samples are sought in the outputs as :func:`~.rules.contributions` does in inputs: in the first dimension, in
+    the second, and as consecutive rows of the first. Every tensor among the arguments that has as many entries in that
+    dimension is taken to hold those of the samples, any other to be common to all.
     """
-    layer, cotangents, admissible = call.layer, call.cotangents, admissible_sizes(call.samples)
+    layer, cotangents = call.layer, call.cotangents
     params = {f"layer.{name}": p.detach() for name, p in owned_parameters(layer).items() if p.requires_grad}
     recorded = tensors_in(call.outputs)
     reached = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
-    sizes = {recorded[i].shape[0] if recorded[i].ndim else 0 for i in reached}
-    n = sizes.pop()
-    if sizes or not n or (admissible is not None and n not in admissible):
-        shapes = ", ".join(str(tuple(recorded[i].shape)) for i in reached)
-        raise Uncovered(f"it has no rule, and its outputs, of shape {shapes}, have no first dimension of samples")
+    place = _place_of_samples([recorded[i] for i in reached], call)
+    n, dimension = place.samples, place.dimension
     numbers = sum(p.numel() for p in params.values())
     if n * numbers > _NUMBERS_AT_MOST:
         raise Uncovered(f"it has no rule, and its gradients of {n} samples are {n * numbers} numbers")
 
     mapped: list[Tensor] = []
-    template = _without_mapped((call.args, dict(call.kwargs)), n, mapped)
+    template = _without_mapped((call.args, dict(call.kwargs)), place, mapped)
     if not mapped:
-        raise Uncovered(f"it has no rule, and nothing that it read has a first dimension of {n} samples")
+        raise Uncovered(
+            f"it has no rule, and nothing that it read has {n * place.rows} entries in dimension {dimension}, as its "
+            f"outputs have for {n} samples"
+        )
     bare = _Bare(layer)
     buffers = {name: buffer.clone() for name, buffer in bare.named_buffers()}
 
@@ -64,24 +66,64 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
             return [results[i] for i in reached]
 
         results, pull_back = vjp(outputs_at, params)  # type: ignore[misc]
-        (gradients,) = pull_back([delta[None].to(result.dtype) for delta, result in zip(deltas, results, strict=True)])
+        (gradients,) = pull_back([delta.to(result.dtype) for delta, result in zip(deltas, results, strict=True)])
         return gradients, results
 
-    deltas = [cotangent for cotangent in cotangents if cotangent is not None]
+    deltas = [place.parted(cotangent) for cotangent in cotangents if cotangent is not None]
     chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     try:
         with _attributes_kept(layer), warnings.catch_warnings():
             # torch asks whoever reads it for an issue; that this takes longer is said by the recorder
             warnings.filterwarnings("ignore", "There is a performance drop")
-            gradients, results = vmap(one_sample, chunk_size=chunk_size)([t.detach() for t in mapped], deltas)
+            gradients, results = vmap(one_sample, in_dims=dimension, chunk_size=chunk_size)(
+                [place.parted(tensor.detach()) for tensor in mapped], deltas
+            )
     except Exception as error:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         if "randomness" in reason:  # torch names arguments of vmap, which nobody here can give
             raise CannotRunAgain("it has no rule, and it draws random numbers, as by dropout") from error
         raise CannotRunAgain(f"it has no rule, and torch.func cannot run it: {reason}") from error
     for i, result in zip(reached, results, strict=True):
-        _check_same(recorded[i], result.flatten(0, 1))
+        _check_same(recorded[i], result.movedim(0, dimension).flatten(dimension, dimension + 1))
     return {name.removeprefix("layer."): Dense(gradient) for name, gradient in gradients.items()}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the n samples are in a tensor: their ``dimension``, in which each has so many consecutive ``rows``."""
+
+    samples: int
+    dimension: int = 0
+    rows: int = 1
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has as many entries in that dimension."""
+        return tensor.ndim > self.dimension and tensor.shape[self.dimension] == self.samples * self.rows
+
+    def parted(self, tensor: Tensor) -> Tensor:
+        """(..., n, rows, ...) of (..., n * rows, ...)."""
+        return tensor.unflatten(self.dimension, (self.samples, self.rows))
+
+
+def _place_of_samples(outputs: Sequence[Tensor], call: LayerCall) -> _Place:
+    """The place of the samples, the same in all outputs of a call.
+
+    Raises:
+        Uncovered: there is none, or the rows of a sample need not be consecutive.
+    """
+    admissible = admissible_sizes(call.samples)
+    first, second = ({output.shape[k] if output.ndim > k else 0 for output in outputs} for k in (0, 1))
+    if len(first) == 1 and (size := min(first)) and (admissible is None or size in admissible):
+        return _Place(size)
+    if admissible is not None and len(second) == 1 and (size := min(second)) in admissible:
+        return _Place(size, dimension=1)
+    if admissible is not None and len(admissible) == 1 and len(first) == 1 and first.isdisjoint(call.rows):
+        rows, rest = divmod(min(first), admissible[0])
+        if rows and not rest:
+            return _Place(admissible[0], rows=rows)
+    shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
+    number = "" if admissible is None else f" of {' or '.join(map(str, admissible))} samples"
+    raise Uncovered(f"it has no rule, and its outputs, of shape {shapes}, have no dimension{number}")
 
 
 def _check_same(recorded: Tensor, computed: Tensor) -> None:
@@ -117,17 +159,17 @@ def _attributes_kept(layer: nn.Module) -> Iterator[None]:
 
 
 class _Mapped:
-    """The place of a tensor that has one entry for each sample."""
+    """Stands for a tensor that has entries of the samples."""
 
 
-def _without_mapped(value: Any, samples: int, mapped: list[Tensor]) -> Any:
-    if isinstance(value, Tensor) and value.ndim and value.shape[0] == samples:
+def _without_mapped(value: Any, place: _Place, mapped: list[Tensor]) -> Any:
+    if isinstance(value, Tensor) and place.holds(value):
         mapped.append(value)
         return _Mapped()
-    return map_items(lambda item: _without_mapped(item, samples, mapped), value)
+    return map_items(lambda item: _without_mapped(item, place, mapped), value)
 
 
 def _with_mapped(value: Any, entries: Iterator[Tensor]) -> Any:
     if isinstance(value, _Mapped):
-        return next(entries)[None]
+        return next(entries)
     return map_items(lambda item: _with_mapped(item, entries), value)

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GrowingBatchSize, LDRSubdiagonal
+from lightning_struct.nn import StructuredLSTM
 from tests.strategies.helpers import make_trainer
 
 SAMPLES, FIRST, MOST = 40, 4, 16
@@ -178,6 +179,19 @@ class DemoTransformer(LightningTransformer):
 def transformer_losses(module, batch):
     inputs, targets = batch
     return F.nll_loss(module(inputs, targets), targets.flatten(), reduction="none").view(targets.shape).mean(1)
+
+
+class StructuredRecurrence(nn.Module):
+    """Reads the numbers of a sample one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = StructuredLSTM(1, 4, LDRSubdiagonal, batch_first=True)
+        self.output = nn.Linear(4, 2)
+
+    def forward(self, x):
+        outputs, _ = self.lstm(x.unsqueeze(-1))
+        return self.output(outputs[:, -1])
 
 
 class Manual(Regressor):
@@ -361,6 +375,7 @@ PROJECTS = {
     "dropout": lambda: Project(
         Regressor(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))), losses=squared_errors
     ),
+    "structured LSTM": lambda: Project(Regressor(StructuredRecurrence()), losses=squared_errors),
     "manual optimization": lambda: Project(Manual(), losses=squared_errors),
     "loss.backward()": lambda: Project(PlainBackward(), losses=squared_errors),
     "frozen backbone": lambda: Project(Frozen(), losses=squared_errors),

@@ -14,6 +14,7 @@ from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_i
 from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import Uncovered
 from lightning_struct.functional.per_sample.rules import contributions, has_rule
+from lightning_struct.nn import LDRSubdiagonal
 from tests.functional.test_recognition import ChannelScale
 
 
@@ -305,6 +306,40 @@ def test_the_shares_of_a_layer_without_a_rule(make: Callable[[], nn.Module], inp
     layer = made(make)
     assert not has_rule(layer)
     assert_shares_are_right(layer, *inputs)
+
+
+def test_a_parameter_without_entries_has_shares_without_entries() -> None:
+    layer = made(lambda: LDRSubdiagonal(1, 4))
+    assert layer.subdiagonal_b.shape == (0,)
+    assert_shares_are_right(layer, gaussian(5, 1))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "samples", "sample_dimension", "rows"),
+    [
+        ((gaussian(2, 5, 3), gaussian(2, 5, 1)), 5, 1, 1),
+        ((gaussian(2, 5, 3), gaussian(3)), {4, 5}, 1, 1),
+        ((gaussian(10, 3), gaussian(10, 1)), 5, 0, 2),
+        ((gaussian(10, 2, 3), gaussian(3)), 5, 0, 2),
+    ],
+    ids=["sequence first", "sequence first, common input", "rows", "rows of positions, common input"],
+)
+def test_the_samples_of_a_layer_without_a_rule_are_sought_as_with_a_rule(
+    inputs: tuple[Tensor, ...], samples: Samples, sample_dimension: int, rows: int
+) -> None:
+    assert_shares_are_right(made(Scale), *inputs, samples=samples, sample_dimension=sample_dimension, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "samples", "rows"), [((7, 3), 5, {}), ((7, 3), {4, 5}, {}), ((10, 3), 5, {10: integers(5, 10)})]
+)
+def test_a_layer_without_a_rule_whose_rows_are_of_unknown_samples_is_uncovered(
+    shape: tuple[int, ...], samples: Samples, rows: dict[int, Tensor]
+) -> None:
+    layer, inputs = made(Temperature), gaussian(*shape)
+    outputs = layer(inputs).detach()
+    with pytest.raises(Uncovered, match="samples"):
+        contributions(LayerCall(layer, (inputs,), {}, outputs, [torch.ones_like(outputs)], samples, rows))
 
 
 def test_a_subclass_with_the_forward_of_its_base_has_its_rule() -> None:

@@ -2,10 +2,9 @@
 
     python benchmarks/gradient_norms.py [--tasks autoencoder cnn transformer] [--threads 1] [--pairs 15]
 
-A training step is forward, backward and a step of Adam, float32. Measured are ours, in a bare loop
-(GradientNormRecorder, by sketches with 8 random signs and exact) and as the callback GrowingBatchSize in a Lightning
-fit (its own plain step is that of the same fit without it, at a batch size that is kept), and the ways of others to get
-the same numbers, each of which replaces the ordinary gradient by per-sample gradients or norms:
+A training step is forward, backward and a step of Adam, float32, in a bare loop. Measured are ours
+(GradientNormRecorder, by sketches with 8 random signs and exact), and the ways of others to get the same numbers, each
+of which replaces the ordinary gradient by per-sample gradients or norms:
 
     vmap(grad)                 torch.func, in torch itself
     Opacus GradSampleModule    pip install opacus
@@ -35,15 +34,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils.data import DataLoader, TensorDataset
 
 import harness
 from harness import Run
-from lightning_struct import GrowingBatchSize
 from lightning_struct.functional.gradient_norms import GradientNormRecorder
 from lightning_struct.models import mini_vgg
 
@@ -51,7 +47,6 @@ AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 WORDS, TOKENS = 2000, 35
 TASKS = ("autoencoder", "cnn", "transformer")
 LEARNING_RATE = 1e-3
-FIT_STEPS, FIRST_STEPS = 12, 4  # the callback checks itself in the first three steps of a fit, which are not counted
 Step = Callable[[], Tensor | None]
 
 
@@ -182,10 +177,9 @@ WAYS: dict[str, Callable[[Task, nn.Module, torch.optim.Optimizer], Step]] = {
     "BackPACK BatchL2Grad": partial(backpack, name="BatchL2Grad"),
     "BackPACK BatchGrad": partial(backpack, name="BatchGrad"),
 }
-CALLBACK = "callback GrowingBatchSize"
 
 
-def measure_bare(task: Task, way: str, pairs: int) -> Run:
+def measure(task: Task, way: str, pairs: int) -> Run:
     """Steps of two copies of the network, one plain and one measured, in turns."""
     networks = [task.network, copy.deepcopy(task.network)]
     optimizers = [torch.optim.Adam(network.parameters(), lr=LEARNING_RATE) for network in networks]
@@ -211,53 +205,6 @@ def measure_bare(task: Task, way: str, pairs: int) -> Run:
     return compare(*seconds) | {"mib": peak_mib() - base, "squared": squared.item()}
 
 
-def measure_callback(task: Task, pairs: int) -> Run:
-    """Short fits with and without the callback in turns; a pair are the medians of one fit each."""
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = task.network
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return task.loss_of(self.network, tuple(batch[:-1]), batch[-1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
-
-    class Clock(L.Callback):
-        """Times at which steps begin."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def on_train_batch_start(self, *_: object) -> None:
-            self.times.append(now())
-
-    class KeepsBatchSize(GrowingBatchSize):
-        """Measures and predicts, and stays where it is, so that both fits have the same batches."""
-
-        def decide(self, batch_size: float) -> float:
-            return batch_size
-
-    data = TensorDataset(*(torch.cat([part] * FIT_STEPS) for part in (*task.inputs, task.targets)))
-
-    def fit(callbacks: list[L.Callback]) -> float:
-        clock = Clock()
-        trainer = harness.bare_trainer(clock, *callbacks, max_epochs=1)
-        trainer.fit(Module(), DataLoader(data, batch_size=task.samples))
-        return statistics.median(b - a for a, b in pairwise(clock.times[FIRST_STEPS:]))
-
-    fit([])
-    base = peak_mib()
-    fit([KeepsBatchSize()])
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for pair in range(pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            seconds[which].append(fit([KeepsBatchSize()] if which else []))
-    return compare(*seconds) | {"mib": peak_mib() - base, "squared": None}
-
-
 def compare(plain: list[float], measured: list[float]) -> Run:
     ratios = sorted(b / a for a, b in zip(plain, measured, strict=True))
     quarter = len(ratios) // 4
@@ -281,7 +228,7 @@ def peak_mib() -> float:
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--ways", nargs="+", choices=(CALLBACK, *WAYS), default=[CALLBACK, *WAYS])
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -289,9 +236,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.way:
         task = make_task(options.tasks[0])
-        pairs = options.pairs
-        result = measure_callback(task, pairs) if options.way == CALLBACK else measure_bare(task, options.way, pairs)
-        print(json.dumps(result))
+        print(json.dumps(measure(task, options.way, options.pairs)))
         return
     print(harness.machine_line())
     print(f"float32, seed 0, {options.pairs} pairs of steps; ratio of the medians (quartiles of the ratios of pairs)")
@@ -310,7 +255,7 @@ def main() -> None:
                 f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})",
                 f"{found['mib']:.0f}",
                 f"{found['plain_ms']:.0f}",
-                "" if found["squared"] is None else f"{found['squared']:.5g}",
+                f"{found['squared']:.5g}",
             )
 
 

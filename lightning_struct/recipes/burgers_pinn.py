@@ -1,6 +1,6 @@
-"""Burgers' equation by a physics-informed network (Raissi, Perdikaris & Karniadakis). ::
+"""Burgers' equation by a physics-informed network (Raissi, Perdikaris & Karniadakis).
 
-python -m lightning_struct.recipes.burgers_pinn fit
+Run it by ``python -m lightning_struct.recipes.burgers_pinn fit``.
 """
 
 from collections.abc import Sequence

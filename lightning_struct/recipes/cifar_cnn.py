@@ -1,6 +1,6 @@
-"""Mini VGG on CIFAR-10: five convolutions, 1024-10 (Zhang et al., Revisiting recursive least squares, section VI-A). ::
+"""Mini VGG on CIFAR-10: five convolutions, 1024-10 (Zhang et al., Revisiting recursive least squares, section VI-A).
 
-python -m lightning_struct.recipes.cifar_cnn fit
+Run it by ``python -m lightning_struct.recipes.cifar_cnn fit``.
 """
 
 from collections.abc import Sequence

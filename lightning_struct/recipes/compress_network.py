@@ -1,7 +1,9 @@
-"""A small ResNet on CIFAR-10, or a character transformer, that is trained, compressed and trained on within one fit. ::
+"""A small ResNet on CIFAR-10, or a character transformer, that is trained, compressed and trained on within one fit.
 
-python -m lightning_struct.recipes.compress_network fit
-python -m lightning_struct.recipes.compress_network fit --config transformer --data.text_file=FILE
+Run it by one of
+
+- ``python -m lightning_struct.recipes.compress_network fit``
+- ``python -m lightning_struct.recipes.compress_network fit --config transformer --data.text_file=FILE``
 
 The goal is an option of the callback ``Compression``; how far another one goes, and what a loss is worth::
 

@@ -1,6 +1,6 @@
-"""Deep autoencoder of CURVES: 784-400-200-100-50-25-6 and back (Emirahmetoglu & Stewart, section 6). ::
+"""Deep autoencoder of CURVES: 784-400-200-100-50-25-6 and back (Emirahmetoglu & Stewart, section 6).
 
-python -m lightning_struct.recipes.curves_autoencoder fit
+Run it by ``python -m lightning_struct.recipes.curves_autoencoder fit``.
 """
 
 from collections.abc import Sequence

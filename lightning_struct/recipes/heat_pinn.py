@@ -1,7 +1,9 @@
-"""The heat equation in one dimension by a physics-informed network (Dangel, Müller & Zeinhofer). ::
+"""The heat equation in one dimension by a physics-informed network (Dangel, Müller & Zeinhofer).
 
-python -m lightning_struct.recipes.heat_pinn fit
-python -m lightning_struct.recipes.heat_pinn fit --model.hidden_sizes=[64,64,48,48]
+Run it by one of
+
+- ``python -m lightning_struct.recipes.heat_pinn fit``
+- ``python -m lightning_struct.recipes.heat_pinn fit --model.hidden_sizes=[64,64,48,48]``
 """
 
 from collections.abc import Sequence

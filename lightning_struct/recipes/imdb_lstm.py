@@ -1,6 +1,6 @@
-"""LSTM on IMDB: two layers of 512 units (Zhang et al., Revisiting recursive least squares, section VI-A). ::
+"""LSTM on IMDB: two layers of 512 units (Zhang et al., Revisiting recursive least squares, section VI-A).
 
-python -m lightning_struct.recipes.imdb_lstm fit
+Run it by ``python -m lightning_struct.recipes.imdb_lstm fit``.
 """
 
 from collections.abc import Sequence

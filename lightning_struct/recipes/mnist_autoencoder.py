@@ -1,6 +1,6 @@
-"""Deep autoencoder of MNIST: 784-1000-500-250-30 and back (Emirahmetoglu & Stewart, section 6). ::
+"""Deep autoencoder of MNIST: 784-1000-500-250-30 and back (Emirahmetoglu & Stewart, section 6).
 
-python -m lightning_struct.recipes.mnist_autoencoder fit
+Run it by ``python -m lightning_struct.recipes.mnist_autoencoder fit``.
 """
 
 from collections.abc import Sequence

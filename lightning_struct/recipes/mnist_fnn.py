@@ -1,6 +1,6 @@
-"""Fully connected classifier of MNIST: 784-512-10 (Zhang et al., Revisiting recursive least squares, section VI-A). ::
+"""Fully connected classifier of MNIST: 784-512-10 (Zhang et al., Revisiting recursive least squares, section VI-A).
 
-python -m lightning_struct.recipes.mnist_fnn fit
+Run it by ``python -m lightning_struct.recipes.mnist_fnn fit``.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Poisson's equation in two dimensions by a physics-informed network (Dangel, Müller & Zeinhofer). ::
+"""Poisson's equation in two dimensions by a physics-informed network (Dangel, Müller & Zeinhofer).
 
-python -m lightning_struct.recipes.poisson_pinn fit
+Run it by ``python -m lightning_struct.recipes.poisson_pinn fit``.
 
 Other dimensions and networks are options::
 

@@ -1,6 +1,6 @@
-"""Structured matrices in place of a convolution of CIFAR-10: Thomas et al., section 5.2 and Table 3. ::
+"""Structured matrices in place of a convolution of CIFAR-10: Thomas et al., section 5.2 and Table 3.
 
-python -m lightning_struct.recipes.structured_conv fit
+Run it by ``python -m lightning_struct.recipes.structured_conv fit``.
 
 Each config is a row of the table.
 """

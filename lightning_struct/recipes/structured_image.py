@@ -1,6 +1,6 @@
-"""Structured matrices in a hidden layer: images of Thomas et al., Appendix F.1 (Tables 1, 6 to 13). ::
+"""Structured matrices in a hidden layer: images of Thomas et al., Appendix F.1 (Tables 1, 6 to 13).
 
-python -m lightning_struct.recipes.structured_image fit
+Run it by ``python -m lightning_struct.recipes.structured_image fit``.
 
 The configs are one for each class of matrices, in a network with a single hidden layer of 784 units, on MNIST-bg-rot.
 Other data sets, ranks and rates are options::

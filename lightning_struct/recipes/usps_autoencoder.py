@@ -1,6 +1,6 @@
-"""Deep autoencoder of USPS: 256-400-200-100-50-25 and back (Emirahmetoglu & Stewart, section 6). ::
+"""Deep autoencoder of USPS: 256-400-200-100-50-25 and back (Emirahmetoglu & Stewart, section 6).
 
-python -m lightning_struct.recipes.usps_autoencoder fit
+Run it by ``python -m lightning_struct.recipes.usps_autoencoder fit``.
 """
 
 from collections.abc import Sequence

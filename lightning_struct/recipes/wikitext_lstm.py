@@ -1,7 +1,9 @@
-"""LSTM language model of WikiText-2 with structured input-hidden matrices: Thomas et al., Table 2 and Appendix F.2. ::
+"""LSTM language model of WikiText-2 with structured input-hidden matrices: Thomas et al., Table 2 and Appendix F.2.
 
-python -m lightning_struct.recipes.wikitext_lstm fit
-python -m lightning_struct.recipes.wikitext_lstm fit --data.text_file=FILE
+Run it by one of
+
+- ``python -m lightning_struct.recipes.wikitext_lstm fit``
+- ``python -m lightning_struct.recipes.wikitext_lstm fit --data.text_file=FILE``
 
 The budgets of the table are ``--model.layer.rank``: 1, 2, 4, 8, 16 and 24 for LDR-SD, one more for the classes
 without operators of their own: 2, 3, 5, 9, 17 and 25.

@@ -99,8 +99,8 @@ class GrowingBatchSize(Callback):
             gain, for SGD, which is always measured, also with ``theta`` or ``schedule``.
         estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"ranks"`` by differences between
             ranks and accumulated batches, ``"steps"`` by differences between consecutive steps; ``"auto"`` chooses.
-        max_overhead: share of the training time that measuring may take, in (0, 1]. The work in every step, some tens
-            of microseconds, is not included.
+        max_overhead: share of the training time that measuring may take, in (0, 1]. The work in every step, about a
+            tenth of a millisecond, is not included.
         max_device_batch_size: most samples of one forward pass on one device. Batches grow up to it; larger steps
             accumulate several batches of equal size, from the next step at which Lightning can change their number on
             (automatic optimization only).

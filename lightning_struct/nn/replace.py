@@ -111,11 +111,11 @@ def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
     """
     _warn_of_ties(model, [name for name, _ in places])
     for name, _ in places:
-        replaced = model.get_submodule(name)
+        replaced, shown = model.get_submodule(name), name or "the model"
         if has_state_hooks(replaced):
-            _log.warning("%s had hooks of state_dict or load_state_dict, which what replaces it has not", name)
+            _log.warning("%s had hooks of state_dict or load_state_dict, which what replaces it has not", shown)
         if makers := weight_makers(replaced):
-            _log.warning("%s had its weight made by %s, which what replaces it has not", name, " and ".join(makers))
+            _log.warning("%s had its weight made by %s, which what replaces it has not", shown, " and ".join(makers))
     set_modules(model, places)
     itself = next((module for name, module in places if not name), model)
     return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same

@@ -369,12 +369,13 @@ def test_frozen_copy_has_copies_of_the_hooks():
     ],
 )
 def test_hooks_of_state_are_named_where_they_go(register, caplog):
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5))
+    model = nn.Sequential(nn.Linear(6, 5), nn.utils.spectral_norm(nn.Linear(5, 5)))
     getattr(model[0], register)(lambda *_: None)
     with caplog.at_level(logging.WARNING, "lightning_struct"):
         replace_linear(model, FACTORY)
     assert [record.getMessage() for record in caplog.records] == [
-        "0 had hooks of state_dict or load_state_dict, which what replaces it has not"
+        "0 had hooks of state_dict or load_state_dict, which what replaces it has not",
+        "1 had its weight made by SpectralNorm, which what replaces it has not",
     ]
 
 
@@ -412,11 +413,14 @@ def test_frozen_copy_has_the_values_of_kept_activations():
         lambda linear: nn.utils.parametrizations.spectral_norm(linear),
     ],
 )
-def test_linear_whose_weight_is_made_of_others_is_replaced_near_to_it(make_weight):
+def test_linear_whose_weight_is_made_of_others_is_replaced_near_to_it(make_weight, caplog):
     torch.manual_seed(0)
     linear = make_weight(nn.Linear(6, 5)).eval()
     weight = linear.weight.detach().clone()
-    (layer,) = replace_linear(nn.Sequential(linear), exactly)
+    with caplog.at_level(logging.WARNING, "lightning_struct"):
+        (layer,) = replace_linear(nn.Sequential(linear), exactly)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("0 had its weight made by ")
     torch.testing.assert_close(layer.to_dense(), weight)
     assert layer(torch.randn(2, 6)).shape == (2, 5)
 

@@ -122,8 +122,8 @@ def _place_of_samples(outputs: Sequence[Tensor], call: LayerCall) -> _Place:
         if rows and not rest:
             return _Place(admissible[0], rows=rows)
     shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
-    number = "" if admissible is None else f" of {' or '.join(map(str, admissible))} samples"
-    raise Uncovered(f"it has no rule, and its outputs, of shape {shapes}, have no dimension{number}")
+    number = "" if admissible is None else f"{' or '.join(map(str, admissible))} "
+    raise Uncovered(f"it has no rule, and its outputs, of shape {shapes}, have no dimension of {number}samples")
 
 
 def _check_same(recorded: Tensor, computed: Tensor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from torch import nn
@@ -99,23 +100,22 @@ def replace_linear(
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
             f"other types to be linear{as_text(reasons_for_left(model))}"
         )
-    if not is_from_linear(factory):
-        _warn_of_frozen(places)
+    if not is_from_linear(factory) and (frozen := _names_of_frozen(places)):
+        warnings.warn(
+            f"{', '.join(frozen)}: frozen weights were replaced by random ones, which stay frozen. Leave such layers "
+            "out by exclude=..., or begin near to their weights by the from_linear of a class",
+            stacklevel=2,
+        )
     return put_in_place(model, places)
 
 
 def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
     """The model with modules at places, by their names; the one without a name in place of the model itself.
 
-    What is lost by that is logged.
+    Warnings say what is lost by that.
     """
-    _warn_of_ties(model, [name for name, _ in places])
-    for name, _ in places:
-        replaced, shown = model.get_submodule(name), name or "the model"
-        if has_state_hooks(replaced):
-            _log.warning("%s had hooks of state_dict or load_state_dict, which what replaces it has not", shown)
-        if makers := weight_makers(replaced):
-            _log.warning("%s had its weight made by %s, which what replaces it has not", shown, " and ".join(makers))
+    for message in [*_lost_ties(model, [name for name, _ in places]), *_lost_of_layers(model, places)]:
+        warnings.warn(message, stacklevel=3)  # where the function was called that calls this one
     set_modules(model, places)
     itself = next((module for name, module in places if not name), model)
     return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same
@@ -176,8 +176,18 @@ def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selectio
     return new
 
 
-def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
-    """Log the modules that share a weight with a replaced layer, such as an embedding."""
+def _lost_of_layers(model: nn.Module, places: list[tuple[str, nn.Module]]) -> Iterator[str]:
+    """What replaced layers had besides their weights and their hooks."""
+    for name, _ in places:
+        replaced, shown = model.get_submodule(name), name or "the model"
+        if has_state_hooks(replaced):
+            yield f"{shown}: hooks of state_dict and load_state_dict are not carried over to the new layer"
+        if makers := weight_makers(replaced):
+            yield f"{shown}: {' and '.join(makers)} of its weight is not carried over to the new layer"
+
+
+def _lost_ties(model: nn.Module, replaced: list[str]) -> Iterator[str]:
+    """Modules that share a weight with a replaced layer, such as an embedding."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -185,20 +195,14 @@ def _warn_of_ties(model: nn.Module, replaced: list[str]) -> None:
         gone = [name for name in tied if name in replaced]
         kept = [name for name in tied if name not in replaced]
         if gone and kept:
-            _log.warning("%s had its weight together with %s, and no longer has", ", ".join(gone), ", ".join(kept))
+            yield f"{', '.join(gone)}: the weight is no longer shared with {', '.join(kept)}"
         elif len({model.get_submodule(name) for name in gone}) > 1:
-            _log.warning("%s had one weight together, and no longer have", " and ".join(gone))
+            yield f"{' and '.join(gone)} no longer share one weight"
 
 
-def _warn_of_frozen(places: list[tuple[str, nn.Module]]) -> None:
-    """Name the layers whose trained weights are lost and not trained anew."""
-    frozen = [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
-    if frozen:
-        _log.warning(
-            "%s had frozen weights, in place of which are random ones now that are frozen, too: leave such layers out "
-            "by exclude=..., or begin near to their weights by the from_linear of a class",
-            ", ".join(frozen),
-        )
+def _names_of_frozen(places: list[tuple[str, nn.Module]]) -> list[str]:
+    """The layers whose trained weights are lost and not trained anew."""
+    return [name or "the model" for name, layer in places if not any(p.requires_grad for p in layer.parameters())]
 
 
 def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Module:

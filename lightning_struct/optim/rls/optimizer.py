@@ -14,6 +14,7 @@ from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
+from lightning_struct.optim.messages import tell
 from lightning_struct.optim.rls.all_weights import (
     clip_coefficient,
     forget_statistics,
@@ -173,7 +174,7 @@ class RLS(torch.optim.Optimizer):
         self._membership = membership
         self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
         self._recorder.attach()
-        _log.info(inverses.in_words(self._weights))
+        tell(_log, inverses.in_words(self._weights))
 
     @classmethod
     def exact(

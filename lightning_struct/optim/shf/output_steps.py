@@ -16,6 +16,7 @@ from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
 from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError, derivative_error
 from lightning_struct.functional.randomness import seeded
+from lightning_struct.optim.messages import tell
 from lightning_struct.optim.shf.batch_model import BatchModel, updates_buffers
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
 from lightning_struct.optim.shf.complete_settings import check_settings_of_outputs
@@ -243,10 +244,11 @@ class OutputSteps:
             s, (smallest, largest) = self.settings, self.settings.damping_bounds
             steps = "step" if s.factor_interval == 1 else f"{s.factor_interval} steps"
             factors = f" (every {steps})" if self.kronecker is not None else ""
-            _log.info(
+            tell(
+                _log,
                 f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
                 f"{model.linearization.backend!r}, damping={first:.3g} in [{smallest:.2g}, {largest:.2g}] "
-                f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}"
+                f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}",
             )
 
     def _preconditioner_of(self, now: StepState, model: BatchModel) -> StepPreconditioner:

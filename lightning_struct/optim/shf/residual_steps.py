@@ -17,6 +17,7 @@ from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.messages import tell
 from lightning_struct.optim.shf.batch_model import updates_buffers
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
@@ -153,9 +154,10 @@ class ResidualSteps:
         else:
             group["warm_start"] = self.settings.grown_warm_start(group["warm_start"])
         if memory["steps"] == 0 and rank() == 0:
-            _log.info(
+            tell(
+                _log,
                 f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
-                f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}"
+                f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}",
             )
         now.damping = update.damping
         now.memory = {

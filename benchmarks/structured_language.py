@@ -20,7 +20,7 @@ from harness import Run
 from lightning_struct.data import TextCorpusDataModule
 from lightning_struct.data.text_corpus import Corpus
 from lightning_struct.models import LanguageModel
-from lightning_struct.models.structured import LayerFactory
+from lightning_struct.models.structured import LayerOfSizes
 from paper_tables import LANGUAGE_RANKS, TABLE_2, Way, paper_perplexity
 from structured_classes import RANKED, BestWeights, finished, title, ways_in
 
@@ -38,7 +38,7 @@ def train_language(way: Way, seed: int, data: TextCorpusDataModule, options: arg
     L.seed_everything(seed, verbose=False)
     name, rank = way
     init = "reference" if options.authors else "variance"
-    layer: LayerFactory = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init=init)
+    layer: LayerOfSizes = nn.Linear if rank is None else partial(RANKED[name], rank=rank, init=init)
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.25, patience=0, threshold=0.0)
     model = LanguageModel(
         data.vocabulary_size,

@@ -65,7 +65,7 @@ from lightning_struct.data import (
 )
 from lightning_struct.data.in_memory import BatchedTensorDataset, Splits, keep_batch
 from lightning_struct.models import Classifier, lenet, single_hidden_layer
-from lightning_struct.models.structured import LayerFactory
+from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.nn import PrunedLinear, reduced_hidden_units
 from paper_tables import DATA, Way, paper_accuracy
 from structured_classes import (
@@ -137,7 +137,7 @@ def make_network(way: Way, options: argparse.Namespace, sample: torch.Tensor, cl
     size = math.isqrt(sample.numel() // channels)
     features = size**2 if shl else 16 * (size // 4) ** 2
     hidden = None
-    layer: LayerFactory
+    layer: LayerOfSizes
     if name in RANKED:
         layer = partial(RANKED[name], rank=rank, bias=not shl)
     else:

@@ -13,7 +13,7 @@ from lightning_struct.recipes.catalogue import RECIPES, config_directory, config
 
 PROGRAM = "lightning-struct"
 DESCRIPTION = """\
-Lists the recipes: tasks of papers that can be run from the command line.
+Lists the recipes: tasks that can be run from the command line, most of them of papers.
 With the name of a recipe: lists its configs. With a subcommand too: runs it, as
 python -m lightning_struct.recipes.RECIPE does."""
 EXAMPLES = """\
@@ -84,7 +84,7 @@ def config_list(name: str) -> str:
     recipe = RECIPES[name]
     lines = [
         f"{name}: {recipe.trains}",
-        f"paper: {recipe.paper}, {recipe.section}",
+        f"from:  {recipe.paper}, {recipe.section}",
         f"data:  {recipe.data}",
         "",
         f"Configs in {config_directory(name)}:",

@@ -141,7 +141,8 @@ class SHFAutoencoder(SHFOptimization, Autoencoder):
         sparse_connections: nonzero incoming weights of each unit at the start, m_0 of equation (9), all biases 0; None
             keeps torch's own initialisation.
         sparse_std: standard deviation of these weights, sigma of equation (9).
-        optimizer: makes the SHF from the module.
+        optimizer: makes the SHF from the module; by default with the paper's settings and λ₁ = 10.
+            ``lambda module: SHF(module, "mse")`` chooses its settings instead.
 
     Raises:
         MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.

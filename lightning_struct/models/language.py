@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_struct.models.divergence import check_train_loss
 from lightning_struct.models.optimizers import optimizer_and_scheduler
-from lightning_struct.models.structured import LayerFactory
+from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.nn import StructuredLinear, StructuredLSTM, jacobian_norms
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
@@ -72,7 +72,7 @@ class LanguageModel(L.LightningModule):
         vocabulary_size: int,
         embedding_size: int = 128,
         hidden_size: int = 128,
-        layer: LayerFactory = nn.Linear,
+        layer: LayerOfSizes = nn.Linear,
         gates: Literal["separate", "joint"] = "separate",
         dropout: float = 0.2,
         tied: bool = False,

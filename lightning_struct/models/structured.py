@@ -10,12 +10,12 @@ from lightning_struct.nn import BlockStructured, PrunedLinear
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-LayerFactory = Callable[[int, int], nn.Module]
+LayerOfSizes = Callable[[int, int], nn.Module]
 """A function that makes a layer from its numbers of inputs and outputs: ``nn.Linear``, or a structured class in a
 ``functools.partial``."""
 
 COLORS = 3
-HALVINGS = 4  # of height and width by the two poolings of LeNet, together
+POOLING = 4  # by what the two poolings of LeNet divide height and width, together
 
 
 def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -33,7 +33,7 @@ def unbiased_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 def single_hidden_layer(
-    pixels: int = 784, num_classes: int = 10, layer: LayerFactory = unbiased_linear, hidden: int | None = None
+    pixels: int = 784, num_classes: int = 10, layer: LayerOfSizes = unbiased_linear, hidden: int | None = None
 ) -> nn.Sequential:
     """A hidden layer, a ReLU and an output layer (appendix F.1, Tables 1, 6, 8, 13).
 
@@ -62,7 +62,7 @@ def single_hidden_layer(
 
 
 def lenet(
-    size: int = 28, channels: int = 1, num_classes: int = 10, layer: LayerFactory = nn.Linear, hidden: int | None = None
+    size: int = 28, channels: int = 1, num_classes: int = 10, layer: LayerOfSizes = nn.Linear, hidden: int | None = None
 ) -> nn.Sequential:
     """Two convolutions with poolings, a fully connected layer and an output layer (appendix F.1, Tables 7, 9).
 
@@ -89,9 +89,9 @@ def lenet(
         torch.Size([5, 10])
     """
     check_positive(size=size, channels=channels, num_classes=num_classes)
-    if size % HALVINGS:
+    if size % POOLING:
         raise MisconfigurationException(f"size must be a multiple of 4, which two poolings can halve, but is {size}")
-    features = 16 * (size // HALVINGS) ** 2
+    features = 16 * (size // POOLING) ** 2
     units = features if hidden is None else hidden
     check_positive(hidden=units)
     stages = (
@@ -145,8 +145,8 @@ def convolution_and_layer(
 
 
 def structured_in_place_of_convolution(
-    first: LayerFactory,
-    layer: LayerFactory,
+    first: LayerOfSizes,
+    layer: LayerOfSizes,
     channels: bool = False,
     hidden: int = 512,
     num_classes: int = 10,

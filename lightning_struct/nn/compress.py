@@ -22,7 +22,7 @@ from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.monarch import Monarch
 from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, set_modules
-from lightning_struct.nn.report import as_text, note_left, reasons_for_left
+from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
@@ -230,7 +230,7 @@ def _places(model: nn.Module, owners: dict[nn.Module, nn.Module], selection: Sel
         raise ValueError(
             f"compress finds no layer in {type(model).__name__} that is included and not excluded: no linear layer, no "
             "convolution without groups, no projection of attention, that has a weight of its own and is not "
-            f"structured already. Recurrent layers stay as they are{as_text(reasons_for_left(model))}"
+            f"structured already. Recurrent layers stay as they are{reasons_as_text(reasons_for_left(model))}"
         )
     return list(names.values())
 

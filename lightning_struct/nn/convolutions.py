@@ -20,7 +20,7 @@ from lightning_struct.nn.replace import (
     put_in_place,
     replacement,
 )
-from lightning_struct.nn.report import as_text, note_left
+from lightning_struct.nn.report import note_left, reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector
 
 _Convolution = Any  # nn.Conv1d, nn.Conv2d or nn.Conv3d
@@ -102,7 +102,7 @@ def replace_conv(
     if not places:
         raise ValueError(
             "replace_conv replaces nothing: no convolution larger than one pixel, which the example reaches, is "
-            f"included and not excluded in {type(model).__name__}{as_text(reasons)}"
+            f"included and not excluded in {type(model).__name__}{reasons_as_text(reasons)}"
         )
     return put_in_place(model, places)
 

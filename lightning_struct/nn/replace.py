@@ -15,7 +15,7 @@ from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
 from lightning_struct.nn.hooks import has_state_hooks, take_hooks, weight_makers
-from lightning_struct.nn.report import as_text, note_left, reasons_for_left
+from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
 
@@ -98,7 +98,7 @@ def replace_linear(
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
-            f"other types to be linear{as_text(reasons_for_left(model))}"
+            f"other types to be linear{reasons_as_text(reasons_for_left(model))}"
         )
     if not is_from_linear(factory) and (frozen := _names_of_frozen(places)):
         warnings.warn(

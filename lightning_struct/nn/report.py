@@ -92,7 +92,7 @@ def reasons_for_left(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def as_text(reasons: Mapping[str, str]) -> str:
+def reasons_as_text(reasons: Mapping[str, str]) -> str:
     """The end of a sentence that names layers and the reasons, at most five."""
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more

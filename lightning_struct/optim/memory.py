@@ -24,9 +24,10 @@ def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch
         return
     total, free = sum(size for size, _ in needed.values()), available_memory(device) or 0
     largest = sorted(needed.items(), key=lambda item: -item[1][0])[:3]
-    named = ", ".join(f"{name} {as_text(size)} ({description})" for name, (size, description) in largest)
+    named = ", ".join(f"{name} {bytes_as_text(size)} ({description})" for name, (size, description) in largest)
     raise MemoryError(
-        f"{what} take {as_text(total)}, but {as_text(free)} are free on {device}; the largest: {named}. {remedy}"
+        f"{what} take {bytes_as_text(total)}, but {bytes_as_text(free)} are free on {device}; the largest: {named}. "
+        f"{remedy}"
     )
 
 
@@ -65,11 +66,11 @@ def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def as_text(memory: int) -> str:
+def bytes_as_text(memory: int) -> str:
     """A number of bytes in KiB, MiB or GiB.
 
     Example:
-        >>> as_text(3 * 2**20)
+        >>> bytes_as_text(3 * 2**20)
         '3.0 MiB'
     """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):

@@ -10,9 +10,7 @@ RLS_PAPER = "Zhang et al., Revisiting Recursive Least Squares for Training Deep 
 LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement Rank (LDR)"
 
 PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
-RESNET_PAPER = (
-    "He et al., Deep Residual Learning for Image Recognition, compressed in the middle of a fit (Compression)"
-)
+COMPRESSION = "Compression in the middle of a fit"
 BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
 
 
@@ -22,8 +20,8 @@ class Recipe:
 
     Attributes:
         trains: the network and the data set, or the equation.
-        paper: the one that the task is from.
-        section: of the paper.
+        paper: the one that the task is from; or what it shows.
+        section: of the paper; or that there is none.
         data: where the data come from.
         default_config: the config that is run without ``--config``.
     """
@@ -77,8 +75,8 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "compress_network": Recipe(
         "small ResNet or character transformer, trained, compressed and trained on",
-        RESNET_PAPER,
-        "section 4.2",
+        COMPRESSION,
+        "an example of ours",
         "CIFAR-10, downloaded, or any text file",
         "resnet",
     ),

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.models import Classifier, LanguageModel
-from lightning_struct.models.structured import LayerFactory
+from lightning_struct.models.structured import LayerOfSizes
 from lightning_struct.nn import LDRSubdiagonal, PrunedLinear
 from lightning_struct.recipes.catalogue import config_directory
 
@@ -76,7 +76,7 @@ def configured(name, way, key):
     """What the config says of an argument of the model, made."""
     content = yaml.safe_load((config_directory(name) / f"{way}.yaml").read_text())
     parser = ArgumentParser()
-    parser.add_argument(f"--{key}", type=LayerFactory if key == "layer" else torch.nn.Module)
+    parser.add_argument(f"--{key}", type=LayerOfSizes if key == "layer" else torch.nn.Module)
     parsed = parser.parse_object({key: content["model"]["init_args"][key]})
     make = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before jsonargparse 4.49
     return make(parsed)[key]

@@ -21,7 +21,7 @@ from lightning_struct.callbacks.growing_batch_size.measurement import Measuremen
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
 from lightning_struct.callbacks.growing_batch_size.records import keep, record_of_check
-from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size, predicted_batch_size
+from lightning_struct.callbacks.growing_batch_size.rules import DEFAULT_GROWTH, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
 from lightning_struct.callbacks.growing_batch_size.settings import check_settings
@@ -155,7 +155,7 @@ class GrowingBatchSize(Callback):
         max_device_batch_size: int | None = None,
         validation_monitor: str | None = None,
         validation_threshold: float = 0.005,
-        growth: float = 1.005,
+        growth: float = DEFAULT_GROWTH,
         window: int = 5,
         every_n_steps: int | None = None,
         mode: Literal["auto", "batch", "accumulate"] = "auto",
@@ -209,9 +209,9 @@ class GrowingBatchSize(Callback):
             return self._schedule.batch_size(self._samples) or batch_size
         predictions, limit = self.predictions, self._limit
         if self.theta is None and not self._active_measurement.is_reported:
-            smaller = self._active_measurement.size_before_vain_growth()
+            smaller = self._active_measurement.size_before_loss_grew()
             if smaller is not None:
-                self._tell_of_vain_growth(batch_size, smaller)
+                self._warn_of_summed_loss(batch_size, smaller)
                 return smaller
             # what the noise of a batch of twice the size is has to be seen before the next decision
             limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
@@ -501,12 +501,12 @@ class GrowingBatchSize(Callback):
             growth.set_batch_size(self._batch_size)
             self._active_measurement.resized(present, self._batch_size)
 
-    def _tell_of_vain_growth(self, larger: float, smaller: float) -> None:
+    def _warn_of_summed_loss(self, larger: float, smaller: float) -> None:
         rank_zero_warn(
-            f"GrowingBatchSize puts the batch back from {larger:g} to {smaller:g} samples and leaves it there: the "
-            "loss has grown with it, as one that is summed over the samples, by which SGD takes longer steps and no "
-            "quieter ones. Average the loss over the batch, with a rate of SGD that is larger by its size; or set the "
-            "sizes by schedule=..."
+            f"The loss has grown with the batch, as a sum over the samples does. GrowingBatchSize puts the batch back "
+            f"from {larger:g} to {smaller:g} samples, for the rest of the training: SGD would take longer steps, not "
+            "less noisy ones. Average the loss over the samples, and multiply the learning rate of SGD by the size of "
+            "the batch; or set the sizes by schedule=..."
         )
 
     def _keep_to_limit(self) -> None:
@@ -540,15 +540,16 @@ class GrowingBatchSize(Callback):
         if variance is None and theta < math.inf:
             problem = (
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch "
-                "normalisation couples the samples. Take another normalisation, or theta=inf, which does without the "
-                "norm test"
+                "normalisation couples the samples. Take another normalisation, or set the sizes by schedule=..., "
+                "which measures nothing"
             )
             if not self.records:
                 raise MisconfigurationException(problem)
             rank_zero_warn(f"{problem}. The size is decided by the steps before")
             return
-        without_value = self.validation_monitor is None and statistics.validation_value is None
-        if not self.records and self.growth != 1.005 and self.validation_threshold < math.inf and without_value:
+        needs_value = self.growth != DEFAULT_GROWTH and self.validation_threshold < math.inf
+        has_value = self.validation_monitor is not None or statistics.validation_value is not None
+        if not self.records and needs_value and not has_value:
             rank_zero_warn(
                 f"GrowingBatchSize(growth={self.growth:g}) is the factor by which the batch grows where a validation "
                 "value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
@@ -579,7 +580,7 @@ class GrowingBatchSize(Callback):
             return
         rule = f", theta={self._theta:g}" if self._tests_norm else ""
         if rule and self._waits_for_noise and not self._active_measurement.is_reported:
-            rule += ", and grows where the noise of the steps undoes their descent"
+            rule += ", and grows when the noise of the steps undoes their progress"
         if self.validation_threshold == math.inf:
             often = "step" if self.every_n_steps is None and not self._tests_norm else "check"
             rule += f"; it grows by growth={self.growth:g} in each {often}"

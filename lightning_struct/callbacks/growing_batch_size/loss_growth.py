@@ -37,7 +37,7 @@ class LossGrowth:
         ...         growth.update(torch.tensor(3.0 * size))
         ...     if size == 8:
         ...         growth.restart(8, 16)
-        >>> growth.size_before_vain_growth()
+        >>> growth.size_before_loss_grew()
         8
     """
 
@@ -59,7 +59,7 @@ class LossGrowth:
             self._before = before, average * (after / before) ** (1 / 3), spread
         self._losses.clear()
 
-    def size_before_vain_growth(self) -> float | None:
+    def size_before_loss_grew(self) -> float | None:
         """The size before the last growth, if the loss has grown with it; None else, or where that is not known yet."""
         if self._before is None or len(self._losses) < AVERAGED:
             return None

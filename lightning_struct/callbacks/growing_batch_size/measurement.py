@@ -24,7 +24,7 @@ from lightning_struct.callbacks.growing_batch_size.loss_growth import LossGrowth
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
 from lightning_struct.collective import rank, world_size
-from lightning_struct.functional.per_sample.recorder import first_line
+from lightning_struct.functional.errors import first_line
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lightning_internals import loss_scale
@@ -92,7 +92,7 @@ class Measurement:
         self.processes = data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
         self._loss_growth = LossGrowth()
-        self._growth_is_vain = False
+        self._loss_grew_with_batch = False
         self._samples = self._batches = self._expected = 0
         self._expected_sizes: list[int] = []
         self._told_of_nan = self._gave_up = self._sees_steps = False
@@ -123,15 +123,15 @@ class Measurement:
     def noise_limits(self) -> bool:
         """Whether the noise of the steps undoes what they descend, for every optimizer, and larger batches can mend it;
         true where that is not tested."""
-        return not self._growth_is_vain and all(test.holds for test in self._stationarity)
+        return not self._loss_grew_with_batch and all(test.holds for test in self._stationarity)
 
-    def size_before_vain_growth(self) -> float | None:
+    def size_before_loss_grew(self) -> float | None:
         """The size to go back to where the loss has grown with the batch, as one that is summed over it; None else.
 
         Where it has, no noise limits any more.
         """
-        size = self._loss_growth.size_before_vain_growth()
-        self._growth_is_vain = self._growth_is_vain or size is not None
+        size = self._loss_growth.size_before_loss_grew()
+        self._loss_grew_with_batch = self._loss_grew_with_batch or size is not None
         return size
 
     def restart(self) -> None:
@@ -244,7 +244,7 @@ class Measurement:
             "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
             "stationarity": [test.state_dict() for test in self._stationarity] if self._tests_stationarity else None,
             "loss_growth": self._loss_growth.state_dict() if self._sees_loss else None,
-            "growth_is_vain": self._growth_is_vain,
+            "loss_grew_with_batch": self._loss_grew_with_batch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -255,14 +255,15 @@ class Measurement:
             self._loss_growth.load_state_dict(state["loss_growth"])
         if self._estimator is None or state["estimator"] is None:
             return
-        if self._estimator.name != "steps" == state["estimator"] and self._asked == state["asked"]:
+        went_on_by_steps = state["estimator"] == "steps" and self._estimator.name != "steps"
+        if went_on_by_steps and self._asked == state["asked"]:
             self._estimator = self._named("steps")  # the one that was asked for cannot measure this run
         if self._estimator.name == state["estimator"]:
             self._estimator.load_state_dict(state["state"])
 
     def load_averages(self, state: dict[str, Any]) -> None:
-        """Load the averages alone, for another fit, and whether growth is vain."""
-        self._growth_is_vain = state.get("growth_is_vain", False)
+        """Load the averages alone, for another fit, and whether the loss has grown with the batch."""
+        self._loss_grew_with_batch = state.get("loss_grew_with_batch", False)
         self.noise = {}
         for number, of_optimizer in state["noise"].items():
             self.noise[number] = NoiseScale()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.functional.gradient_norms import required_batch_size
 
+DEFAULT_GROWTH = 1.005
+
 
 def next_batch_size(
     batch_size: float,
@@ -15,7 +17,7 @@ def next_batch_size(
     max_batch_size: float,
     window: int = 5,
     validation_threshold: float = 0.005,
-    growth: float = 1.005,
+    growth: float = DEFAULT_GROWTH,
     allow_shrinking: bool = False,
 ) -> float:
     """Size of the next batch (Emirahmetoglu & Stewart, Algorithm 1).

@@ -15,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_in
 from lightning_struct.functional.layers import base_call, couples_samples, owned_parameters
 from lightning_struct.functional.per_sample.awaited import AwaitedCall, awaited_call, current_backward
@@ -53,11 +54,6 @@ class ParameterNorms:
     parameter: nn.Parameter
     squared_norms: list[Tensor] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
-
-
-def first_line(error: Exception) -> str:
-    """Type and message of an error, which may go on for pages."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class GradientNormRecorder:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_struct.optim import memory
-from lightning_struct.optim.memory import as_text
+from lightning_struct.optim.memory import bytes_as_text, check_memory
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 
@@ -18,8 +17,8 @@ def summary_table(weights: Sequence[TrainedWeight]) -> str:
     for weight in weights:
         first, *others = weight.shape
         size = " x ".join(str(number) for number in ([first] if first > 1 else []) + others)
-        rows.append((weight.name, weight.form, size, as_text(weight.memory)))
-    rows.append(("total", "", "", as_text(sum(weight.memory for weight in weights))))
+        rows.append((weight.name, weight.form, size, bytes_as_text(weight.memory)))
+    rows.append(("total", "", "", bytes_as_text(sum(weight.memory for weight in weights))))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
         f"{name:<{widths[0]}}  {form:<{widths[1]}}  {size:>{widths[2]}}  {memory:>{widths[3]}}"
@@ -27,7 +26,7 @@ def summary_table(weights: Sequence[TrainedWeight]) -> str:
     )
 
 
-def check_memory(weights: Sequence[TrainedWeight]) -> None:
+def check_inverses_fit(weights: Sequence[TrainedWeight]) -> None:
     """Compare what all P take with what is free where the weights are.
 
     Raises:
@@ -38,7 +37,7 @@ def check_memory(weights: Sequence[TrainedWeight]) -> None:
         on_device[weight.parameter.device].append(weight)
     for device, there in on_device.items():
         largest = sorted(there, key=lambda weight: -weight.memory)[:3]
-        memory.check_memory(
+        check_memory(
             "The matrices P of RLS",
             {weight.name: (weight.memory, f"{weight.size} inputs") for weight in there},
             device,

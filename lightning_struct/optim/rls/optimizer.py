@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import excluded_modules
+from lightning_struct.optim.messages import tell
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
-from lightning_struct.optim.messages import tell
 from lightning_struct.optim.rls.all_weights import (
     clip_coefficient,
     forget_statistics,
@@ -23,7 +23,7 @@ from lightning_struct.optim.rls.all_weights import (
     mean_inputs,
 )
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
-from lightning_struct.optim.rls.memory import check_memory, summary_table
+from lightning_struct.optim.rls.memory import check_inverses_fit, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import (
     WeightTable,
@@ -309,7 +309,7 @@ class RLS(torch.optim.Optimizer):
         """P, velocity and steps of a weight. Under a string key: torch casts what is stored under a parameter."""
         states = self.state.setdefault("rls", {})  # type: ignore[call-overload]
         if not states:
-            check_memory(self._weights)  # the module may have moved to another device since
+            check_inverses_fit(self._weights)  # the module may have moved to another device since
         if weight.name not in states:
             states[weight.name] = weight.initial_state()
         elif not weight.holds(states[weight.name]):  # the module was moved or converted since

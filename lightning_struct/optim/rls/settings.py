@@ -10,8 +10,8 @@ from typing import TypeAlias
 from torch import nn
 
 from lightning_struct.functional.layers import plain_name, plain_named_modules
-from lightning_struct.optim.memory import as_text
-from lightning_struct.optim.rls.memory import check_memory
+from lightning_struct.optim.memory import bytes_as_text
+from lightning_struct.optim.rls.memory import check_inverses_fit
 from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
 
 # A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the
@@ -96,7 +96,7 @@ class InverseSettings:
             weight.rank, weight.interval, weight.limits_gain = self.rank, self.interval, self.limits_gain
             if self.block_size is not None and weight.size > self.block_size:
                 weight.block_size = self.block_size
-        check_memory(weights)
+        check_inverses_fit(weights)
 
     def _form_of(self, weight: TrainedWeight) -> InverseForm:
         if self.max_size is not None and weight.size > self.max_size:
@@ -110,7 +110,7 @@ class InverseSettings:
 
     def in_words(self, weights: Sequence[TrainedWeight]) -> str:
         """What P of these weights takes, and whose form was chosen by their size."""
-        memory = as_text(sum(weight.memory for weight in weights))
+        memory = bytes_as_text(sum(weight.memory for weight in weights))
         text = f"RLS takes {memory} for P; weights that it trains: {len(weights)}"
         if self.form is not None or not (number := sum(weight.form == "low_rank" for weight in weights)):
             return text

@@ -21,8 +21,8 @@ def after_growth(before, after, *, sizes=(8, 16), summed=False, seed=0):
 def test_a_summed_loss_is_found_by_its_growth(before, after):
     for seed in range(10):
         growth = after_growth(before, after, summed=True, seed=seed)
-        assert growth.size_before_vain_growth() == 8
-        assert growth.size_before_vain_growth() is None  # it is looked at once
+        assert growth.size_before_loss_grew() == 8
+        assert growth.size_before_loss_grew() is None  # it is looked at once
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_a_summed_loss_is_found_by_its_growth(before, after):
     [(2.0, 2.0), (2.0, 1.0), (-2.0, -2.0), (1.0, -2.0), (0.0, 1.0), (-0.02, -0.2), (-1.0, -1.5), (0.01, 0.05)],
 )
 def test_other_losses_are_not(before, after):
-    assert all(after_growth(before, after, seed=seed).size_before_vain_growth() is None for seed in range(20))
+    assert all(after_growth(before, after, seed=seed).size_before_loss_grew() is None for seed in range(20))
 
 
 def test_a_small_growth_tells_nothing():
-    assert after_growth(2.0, 2.0, sizes=(8, 9), summed=True).size_before_vain_growth() is None
+    assert after_growth(2.0, 2.0, sizes=(8, 9), summed=True).size_before_loss_grew() is None
 
 
 @pytest.mark.parametrize("counts", [(AVERAGED - 1, AVERAGED), (AVERAGED, AVERAGED - 1)], ids=["before", "after"])
@@ -45,7 +45,7 @@ def test_few_losses_tell_nothing(counts):
             growth.restart(8, 16)
         for _ in range(count):
             growth.update(torch.tensor(value))
-    assert growth.size_before_vain_growth() is None
+    assert growth.size_before_loss_grew() is None
 
 
 @pytest.mark.parametrize(("after", "verdict"), [(2.0 * 1.25, None), (2.0 * 1.27, 8)])
@@ -56,7 +56,7 @@ def test_the_limit_of_growth_is_the_cube_root_of_that_of_the_batch(after, verdic
     growth.restart(8, 16)
     for _ in range(AVERAGED):
         growth.update(torch.tensor(after))
-    assert growth.size_before_vain_growth() == verdict
+    assert growth.size_before_loss_grew() == verdict
 
 
 @pytest.mark.parametrize("loss", [torch.ones(3), torch.ones((), dtype=torch.complex64)], ids=["vector", "complex"])
@@ -77,4 +77,4 @@ def test_a_loss_that_is_changed_afterwards_counts_as_it_was():
 def test_a_state_goes_on_to_the_same_verdict():
     growth, resumed = after_growth(2.0, 2.0, summed=True), LossGrowth()
     resumed.load_state_dict(growth.state_dict())
-    assert resumed.state_dict() == growth.state_dict() and resumed.size_before_vain_growth() == 8
+    assert resumed.state_dict() == growth.state_dict() and resumed.size_before_loss_grew() == 8

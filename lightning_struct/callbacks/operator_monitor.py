@@ -54,7 +54,7 @@ class OperatorMonitor(Callback):
     for every structured layer of at most 4096 x 4096 entries (by the first process, and not under ``fast_dev_run``).
     Put it after a callback that changes the weights at the end of ``fit``. Layers that come into the module during the
     fit, as by :class:`~lightning_struct.callbacks.Compression`, are logged and drawn, too. matplotlib is needed, from
-    the start: ``pip install 'lightning-struct[recipes]'``.
+    the start: ``pip install matplotlib``.
 
     Args:
         every_n_steps: training steps between two records.

@@ -73,7 +73,7 @@ class ReconstructionPlot(Callback):
 
     The module must return reconstructions when it is called on images, both (n, pixels) or (n, 1, height, width); a
     module with ``inputs_and_targets(batch)`` says itself where the images are, else they are the batch or its first
-    element. matplotlib is needed, from the start: ``pip install 'lightning-struct[recipes]'``.
+    element. matplotlib is needed, from the start: ``pip install matplotlib``.
 
     Args:
         count: how many images, the first ones that the validation loader gives.

@@ -76,7 +76,7 @@ class SolutionPlot(Callback):
 
     The module has its ``equation`` and its ``network``, as
     :class:`~lightning_struct.models.PhysicsInformedNetwork`. matplotlib is needed, from the start:
-    ``pip install 'lightning-struct[recipes]'``.
+    ``pip install matplotlib``.
 
     Attributes:
         records: one dict for each validation, with ``step`` and what was logged.

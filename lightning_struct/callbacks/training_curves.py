@@ -44,7 +44,7 @@ class TrainingCurves(Callback):
     resumed run goes on with the records and the clock of its checkpoint.
 
     The clock starts after the sanity check and runs through validations too. matplotlib is needed, from the start:
-    ``pip install 'lightning-struct[recipes]'``.
+    ``pip install matplotlib``.
 
     Args:
         every_n_steps: training steps between two records; validations are always recorded.

@@ -27,7 +27,7 @@ from lightning_struct.data.in_memory import (
     split_at_random,
 )
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.optional import require
+from lightning_struct.utilities.optional import install_command, require
 
 DIRECTORY = "aclImdb"
 ARCHIVE = "aclImdb_v1.tar.gz"
@@ -189,7 +189,7 @@ def import_torchtext() -> tuple[Split, Callable[[Counter[str], int], list[str]]]
     if not torchtext.__version__.startswith("0.6."):
         raise MisconfigurationException(
             f"IMDB needs torchtext 0.6 for words and their numbers (found is {torchtext.__version__}).\nRemedies:\n"
-            f"  - pip install 'lightning-struct[text]'\n  - {SYNTHETIC_REMEDY}"
+            f"  - {install_command('torchtext')}\n  - {SYNTHETIC_REMEDY}"
         )
     from torchtext.data import get_tokenizer
     from torchtext.vocab import Vocab

@@ -49,6 +49,7 @@ from lightning_struct.functional.preconditioner import (
 )
 from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.structured.subdiagonal import (
     choose_subdiagonal_method,
     prepare_subdiagonal,
@@ -90,6 +91,7 @@ __all__ = [
     "Linearization",
     "Matrix",
     "ParameterNorms",
+    "PreparedMatrix",
     "ProjectedLeastSquares",
     "RightPreconditioner",
     "ScaledDamping",

@@ -14,6 +14,17 @@ EXTRA_OF = {
 }
 
 
+def install_command(package: str) -> str:
+    """How one of ``EXTRA_OF`` is installed, in the version that is needed.
+
+    Example:
+        >>> install_command("rich")
+        "pip install 'lightning-struct[recipes]' (in a checkout: pip install '.[recipes]')"
+    """
+    extra = EXTRA_OF[package]
+    return f"pip install 'lightning-struct[{extra}]' (in a checkout: pip install '.[{extra}]')"
+
+
 def require(package: str, needed_by: str, remedies: Sequence[str] = ()) -> None:
     """Import an optional package, or raise an error that says how to get it.
 
@@ -37,7 +48,7 @@ def require(package: str, needed_by: str, remedies: Sequence[str] = ()) -> None:
     try:
         import_module(package)
     except (ImportError, OSError, RuntimeError) as error:  # the last two: built for another version of torch
-        ways = [f"pip install 'lightning-struct[{EXTRA_OF[package]}]'", *remedies]
+        ways = [install_command(package), *remedies]
         raise MisconfigurationException(
             f"{needed_by} needs {package}, which cannot be imported ({type(error).__name__}: {error}). "
             + (f"Remedy: {ways[0]}" if len(ways) == 1 else "\n  - ".join(["Remedies:", *ways]))

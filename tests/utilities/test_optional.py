@@ -17,7 +17,8 @@ def test_package_that_is_there_is_no_error():
 @pytest.mark.parametrize(("package", "extra"), EXTRA_OF.items())
 def test_missing_package_names_what_needs_it_and_the_extra(package, extra, monkeypatch):
     missing(package, monkeypatch)
-    message = rf"^A plot needs {package}, .*Remedy: pip install 'lightning-struct\[{extra}\]'$"
+    commands = rf"pip install 'lightning-struct\[{extra}\]' \(in a checkout: pip install '.\[{extra}\]'\)"
+    message = rf"^A plot needs {package}, .*Remedy: {commands}$"
     with pytest.raises(MisconfigurationException, match=message):
         require(package, "A plot")
 

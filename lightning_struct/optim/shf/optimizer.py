@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_struct.functional.least_squares import RightPreconditioner
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.pickling import state_without_hooks
@@ -146,11 +147,13 @@ class SHF(torch.optim.Optimizer):
         upper: float = 0.75,
         min_damping: float | None = None,
         max_damping: float | None = None,
-        damping_rule: str | None = None,
-        solver: str | None = None,
-        preconditioner: str | Any | None = "auto",
-        damping_center: str = "start",
-        damping_space: str | None = None,
+        damping_rule: Literal["levenberg_marquardt", "next_batch"] | None = None,
+        solver: Literal["lsmr", "lsqr", "cg", "exact"] | None = None,
+        preconditioner: (
+            Literal["auto", "diagonal", "diagonal_sum", "fisher", "kronecker"] | RightPreconditioner | None
+        ) = "auto",
+        damping_center: Literal["start", "origin"] = "start",
+        damping_space: Literal["x", "y"] | None = None,
         warm_start: float | None = None,
         warm_start_growth: float | None = None,
         max_warm_start: float = 0.95,
@@ -167,7 +170,7 @@ class SHF(torch.optim.Optimizer):
         l2: float = 0.0,
         theta: float = 0.5,
         dataset_size: int | None = None,
-        backend: str | None = None,
+        backend: Literal["layer_rules", "linearize", "double_backward"] | None = None,
         chunk_size: int | None = None,
         factor_decay: float = 0.8,
         factor_interval: int | None = None,

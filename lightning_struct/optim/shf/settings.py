@@ -65,11 +65,13 @@ class Settings:
     upper: float = 0.75
     min_damping: float | None = None
     max_damping: float | None = None
-    damping_rule: str | None = None
-    solver: str | None = None
-    preconditioner: str | RightPreconditioner | None = "auto"
-    damping_center: str = "start"
-    damping_space: str | None = None
+    damping_rule: Literal["levenberg_marquardt", "next_batch"] | None = None
+    solver: Literal["lsmr", "lsqr", "cg", "exact"] | None = None
+    preconditioner: Literal["auto", "diagonal", "diagonal_sum", "fisher", "kronecker"] | RightPreconditioner | None = (
+        "auto"
+    )
+    damping_center: Literal["start", "origin"] = "start"
+    damping_space: Literal["x", "y"] | None = None
     warm_start: float | None = None
     warm_start_growth: float | None = None
     max_warm_start: float = 0.95
@@ -86,7 +88,7 @@ class Settings:
     l2: float = 0.0
     theta: float = 0.5
     dataset_size: int | None = None
-    backend: str | None = None
+    backend: Literal["layer_rules", "linearize", "double_backward"] | None = None
     chunk_size: int | None = None
     factor_decay: float = 0.8
     factor_interval: int | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_struct.callbacks.pictures import (
@@ -17,6 +18,7 @@ from lightning_struct.callbacks.pictures import (
     new_figure,
     write_picture,
 )
+from lightning_struct.callbacks.runs import Run
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
@@ -41,7 +43,8 @@ class TrainingCurves(Callback):
     validation ``val_loss``, with several loaders that of each, as ``val_loss/dataloader_idx_0``: whichever of them the
     module logs. When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``training_curves.csv`` and
     ``training_curves.png`` are written to the log directory (by the first process, and not under ``fast_dev_run``). A
-    resumed run goes on with the records and the clock of its checkpoint.
+    resumed run goes on with the records and the clock of its checkpoint. With another Trainer or module, as for the
+    next fold of a cross-validation, the callback starts anew.
 
     The clock starts after the sanity check and runs through validations too. matplotlib is needed, from the start:
     ``pip install matplotlib``.
@@ -64,6 +67,11 @@ class TrainingCurves(Callback):
     def __init__(self, every_n_steps: int = 1) -> None:
         check_positive(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with nothing recorded."""
+        self._run = Run()
         self.records: list[dict[str, float]] = []
         self.paths: list[Path] = []
         self._seconds_before = 0.0
@@ -123,11 +131,14 @@ class TrainingCurves(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             require("matplotlib", "TrainingCurves")
+            if self._run.begins_anew(trainer, pl_module):
+                self._begin()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._directory = directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._run.on_train_start(pl_module)
         self._started_at = time.monotonic()
         self._last_step = trainer.global_step
 
@@ -148,6 +159,11 @@ class TrainingCurves(Callback):
         self._stop_clock()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._directory is not None and not self.records:
+            rank_zero_warn(
+                "TrainingCurves has recorded nothing, and writes nothing: neither train_loss nor val_loss is logged "
+                "under these names"
+            )
         self._write()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

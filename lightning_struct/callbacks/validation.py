@@ -33,7 +33,7 @@ def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
         who: name of the callback, for the error.
 
     Raises:
-        MisconfigurationException: the metric was never logged, or is NaN or infinite; in all processes alike.
+        MisconfigurationException: the metric was never logged; in all processes alike.
     """
     metrics = trainer.callback_metrics
     mine = [float(metrics[monitor]), 1.0] if monitor in metrics else [0.0, 0.0]
@@ -47,13 +47,15 @@ def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
             f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or "
             "name one of these"
         )
-    value = total / processes
-    if not math.isfinite(value):
-        raise MisconfigurationException(
-            f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or "
-            "the validation data is damaged"
-        )
-    return value
+    return total / processes
+
+
+def not_finite(trainer: L.Trainer, who: str, monitor: str, value: float) -> str:
+    """What is said of a monitored value that is NaN or infinite."""
+    return (
+        f"{who} monitors {monitor!r}, which is {value} after step {trainer.global_step}: training has diverged, or the "
+        "validation data is damaged"
+    )
 
 
 class DueValidation:

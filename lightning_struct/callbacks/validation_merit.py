@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_struct.callbacks.validation import DueValidation, monitored_value, validation_batches
+from lightning_struct.callbacks.runs import Run
+from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite, validation_batches
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_positive
@@ -25,12 +27,12 @@ class ValidationMeritStopping(Callback):
     After each validation it compares ``monitor`` (the mean over the processes) with the best value so far, and keeps a
     copy of the best weights and buffers on the CPU. These are the weights that were validated, even if another callback
     had put averaged ones in place for the validation. When training ends, by patience or for any other reason except an
-    exception, the module gets the best ones back.
+    exception, the module gets the best ones back. A value that is NaN or infinite ends training, too.
 
     Checkpoints written before hold the weights of their own step, so a run resumed from them continues as if it had not
     been stopped. ``Trainer.save_checkpoint`` after ``fit`` writes the best weights, and so does a
     ``ModelCheckpoint(save_last=True)`` that has not saved anything until then. The copy is part of the callback's
-    state: a resumed run knows the earlier best weights. With another Trainer, as for the next fold of a
+    state: a resumed run knows the earlier best weights. With another Trainer or module, as for the next fold of a
     cross-validation, the callback starts anew.
 
     With an :class:`~lightning_struct.optim.SHF` optimizer it also supplies the merit that ends LSMR (equation 20), the
@@ -54,7 +56,8 @@ class ValidationMeritStopping(Callback):
     Raises:
         MisconfigurationException: an argument is out of range; at the start of fit there is no validation, or no data
             for it, or the Trainer does not keep what is logged, or the strategy shards the weights; with SHF the module
-            has no ``inputs_and_targets``; after a validation the monitor is not logged, or is not finite.
+            has no ``inputs_and_targets``; after a validation the monitor is not logged, or in
+            the first one not finite.
 
     Example:
         >>> from lightning import Trainer
@@ -86,7 +89,8 @@ class ValidationMeritStopping(Callback):
         self._forget()
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
-        self._has_trained = False
+        self._run = Run()
+        self._told = False
 
     def _forget(self) -> None:
         self.best_value: float | None = None
@@ -114,9 +118,10 @@ class ValidationMeritStopping(Callback):
             self._give_merit(trainer, pl_module, optimizers)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # before the state of a checkpoint is loaded
-        if stage == "fit" and self._has_trained and trainer.fit_loop.total_batch_idx < 0:  # of another Trainer
-            self._begin()
+        if stage == "fit":
+            if self._run.begins_anew(trainer, pl_module):
+                self._begin()
+            self._told = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
@@ -141,7 +146,7 @@ class ValidationMeritStopping(Callback):
         optimizers = _shf_optimizers(trainer)
         if optimizers:
             self._give_merit(trainer, pl_module, optimizers)
-        self._has_trained = True
+        self._run.on_train_start(pl_module)
         self._validation.on_train_start(trainer)
 
     def on_train_batch_end(
@@ -164,6 +169,13 @@ class ValidationMeritStopping(Callback):
         if not self._validation.on_validation_end(trainer):
             return
         value = monitored_value(trainer, self.monitor, "ValidationMeritStopping")
+        if not math.isfinite(value):
+            problem = not_finite(trainer, "ValidationMeritStopping", self.monitor, value)
+            if self.best_value is None:
+                raise MisconfigurationException(problem)
+            rank_zero_warn(f"{problem}. Training ends; the best was {self.best_value:.6g} at step {self.best_step}")
+            trainer.should_stop = True
+            return
         if self.improves(value):
             self.best_value, self.best_step, self.wait = value, trainer.global_step, 0
             self._best_weights = validated
@@ -177,10 +189,12 @@ class ValidationMeritStopping(Callback):
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._put_back(pl_module)
+        self._put_back(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._put_back(pl_module)  # a resumed run that has nothing left to train has no on_train_end
+        # once more: callbacks after this one may have put averaged weights in, and a resumed run that has nothing left
+        # to train has no on_train_end
+        self._put_back(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for optimizer in _shf_optimizers(trainer):
@@ -217,9 +231,30 @@ class ValidationMeritStopping(Callback):
             except ValueError as error:
                 raise MisconfigurationException(f"ValidationMeritStopping: {error}") from error
 
-    def _put_back(self, pl_module: L.LightningModule) -> None:
-        if self.restore_best and self._best_weights is not None:
-            pl_module.load_state_dict(self._best_weights, strict=pl_module.strict_loading)
+    def _put_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.restore_best or self._best_weights is None:
+            return
+        weights = _with_permanent_masks(self._best_weights, pl_module.state_dict())
+        try:
+            pl_module.load_state_dict(weights, strict=pl_module.strict_loading)
+        except RuntimeError as error:
+            self._told = True
+            rank_zero_warn(
+                f"ValidationMeritStopping puts back what fits of the best weights, those of step {self.best_step}: the "
+                f"module has changed since. {error}"
+            )
+            return
+        if self.best_step != trainer.global_step and not self._told:
+            self._told = True
+            rank_zero_info(f"The weights of step {self.best_step} are put back: {self.monitor} = {self.best_value:.6g}")
+
+
+def _with_permanent_masks(weights: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights from before the masks of ``torch.nn.utils.prune`` became permanent, as the module has them now."""
+    masked = [name for name in present if name not in weights and {f"{name}_orig", f"{name}_mask"} <= weights.keys()]
+    multiplied = {name: weights[f"{name}_orig"] * weights[f"{name}_mask"] for name in masked}
+    replaced = {f"{name}_{part}" for name in masked for part in ("orig", "mask")}
+    return {name: value for name, value in weights.items() if name not in replaced} | multiplied
 
 
 def _copy_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

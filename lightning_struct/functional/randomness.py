@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -43,6 +45,19 @@ def restored_random_state(state: RandomState) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         set_random_state(state)
         yield
+
+
+@contextmanager
+def isolated_host_generators() -> Iterator[None]:
+    """Afterwards the global generators of Python and NumPy go on where they were: layers may draw from them, too."""
+    numpy = sys.modules.get("numpy")  # torch does without it
+    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def random_signs(*shape: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -32,7 +32,7 @@ from lightning_struct.functional.layer_kinds import (
     nearest_kind,
     when_declared,
 )
-from lightning_struct.functional.randomness import seeded
+from lightning_struct.functional.randomness import isolated_host_generators, seeded
 from lightning_struct.functional.structured.arguments import computing_dtype
 
 # Relative to the norm of an output.
@@ -134,7 +134,12 @@ def _is_hashable(value: Any) -> bool:
 
 
 def _recognize(layer: nn.Module) -> LayerKind | None:
-    with torch.random.fork_rng(devices=_cuda_devices(layer)), torch.no_grad(), warnings.catch_warnings():
+    with (
+        torch.random.fork_rng(devices=_cuda_devices(layer)),
+        isolated_host_generators(),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         device = next(p for p in layer._parameters.values() if p is not None).device
         with torch.autocast(device.type, enabled=False):

@@ -250,6 +250,15 @@ def accumulates(trainer: L.Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def skips_backward(trainer: L.Trainer) -> bool:
+    """Whether this epoch trains nothing: a ``StochasticWeightAveraging`` passes over the data for batch normalisation.
+
+    From ``on_train_epoch_start`` on, in the callbacks after it. For the pass it has set one batch more than there are,
+    and as many accumulated batches, so that no step is taken before the last one.
+    """
+    return trainer.fit_loop._skip_backward
+
+
 def loss_scale(trainer: L.Trainer) -> float | None:
     """Factor by which a GradScaler multiplies the loss; None without one."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -53,6 +53,24 @@ def column(callback, name):
     return [(record["step"], record[name]) for record in callback.records if name in record]
 
 
+@pytest.mark.parametrize("other_trainer", [True, False])
+def test_another_run_begins_with_no_records(tmp_path, other_trainer):
+    curves = TrainingCurves()
+    trainer = fit(tmp_path, curves)
+    first, seconds = len(curves.records), curves.seconds
+    if other_trainer:
+        fit(tmp_path, curves)
+    else:
+        trainer.fit_loop.max_epochs *= 2
+        trainer.fit(Descent())
+    assert len(curves.records) == first and curves.records[0]["seconds"] < seconds
+
+
+def test_a_warning_says_that_nothing_was_logged(tmp_path):
+    with pytest.warns(UserWarning, match="TrainingCurves has recorded nothing"):
+        fit(tmp_path, TrainingCurves(), Descent(logged=()))
+
+
 def test_each_step_and_each_validation_is_recorded(tmp_path):
     curves = TrainingCurves()
     fit(tmp_path, curves)
@@ -106,10 +124,11 @@ def test_resumed_run_goes_on_with_records_and_clock(tmp_path):
 
 
 def test_second_fit_adds_its_records(tmp_path):
-    curves = TrainingCurves()
-    fit(tmp_path, curves, max_epochs=1)
-    fit(tmp_path, curves, max_epochs=1)
-    assert [step for step, _ in column(curves, "train_loss")] == [1, 2, 3, 1, 2, 3]
+    curves, module = TrainingCurves(), Descent()
+    trainer = fit(tmp_path, curves, module, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    assert [step for step, _ in column(curves, "train_loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_records_are_written_as_csv(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, WeightAveraging
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -178,6 +178,48 @@ def test_a_second_fit_of_one_trainer_goes_on(tmp_path):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, draw_loader(draws=1), validation_loader(8))
     assert (callback.best_value, callback.wait, module.steps.item()) == (pytest.approx(0.1), 1, 1)
+
+
+def test_another_module_of_the_same_trainer_begins_anew(tmp_path):
+    callback, module = ValidationMeritStopping(), ScriptedNetwork([0.5])
+    trainer = fit(tmp_path, ScriptedNetwork([0.1]), callback, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+    assert callback.best_value == 0.5 and module.steps.item() == 1
+
+
+class Pruned(ScriptedNetwork):
+    """Its weight is the number of steps so far, too."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) - self.layers.weight.sum()
+
+    def configure_optimizers(self):
+        torch.nn.init.zeros_(self.layers.weight)
+        return torch.optim.SGD(self.layers.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_path, is_first):
+    module, callback = Pruned([3, 1, 2]), ValidationMeritStopping()
+    weight = [(module.layers, "weight")]
+    pruning = ModelPruning("l1_unstructured", weight, amount=0, use_lottery_ticket_hypothesis=False)
+    callbacks = [callback, pruning] if is_first else [pruning, callback]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=3, limit_train_batches=1, limit_val_batches=1)
+    trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+    assert set(module.layers.state_dict()) == {"weight", "bias"}
+    assert module.layers.weight.item() == 2
+
+
+def test_a_module_that_has_changed_since_gets_what_fits_with_a_warning(tmp_path):
+    class Growing(L.Callback):
+        def on_train_end(self, trainer, pl_module):
+            pl_module.more = torch.nn.Linear(1, 1)
+
+    module = ScriptedNetwork([3, 1, 2])
+    with pytest.warns(UserWarning, match="what fits of the best weights, those of step 2: .* changed since"):
+        fit(tmp_path, module, ValidationMeritStopping(), callbacks=[Growing()], max_epochs=3)
+    assert module.layers.bias.item() == 2
 
 
 def test_checkpoints_of_the_course_hold_their_own_weights(tmp_path):
@@ -658,9 +700,17 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_named(tmp_path, value):
-    with pytest.raises(MisconfigurationException, match=f"monitors 'val_loss', which is {value} after step 2"):
-        fit(tmp_path, ScriptedNetwork([1, value]), ValidationMeritStopping())
+def test_a_first_value_that_is_not_finite_is_an_error(tmp_path, value):
+    with pytest.raises(MisconfigurationException, match=f"monitors 'val_loss', which is {value} after step 1"):
+        fit(tmp_path, ScriptedNetwork([value]), ValidationMeritStopping())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_ends_training_with_the_best_weights(tmp_path, value):
+    module = ScriptedNetwork([3, 1, value])
+    with pytest.warns(UserWarning, match=f"monitors 'val_loss', which is {value} after step 3: .* 1 at step 2"):
+        fit(tmp_path, module, ValidationMeritStopping())
+    assert module.layers.bias.item() == 2
 
 
 class ShardingStrategy(SingleDeviceStrategy):

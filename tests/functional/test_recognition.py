@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,26 @@ from lightning_struct.functional.layers import Matrix, kind_of
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS
 from tests.functional.test_layers import Memory
+
+
+class LayerDrop(nn.Linear):
+    """Draws from the generators of Python and NumPy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() + numpy.random.random() < 1 else x
+
+
+def test_measuring_a_layer_leaves_the_generators_of_python_and_numpy_alone() -> None:
+    numbers = []
+    for measured in (False, True):
+        random.seed(0)
+        numpy.random.seed(0)
+        model = nn.Sequential(LayerDrop(3, 3), nn.Linear(3, 1))
+        with per_sample_gradient_norms(model) if measured else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(torch.randn(4, 3)).sum().backward()
+        numbers.append((random.random(), numpy.random.random()))
+    assert numbers[0] == numbers[1]
 
 
 class LlamaNorm(nn.Module):

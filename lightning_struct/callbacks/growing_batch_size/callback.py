@@ -27,9 +27,10 @@ from lightning_struct.callbacks.growing_batch_size.scheduler_clock import Schedu
 from lightning_struct.callbacks.growing_batch_size.settings import check_settings
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.growing_batch_size.step_log import StepLog
-from lightning_struct.callbacks.validation import DueValidation, monitored_value
+from lightning_struct.callbacks.runs import Run
+from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lightning_internals import optimizer_steps, trained_on
+from lightning_struct.utilities.lightning_internals import optimizer_steps, skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class GrowingBatchSize(Callback):
     effect ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on an iterable data set, samples
     that do not fill the last batch are left out. ``estimated_stepping_batches`` counts batches of the first size. The
     rest of a resumed epoch comes in the original order; later epochs are shuffled as Lightning shuffles them after any
-    resume. Another fit of the same Trainer continues with the present size; with another Trainer, as for the next fold
-    of a cross-validation, the callback starts anew.
+    resume. Another fit of the same module by the same Trainer continues with the present size; with another Trainer or
+    module, as for the next fold of a cross-validation, the callback starts anew.
 
     Args:
         max_batch_size: n_max, what memory allows; None: the size of the data set. A checkpoint with a larger batch goes
@@ -177,7 +178,7 @@ class GrowingBatchSize(Callback):
         self.predictions: list[int] = []
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
-        self._has_trained = False
+        self._run = Run()
         self._samples = 0
         self._steps = 0
         self._theta = self.theta
@@ -230,7 +231,7 @@ class GrowingBatchSize(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            if self._has_trained and trainer.fit_loop.total_batch_idx < 0:  # by another Trainer
+            if self._run.begins_anew(trainer, pl_module):
                 self._begin()
             if self._schedule is not None:
                 self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
@@ -284,7 +285,8 @@ class GrowingBatchSize(Callback):
             )
         self._last_step = optimizer_steps(trainer, pl_module)
         self._log.begin()
-        self._told, self._has_trained = False, True
+        self._told = False
+        self._run.on_train_start(pl_module)
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
 
@@ -294,6 +296,8 @@ class GrowingBatchSize(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if skips_backward(trainer):
+            return
         self._batch = (trainer, pl_module, batch, batch_idx)
         growth, measurement = self._active_growth, self._active_measurement
         growth.on_train_batch_start()
@@ -312,11 +316,14 @@ class GrowingBatchSize(Callback):
         self._active_measurement.after_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        self._active_measurement.before_step(optimizer)
+        if self._batch is not None:
+            self._active_measurement.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._batch is None:  # of an epoch that trains nothing
+            return
         ended, self._batch, self._batch_ended = self._batch_ended, None, False
         if not ended:
             self._end_batch(trainer, pl_module, batch, batch_idx)
@@ -329,6 +336,12 @@ class GrowingBatchSize(Callback):
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
             return
         value = monitored_value(trainer, self.validation_monitor, "GrowingBatchSize(validation_monitor=...)")
+        if not math.isfinite(value):
+            problem = not_finite(trainer, "GrowingBatchSize(validation_monitor=...)", self.validation_monitor, value)
+            if not self.validation_values:
+                raise MisconfigurationException(problem)
+            rank_zero_warn(f"{problem}. This validation is left out")
+            return
         self.validation_values = [*self.validation_values, value][-self.window - 1 :]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -540,8 +553,8 @@ class GrowingBatchSize(Callback):
         if variance is None and theta < math.inf:
             problem = (
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch "
-                "normalisation couples the samples. Take another normalisation, or set the sizes by schedule=..., "
-                "which measures nothing"
+                "normalisation couples the samples. Take another normalisation; or set the sizes by schedule=..., "
+                "or by validation with theta=inf, neither of which needs one"
             )
             if not self.records:
                 raise MisconfigurationException(problem)

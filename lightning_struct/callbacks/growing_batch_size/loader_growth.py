@@ -16,7 +16,7 @@ from lightning_struct.data.resizable import why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
-from lightning_struct.utilities.lightning_internals import TrainingLoaders
+from lightning_struct.utilities.lightning_internals import TrainingLoaders, skips_backward
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -121,9 +121,14 @@ class LoaderGrowth:
 
     def on_train_epoch_start(self) -> None:
         self._epoch_done = self._batches_done = 0
-        self._resize()  # a GradientAccumulationScheduler may have set another accumulation
+        passes_over = skips_backward(self._trainer)
+        if not passes_over:
+            self._resize()  # a GradientAccumulationScheduler may have set another accumulation
         self._set_limits()
         self._plan_validation()
+        if passes_over:  # what was set before for that epoch was by the length of the last one
+            self._trainer_loaders.length += 1
+            self._trainer.accumulate_grad_batches = int(self._trainer_loaders.length)
 
     def on_train_batch_start(self) -> None:
         is_first = self._trainer.fit_loop.batch_idx == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ class LossGrowth:
 
     - **Their average.** If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k
       times as large; either is less by what training has lowered it meanwhile. The limit is between the two, the cube
-      root of k.
+      root of k. Where the losses were rising already, as those of a training that diverges, they would have gone on
+      rising: from the first to the second half of those before by a factor q, so in as many more by q², which the limit
+      is multiplied by.
     - **Their spread**, the average change from one loss to the next. If the loss is averaged, it becomes smaller by √k,
       as the noise of the samples does; if it is summed, larger by √k. The limit is between the two, 1.
 
@@ -56,7 +59,7 @@ class LossGrowth:
         self._before = None
         if len(self._losses) == AVERAGED and after >= SMALLEST_FACTOR * before:
             average, spread = self._average_and_spread()
-            self._before = before, average * (after / before) ** (1 / 3), spread
+            self._before = before, average * (after / before) ** (1 / 3) * self._rise() ** 2, spread
         self._losses.clear()
 
     def size_before_loss_grew(self) -> float | None:
@@ -73,6 +76,15 @@ class LossGrowth:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses = deque(map(torch.tensor, state["losses"]), maxlen=AVERAGED)
         self._before = state["before"]
+
+    def _rise(self) -> float:
+        """By what the average rises from the first half to the second; 1 where that is no more than noise."""
+        values, half = self._values(), AVERAGED // 2
+        first, second = fmean(values[:half]), fmean(values[half:])
+        if first == 0 or second / first <= 1:
+            return 1.0
+        noise = math.hypot(pstdev(values[:half]), pstdev(values[half:])) / math.sqrt(half)
+        return second / first if second / first > 2 or abs(second - first) > 5 * noise else 1.0
 
     def _average_and_spread(self) -> tuple[float, float]:
         values = self._values()

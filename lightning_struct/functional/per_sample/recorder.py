@@ -30,7 +30,12 @@ from lightning_struct.functional.per_sample.rules import (
     runs_again,
 )
 from lightning_struct.functional.per_sample.vmapped import CannotRunAgain
-from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
+from lightning_struct.functional.randomness import (
+    RandomState,
+    isolated_host_generators,
+    random_state,
+    restored_random_state,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -418,6 +423,7 @@ class GradientNormRecorder:
             with (
                 torch.autocast(device, dtype, enabled, cache_enabled=False),
                 nullcontext() if state is None else restored_random_state(state),
+                isolated_host_generators(),
             ):
                 shares = contributions(call)
         except CannotRunAgain as reason:

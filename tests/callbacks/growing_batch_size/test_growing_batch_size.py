@@ -136,6 +136,20 @@ def test_a_monitored_metric_is_checked_once_for_each_validation(tmp_path):
     assert module.sizes == [10] * 10 + [11, 11, 11] + [12, 12]
 
 
+def test_a_monitored_value_that_is_not_finite_is_left_out(tmp_path):
+    module = ScriptedNetwork(val_losses=[1.0, 1.0, math.nan, 1.0, 1.0])
+    callback = GrowingBatchSize(validation_monitor="val_loss", window=1, growth=1.1)
+    with pytest.warns(UserWarning, match="monitors 'val_loss', which is nan after step 3: .* is left out"):
+        fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8), max_epochs=5)
+    assert callback.validation_values == [1.0, 1.0] and len(module.sizes) == 5
+
+
+def test_a_first_monitored_value_that_is_not_finite_is_an_error(tmp_path):
+    module, callback = ScriptedNetwork(val_losses=[math.inf]), GrowingBatchSize(validation_monitor="val_loss")
+    with pytest.raises(MisconfigurationException, match="monitors 'val_loss', which is inf after step 1"):
+        fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8))
+
+
 def test_a_decision_falls_every_so_many_steps(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
     fit(tmp_path, module, GrowingBatchSize(window=2, every_n_steps=3, growth=1.1))

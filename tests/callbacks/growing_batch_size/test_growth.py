@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     ModelCheckpoint,
     RichProgressBar,
+    StochasticWeightAveraging,
     TQDMProgressBar,
 )
 from lightning.pytorch.utilities import CombinedLoader
@@ -35,6 +36,30 @@ pytestmark = WARNINGS_OF_READERS
 
 
 # The epoch
+
+
+class Normalized(Reader):
+    def __init__(self):
+        super().__init__()
+        self.normalization = torch.nn.BatchNorm1d(1)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"max_device_batch_size": 5}, {"mode": "accumulate"}])
+def test_the_pass_for_averaged_batch_normalisation_trains_nothing(tmp_path, is_first, options):
+    class Counting(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            steps.append(trainer.global_step)
+
+    steps, averaging = [], StochasticWeightAveraging(1e-6, swa_epoch_start=1)
+    growing = Growing([20] * 99, **options)
+    callbacks = [growing, averaging] if is_first else [averaging, growing]
+    trainer = make_trainer(tmp_path, callbacks=[*callbacks, Counting()], max_epochs=2, num_sanity_val_steps=0)
+    module = Normalized()
+    trainer.fit(module, loader())
+    assert numbers(module.epochs[-1]) == list(range(40))
+    assert trainer.global_step - steps[-1] == 1  # Lightning's own, with its last batch
+    assert trainer.accumulate_grad_batches == 1
 
 
 def test_the_size_changes_within_the_epoch_and_every_sample_is_read_once(tmp_path):
@@ -89,12 +114,19 @@ def test_a_stop_in_mid_epoch_leaves_the_loader_as_it_was(tmp_path):
 
 
 def test_a_second_fit_begins_with_the_grown_size(tmp_path):
-    growing = Growing([20])
-    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
-    trainer.fit(Reader(), loader())
-    trainer.fit_loop.max_epochs, module = 2, Reader()
+    trainer, module = make_trainer(tmp_path, callbacks=[Growing([20])], max_epochs=1), Reader()
     trainer.fit(module, loader())
-    assert module.sizes == [20, 20]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    assert module.sizes == [4, 20, 16, 20, 20]
+
+
+def test_another_module_begins_with_the_first_size(tmp_path):
+    trainer, module = make_trainer(tmp_path, callbacks=[Growing([20])], max_epochs=1), Reader()
+    trainer.fit(Reader(), loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    assert module.sizes == [4, 20, 16]
 
 
 def test_another_trainer_begins_with_the_first_size(tmp_path):

@@ -59,6 +59,15 @@ def test_the_limit_of_growth_is_the_cube_root_of_that_of_the_batch(after, verdic
     assert growth.size_before_loss_grew() == verdict
 
 
+def test_losses_that_were_rising_before_are_those_of_a_training_that_diverges():
+    growth = LossGrowth()
+    for step in range(2 * AVERAGED):
+        growth.update(torch.tensor(1.03**step))
+        if step == AVERAGED - 1:
+            growth.restart(8, 16)
+    assert growth.size_before_loss_grew() is None
+
+
 @pytest.mark.parametrize("loss", [torch.ones(3), torch.ones((), dtype=torch.complex64)], ids=["vector", "complex"])
 def test_what_is_no_number_is_left_out(loss):
     growth = LossGrowth()

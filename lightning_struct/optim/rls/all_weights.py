@@ -22,7 +22,7 @@ _STEPPED = "version_stepped_by_rls"
 
 
 def forget_statistics(weights: Iterable[TrainedWeight]) -> None:
-    """Drop what was read since the last step."""
+    """Drop what was read since the last step, as far as gradients have come of it."""
     for weight in weights:
         weight.statistics.reset()
 

@@ -12,12 +12,13 @@ steps of recurrent layers count as rows: what most of them do to the loss dies a
 own h bounds it, k x'Px/(1 + k x'Px) < 1; by batches nothing does. So each step is scaled by what
 :meth:`GainLimit.coefficient` makes of the largest eigenvalue, which power iteration estimates.
 
-That bounds what a weight does to its own outputs. Weights that step together multiply each other: a step of one is
-enlarged by all behind it, and these have changed as well. So where there are several, the norm of a step is
-:data:`LARGEST_CHANGE` of that of its weight at most (with momentum α, 1 - α times that), or of the norm that
-``nn.Linear`` begins with where that is larger. With that, the bound on the gain is more careful than it need be: the
-loss is less steep in the outputs of a hidden layer than in those of the last. So the steps of several weights are
-:data:`TOGETHER` times as long, as far as the change allows it.
+That bounds what a weight does to its own outputs. The layers behind it, trained by RLS or not, may enlarge a step, and
+weights that step together multiply each other. So the norm of a step is :data:`LARGEST_CHANGE` of that of its weight at
+most (with momentum α, 1 - α times that), or of the norm that ``nn.Linear`` begins with where that is larger. Only where
+the module is a single layer that reads one row of each sample is there nothing behind it, and the change is not
+bounded. With that bound, the one on the gain is more careful than it need be: the loss is less steep in the outputs of
+a hidden layer than in those of the last. So the steps of several weights are :data:`TOGETHER` times as long, as far as
+the change allows it.
 
 The paper has none of these bounds.
 """

@@ -77,7 +77,8 @@ def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> Use
     kept = inputs if weight.keeps_rows(inputs) else None
     bias = _bias(call.layer, weight, matrix.bias)
     sequences = len(call.input) if weight.reads_sequences and call.input.ndim > 2 else None
-    use = Use(total[None], (len(inputs),), sequences, bias, inputs=kept, sample=weight.sample(inputs))
+    positions = call.input.ndim > 2 and sequences is None
+    use = Use(total[None], (len(inputs),), sequences, bias, kept, weight.sample(inputs), positions)
     return [(weight, use)]
 
 
@@ -92,7 +93,7 @@ def _read_convolution(call: LayerCall, weights: TrainedWeights, watched: None) -
         number = sample_size(rows, weight.features)
         sample = patch_sample(call.layer, call.input, positions, number).to(weight.dtype)
     bias = _bias(call.layer, weight, "bias")
-    return [(weight, Use(total, (rows,) * call.layer.groups, bias=bias, sample=sample))]
+    return [(weight, Use(total, (rows,) * call.layer.groups, bias=bias, sample=sample, positions=True))]
 
 
 def _read_recurrent(call: LayerCall, weights: TrainedWeights, watched: LevelByLevel | None) -> Uses:

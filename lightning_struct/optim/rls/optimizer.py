@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -294,14 +294,24 @@ class RLS(torch.optim.Optimizer):
         if not means:
             self._membership.check_parameters()
         coefficient = clip_coefficient(self.module, _gradients(self.param_groups), means, self.max_grad_norm, states)
+        limits_steps = self.max_gain is not None
         limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
-        together = self.max_gain is not None and len(means) > 1
+        together, bounded = limits_steps and len(means) > 1, limits_steps and not self._is_linear_model(means)
         for weight, mean in means.items():
             state, group, limit = self._state_of(weight), group_of[weight], limits.get(weight)
-            weight.step_(state, mean, group, clip=coefficient, limit=limit, together=together)
+            weight.step_(state, mean, group, clip=coefficient, limit=limit, together=together, bounded=bounded)
         mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
         forget_statistics(self._weights)
+        for weight in self._weights:
+            weight.statistics.arrived.clear()
         return coefficient
+
+    def _is_linear_model(self, weights: Collection[TrainedWeight]) -> bool:
+        """Whether the module is one layer that has read one row of each sample: its steps are those of regression."""
+        if len(weights) != 1:
+            return False
+        (weight,) = weights
+        return not weight.statistics.positions and {*self.module.parameters()} <= {*weight.parameters}
 
     # --- state -------------------------------------------------------------------------------------------------------
 

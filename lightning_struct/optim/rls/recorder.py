@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layer_call import LayerCall, tensors_in
+from lightning_struct.functional.per_sample.awaited import current_backward
 from lightning_struct.optim.rls.layers import LayerReader
 from lightning_struct.optim.rls.selection import WeightTable
+from lightning_struct.optim.rls.statistics import Arrival
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 
@@ -38,6 +41,7 @@ class InputRecorder:
         self.found_unfrozen: Callable[[], Callable[[], None] | None] = _nothing
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, AbstractContextManager[Any]] = {}
+        self._noted: set[tuple[TrainedWeight, nn.Parameter]] = set()
 
     def attach(self) -> None:
         """Begin to record: hook the layers, before other hooks, which may replace an output."""
@@ -56,9 +60,10 @@ class InputRecorder:
         weakref.finalize(self, _remove, self._handles)
 
     def watch_gradients(self, weight: TrainedWeight) -> None:
-        """Note the gradients of a weight and its biases, to see later whether they have been cleared."""
+        """Note the gradients of a weight and its biases: they say which uses count, and whether they were cleared."""
         for parameter in weight.parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and (weight, parameter) not in self._noted:
+                self._noted.add((weight, parameter))
                 hook = _GradientHook(weight)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -74,7 +79,7 @@ class InputRecorder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._layers, self._table = state["_layers"], state["_table"]
-        self._handles, self._watched, self.found_unfrozen = [], {}, _nothing
+        self._handles, self._watched, self._noted, self.found_unfrozen = [], {}, set(), _nothing
         if state["attached"]:
             self.attach()
 
@@ -103,16 +108,20 @@ class InputRecorder:
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         if not tensors or not any(p.requires_grad for weight in weights.values() for p in weight.parameters):
             return
+        if any(map(is_functorch_wrapped_tensor, tensors)):
+            return  # within torch.func, whose derivatives do not add to gradients
         device = tensors[0].device.type
         with torch.no_grad(), without_autocast(device):
             uses = reader.read(LayerCall(layer, args, kwargs, outputs), weights, watched)
+        for weight, _ in uses:
+            self.watch_gradients(weight)  # which may have been frozen before
 
-        alone = len(tensors) == 1  # the hook must not hold the tensors that hold it
+        alone, training = len(tensors) == 1, layer.training  # the hook must not hold the tensors that hold it
 
         def arrive(cotangent: Tensor) -> None:
-            with torch.no_grad():
-                for weight, use in uses:
-                    weight.add_use(use, cotangent.detach() if alone else None)
+            kept, makes_graph = cotangent.detach() if alone else None, torch.is_grad_enabled()
+            for weight, use in uses:
+                weight.arrive(Arrival(use, kept, current_backward(), makes_graph and training))
 
         if alone:
             tensors[0].register_hook(arrive)

@@ -36,6 +36,7 @@ class Use:
         bias: the place among the weight's biases of the one that was added; None without.
         inputs: (rows, n), X itself, where the step may want it.
         sample: (groups, s, n), rows of X that stand for all of them, where the step's gain is bounded.
+        positions: whether several of the rows are of one sample, over which the loss may be summed.
     """
 
     total: Tensor
@@ -44,11 +45,30 @@ class Use:
     bias: int | None = None
     inputs: Tensor | None = None
     sample: Tensor | None = None
+    positions: bool = False
+
+
+class Arrival(NamedTuple):
+    """A use whose output has got a gradient, in a backward pass that may or may not reach the weight.
+
+    Attributes:
+        use: the rows.
+        cotangent: the gradient; None if it was not kept.
+        backward: the number of the pass.
+        may_be_differentiated: whether the pass has made a graph of its own, in training.
+    """
+
+    use: Use
+    cotangent: Tensor | None
+    backward: int
+    may_be_differentiated: bool
 
 
 @dataclass(eq=False)
 class Statistics:
     """Sums over the uses of a weight since the last step.
+
+    Counted are the uses of the passes that add to the gradient of the weight, when they do: see :meth:`count_arrived`.
 
     Attributes:
         total: (groups, n); None before the first use.
@@ -59,6 +79,8 @@ class Statistics:
         unsampled: rows of the uses after these.
         versions: of the gradients that the uses have got into, as autograd counts their changes.
         in_pass: the most sequences of a use in the backward pass that is going on.
+        positions: whether a use had several rows of one sample.
+        arrived: uses that wait for a gradient of the weight.
     """
 
     groups: int
@@ -70,6 +92,8 @@ class Statistics:
     unsampled: float = 0.0
     versions: dict[nn.Parameter, int] = field(default_factory=dict)
     in_pass: int = 0
+    positions: bool = False
+    arrived: list[Arrival] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -77,7 +101,33 @@ class Statistics:
     def reset(self) -> None:
         self.total, self.pairs, self.samples, self.unsampled, self.versions = None, [], [], 0.0, {}
         self.counts = [0.0] * (self.groups * (1 + self.biases) + 2)
-        self.in_pass = 0
+        self.in_pass, self.positions = 0, False
+        # Lightning clears gradients after the forward pass, in which a loss may have taken derivatives.
+        self.arrived = [arrival for arrival in self.arrived if arrival.may_be_differentiated]
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Take note of a use whose output has got a gradient."""
+        self.arrived = [
+            other
+            for other in self.arrived
+            if other.use is not arrival.use and (other.backward == arrival.backward or other.may_be_differentiated)
+        ]
+        self.arrived.append(arrival)
+
+    def count_arrived(self, backward: int, most_rows: float, most_sampled: float) -> None:
+        """Count the uses of a backward pass that has added to the gradient of the weight.
+
+        Passes by ``torch.autograd.grad`` do not; but where the loss is made of their derivatives, the gradient may come
+        through these alone. So if no output has got a gradient in this pass, those count that made a graph.
+
+        Args:
+            backward: the number of the pass.
+            most_rows, most_sampled: as of :meth:`add`.
+        """
+        arrived, self.arrived = self.arrived, []
+        of_pass = [arrival for arrival in arrived if arrival.backward == backward]
+        for arrival in of_pass or [arrival for arrival in arrived if arrival.may_be_differentiated]:
+            self.add(arrival.use, arrival.cotangent if of_pass else None, most_rows, most_sampled)
 
     def note_gradient(self, parameter: Tensor, ends_pass: bool) -> None:
         """Called when a backward pass has added to the gradient of the weight or of a bias.
@@ -114,6 +164,7 @@ class Statistics:
         self.counts[self.groups] += sequences
         self.counts[self.groups + 1] += max(sequences - self.in_pass, 0)
         self.in_pass = max(sequences, self.in_pass)
+        self.positions = self.positions or use.positions
         if use.sample is not None:
             if sum(sample.rows.shape[1] for sample in self.samples) < most_sampled:
                 self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
+from lightning_struct.functional.per_sample.awaited import current_backward
 from lightning_struct.functional.recursive_least_squares import (
     BlockDiagonalInverse,
     FullInverse,
@@ -23,7 +24,7 @@ from lightning_struct.functional.recursive_least_squares import (
 )
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE, TOGETHER, Gain, GainLimit, sample_rows
-from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Bias, Statistics, Use
+from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics
 
 InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
 
@@ -110,17 +111,21 @@ class TrainedWeight:
         """The weight and the biases, each once."""
         return list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
 
-    def add_use(self, use: Use, cotangent: Tensor | None) -> None:
-        """Count a use of the weight, whose output has got this gradient; None where it was not kept."""
+    def arrive(self, arrival: Arrival) -> None:
+        """Take note of a use of the weight, whose output has got a gradient."""
         self.statistics.forget_cleared()
-        self.statistics.add(use, cotangent, self.most_rows, math.inf if self.by_rows else MOST_SAMPLED)
+        self.statistics.arrive(arrival)
 
     def note_gradient(self, parameter: Tensor) -> None:
         """Note that a backward pass has added to the gradient of the weight or of a bias.
 
         That of the weight comes when all its uses have got theirs.
         """
-        self.statistics.note_gradient(parameter, parameter is self.parameter or not self.parameter.requires_grad)
+        ends_pass = parameter is self.parameter or not self.parameter.requires_grad
+        if ends_pass:
+            most_sampled = math.inf if self.by_rows else MOST_SAMPLED
+            self.statistics.count_arrived(current_backward(), self.most_rows, most_sampled)
+        self.statistics.note_gradient(parameter, ends_pass)
 
     def bias_index(self, parameter: nn.Parameter | None) -> int | None:
         """The place of a bias among those of the weight; None if it is none of them."""
@@ -226,6 +231,7 @@ class TrainedWeight:
         clip: float | Tensor,
         limit: GainLimit | None = None,
         together: bool = False,
+        bounded: bool = False,
     ) -> None:
         """θ ← (1 - lr·δ) θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
@@ -236,7 +242,8 @@ class TrainedWeight:
                 multiplied, bounded or not, ``momentum`` α, ``l1`` γ and ``weight_decay`` δ.
             clip: the coefficient of clipping.
             limit: of the gain; None where it is small for sure.
-            together: other weights step, too, and the change is bounded; see :mod:`.gain_limit`.
+            together: other weights step, too.
+            bounded: whether the change is bounded; see :mod:`.gain_limit`.
         """
         ratio, scale, lr, momentum = group["ratio"], group["gradient_scale"], group["lr"], group["momentum"]
         inverse, weight = self.inverse(state), ratio * self.statistics.steps
@@ -259,7 +266,7 @@ class TrainedWeight:
             features.mul_(1 - decay)
             constants.mul_(1 - decay)
         most = None
-        if together:  # lr multiplies what the bounds leave
+        if bounded:  # lr multiplies what the bounds leave
             norm = get_total_norm([features, constants]).clamp(min=self.first_norm)
             most = (1 - momentum) * lr * LARGEST_CHANGE * norm
         if momentum:

@@ -172,12 +172,19 @@ class BatchModel:
             )
         mean = self.backward(self._residual).div_(self.n)
         mean_squared = inner(mean, mean).item()
+        if not math.isfinite(mean_squared):
+            raise NotFinite(
+                f"the gradient at the current weights has the squared norm {mean_squared} in {self._dtype}; they are "
+                "unchanged. Lower the scale of the data"
+            )
         self.variance = None
         if per_sample and self.n > 1:
             if math.isnan(squared_norms):
                 self.variance = self._variance_from_halves(mean)
             else:
                 self.variance = variance_from_sums(squared_norms, self.n, mean_squared)
+            if not math.isfinite(self.variance):
+                self.variance = None
         self.gradient = mean.add_(self.weights.vector, alpha=self._l2)
         self.gradient_squared = inner(self.gradient, self.gradient).item()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -206,6 +207,7 @@ class SHF(torch.optim.Optimizer):
         else:
             self._steps = OutputSteps(module, objective, given, named)
         self.report: StepReport | None = None
+        self._told_of_new = False
         in_group = ("damping", "drop", "warm_start", "maxiter")
         super().__init__(named.values(), {name: getattr(self.settings, name) for name in in_group})
 
@@ -342,6 +344,13 @@ class SHF(torch.optim.Optimizer):
             raise ValueError(
                 f"SHF trains {', '.join(frozen[:3])}, frozen since it was made. It trains what requires a gradient "
                 "when it is made: make a new SHF after layers are frozen or unfrozen"
+            )
+        new = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in trained]
+        if new and not self._told_of_new:
+            self._told_of_new = True
+            warnings.warn(
+                f"SHF does not train {', '.join(new[:3])}, added or unfrozen since it was made: make a new SHF",
+                stacklevel=5,  # where step is called
             )
 
     @property

@@ -211,6 +211,8 @@ class OutputSteps:
             model.weights.add_(-change)
             averages, ratio = (0.0, averages[1]), -1.0
         smallest, largest = settings.damping_bounds
+        if settings.damping is not None:  # what a batch shows of short steps is mostly noise, and λ seldom falls again
+            largest = min(largest, max(settings.damping, now.damping))
         ruled = next_batch_rule(
             ScaledDamping(memory["step_scale"], now.damping),
             ratio,
@@ -292,8 +294,9 @@ class OutputSteps:
                 update = update_along(model, settings, solution, damping=damping, iterations=iterations)
             if update is not None:
                 return update
-            # The paper goes on with whatever direction it has; one that started from d0 != 0 need not be of descent.
-            tried, damping, start = damping, self._raised(damping), None
+            # The paper goes on with whatever direction it has. One that started from d0 != 0 need not be of descent,
+            # which says nothing about the damping.
+            tried, damping, start = damping, damping if start is not None else self._raised(damping), None
         warnings.warn(
             f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last "
             f"one with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: "

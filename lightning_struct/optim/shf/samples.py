@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_struct.collective import all_gather_rows, rank
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import rows_of_arguments
+from lightning_struct.functional.layer_call import tensors_in
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Samples:
             )
         rows = len(targets)
         rows_of_inputs = next((len(t) for t in tensors if len(t) != rows), rows)
-        finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+        finite = all(bool(t.isfinite().all()) for t in tensors_in((args, targets)) if t.is_floating_point())
         shares = all_gather_rows(torch.tensor([rows, rows_of_inputs, not finite], device=device)).tolist()
         for r, (samples, samples_of_inputs, bad_value) in enumerate(shares):
             where = f" on rank {r}" if len(shares) > 1 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -157,6 +158,40 @@ def test_a_layer_with_a_loss_for_each_of_its_uses_is_stable(uses: int) -> None:
         values.append(loss.item())
     assert max(values) <= 1.5 * values[0]
     assert values[-1] < 1e-4 * values[0]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_that_steps_alone_before_others_is_stable(frozen: bool) -> None:
+    """The decoder, frozen or trained by Adam, enlarges each step of the encoder."""
+    torch.manual_seed(0)
+    inputs = torch.randn(128, 20) @ torch.randn(20, 256) / 20**0.5
+    module = nn.Sequential(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 256))
+    module[2].requires_grad_(not frozen)
+    adam = partial(torch.optim.Adam, lr=1e-3)
+    optimizer = RLS(module) if frozen else RLS(module, exclude=[module[2]], auxiliary=adam)
+    values = []
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = (module(inputs) - inputs).square().sum() / 256
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    assert max(values) <= 1.1 * values[0] and values[-1] < (0.9 if frozen else 0.5) * values[0]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)])
+def test_a_single_layer_is_stable_with_a_loss_that_is_summed_over_positions(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    inputs = torch.randn(16, *((8, 8, 8) if isinstance(layer, nn.Conv2d) else (8, 8)))
+    optimizer, values = RLS(layer), []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (layer(inputs) - inputs).square().sum() / (2 * len(inputs))
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    assert max(values) <= 1.1 * values[0] and values[-1] < 0.1 * values[0]
 
 
 def test_without_the_bound_standardised_inputs_end_in_nan() -> None:

@@ -540,7 +540,33 @@ def forgotten(module: nn.Module, optimizer: RLS) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("disturbance", [without_backward, without_gradients, forgotten])
+def looked_at(module: nn.Module, optimizer: RLS) -> None:
+    torch.autograd.grad(module(batch(50)).sum(), list(module.parameters()))
+
+
+def looked_at_twice(module: nn.Module, optimizer: RLS) -> None:
+    inputs = batch(50).requires_grad_()
+    (gradient,) = torch.autograd.grad(squared(module, inputs), inputs, create_graph=True)
+    torch.autograd.grad(gradient.square().sum(), list(module.parameters()))
+
+
+def differentiated_by_functions(module: nn.Module, optimizer: RLS) -> None:
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    per_sample = torch.func.grad(lambda p, x: torch.func.functional_call(module, p, (x,)).square().sum())
+    torch.func.vmap(per_sample, (None, 0))(parameters, batch(50))
+
+
+@pytest.mark.parametrize(
+    "disturbance",
+    [
+        without_backward,
+        without_gradients,
+        forgotten,
+        looked_at,
+        looked_at_twice,
+        differentiated_by_functions,
+    ],
+)
 def test_only_passes_that_make_up_the_gradient_count(disturbance: Callable[[nn.Module, RLS], None]) -> None:
     module, reference = network(), network()
     optimizer, plain = RLS(module), RLS(reference)
@@ -566,6 +592,26 @@ def test_the_order_of_lightning_in_which_gradients_are_zeroed_after_the_forward_
         assert optimizer.step(closure) > 0
     train(reference, plain, range(3))
     assert torch.equal(weights(module), weights(reference))
+
+
+@pytest.mark.parametrize("clears_in_between", [False, True])
+def test_a_loss_of_derivatives_counts_each_row_once(clears_in_between: bool) -> None:
+    """As of a physics-informed network; Lightning clears gradients between the two passes."""
+    module = nn.Sequential(nn.Linear(2, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    optimizer, points = RLS(module), gaussian(9, 2, seed=1).requires_grad_()
+    optimizer.zero_grad()
+    (slope,) = torch.autograd.grad(module(points).sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
+    loss = (second[:, 0] - slope[:, 1]).square().mean() / 2
+    if clears_in_between:
+        optimizer.zero_grad()
+    loss.backward()
+    means = [weight.statistics.mean() for weight in optimizer._weights]
+    optimizer.step()
+    torch.testing.assert_close(means[0][0, :2], points.detach().mean(0))
+    assert all(weight.statistics.counts[0] == 0 for weight in optimizer._weights)
+    first = optimizer.state["rls"]["0.weight"]["steps"]  # type: ignore[index]
+    assert first == optimizer.state["rls"]["2.weight"]["steps"] == 1  # type: ignore[index]
 
 
 class Checkpointed(nn.Module):

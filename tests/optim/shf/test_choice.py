@@ -195,6 +195,21 @@ def test_small_noisy_batches_are_not_overfitted() -> None:
     assert fall(found[20:]) < 0.05
 
 
+def test_sparse_inputs_with_much_noise_do_not_freeze_the_weights() -> None:
+    """A batch shows little more of them than noise: steps become short, and the damping rises no further than λ₁."""
+    torch.manual_seed(0)
+    categories, scores = torch.randint(0, 100, (6000, 5)), torch.randn(5, 100)
+    labels = (sum(scores[j][categories[:, j]] for j in range(5)) > 0).long()
+    inputs = nn.functional.one_hot(categories, 100).float().flatten(1)
+    module = nn.Sequential(nn.Linear(500, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+    optimizer, dampings = SHF(module, "cross_entropy"), []
+    for rows in torch.randperm(6000)[:5000].split(100) * 3:
+        take(optimizer, (inputs[rows], labels[rows]))
+        dampings.append(optimizer.damping)
+    assert max(dampings) == optimizer.settings.damping
+    assert (module(inputs).argmax(1) == labels).float().mean() > 0.75
+
+
 def test_the_rule_of_the_ratio_on_the_own_batch_overfits_them() -> None:
     module = wide()
     found = accuracies(SHF(module, "cross_entropy", damping_rule="levenberg_marquardt"), module, 60)

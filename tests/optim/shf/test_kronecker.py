@@ -512,16 +512,17 @@ def test_factors_of_other_options_are_refused() -> None:
 
 def test_a_factor_that_overflows_is_an_error_that_names_its_parameters_and_changes_nothing() -> None:
     module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
-    nn.init.zeros_(module[0].weight)
+    for parameter in (module[0].weight, module[0].bias, module[1].bias):
+        nn.init.zeros_(parameter)
     before = weights(module)
-    inputs = torch.full((6, 4), 1e25)
+    inputs, targets = torch.full((6, 4), 1e20), torch.full((6, 2), 1e-20)  # the gradient is of the size of one
     optimizer = make(module)
     with pytest.raises(
         FloatingPointError, match=r"block 0\.weight, 0\.bias: the curvature factor holds NaN or infinity"
     ):
-        take(optimizer, (inputs, torch.ones(6, 2)))
+        take(optimizer, (inputs, targets))
     assert torch.equal(weights(module), before)
-    assert take(optimizer, (inputs * 1e-25, torch.ones(6, 2))).step_length > 0
+    assert take(optimizer, (inputs * 1e-20, torch.ones(6, 2))).step_length > 0
 
 
 def test_too_little_memory_is_an_error_that_names_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1070,7 +1070,7 @@ def test_the_damping_after_a_failure_stays_below_its_maximum() -> None:
     assert optimizer.damping == 2.0
 
 
-def test_a_start_that_leads_uphill_is_given_up_for_zero_with_more_damping() -> None:
+def test_a_start_that_leads_uphill_is_given_up_for_zero_with_the_same_damping() -> None:
     """One iteration with much damping hardly changes the direction, which the targets of the other sign turn uphill."""
     module = network()
     optimizer = SHF(module, "mse", damping=0.5, drop=None, warm_start=0.9, preconditioner=None, maxiter=1)
@@ -1079,10 +1079,43 @@ def test_a_start_that_leads_uphill_is_given_up_for_zero_with_more_damping() -> N
     optimizer.damping = 100.0
     fresh = copy.deepcopy(module)
     report = take(optimizer, (inputs, -5 * targets))
-    take(SHF(fresh, "mse", damping=400.0, maxiter=1, preconditioner=None), (inputs, -5 * targets))
-    assert (report.damping, report.solver_iterations, optimizer.damping) == (400.0, 2, 400.0)
+    take(SHF(fresh, "mse", damping=100.0, maxiter=1, preconditioner=None), (inputs, -5 * targets))
+    assert (report.damping, report.solver_iterations, optimizer.damping) == (100.0, 2, 100.0)
     assert report.loss_after < report.loss_before
     assert torch.equal(weights(module), weights(fresh))
+
+
+def test_a_gradient_whose_norm_overflows_is_an_error_and_changes_nothing() -> None:
+    module = nn.Linear(4, 2)
+    before, (inputs, targets) = weights(module), batch(dtype=torch.float32)
+    with pytest.raises(ValueError, match="the gradient at the current weights has the squared norm inf in torch.float"):
+        take(SHF(module, "mse"), (inputs * 1e12, targets * 1e12))
+    assert torch.equal(weights(module), before)
+
+
+def test_layers_that_are_added_later_are_named_once() -> None:
+    module = network()
+    optimizer = SHF(module, "mse", damping=1.0)
+    module.append(nn.Linear(2, 2, dtype=torch.float64))
+    data = batch()[0], module(batch()[0]).detach() + 1
+    with pytest.warns(UserWarning, match=r"SHF does not train \d.weight, \d.bias, added or unfrozen since"):
+        take(optimizer, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take(optimizer, data)
+
+
+def test_nan_in_an_input_that_is_a_dict_is_named() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, of_names: dict[str, Tensor]) -> Tensor:
+            return self.layer(of_names["first"])
+
+    with pytest.raises(ValueError, match="the batch holds NaN or infinity"):
+        SHF(Reading(), "mse").step(inputs={"first": torch.full((3, 4), math.nan)}, targets=torch.zeros(3, 2))
 
 
 def test_an_empty_batch_is_an_error() -> None:

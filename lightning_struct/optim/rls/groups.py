@@ -81,7 +81,7 @@ class Membership:
         has_frozen = not all(parameter.requires_grad for parameter in parameters.values())
         if self._factory is not None and self.auxiliary is None and has_frozen:
             # What may be unfrozen later joins a group that schedulers know by then.
-            self.auxiliary = self._factory([{"params": []}])
+            self.auxiliary = _made(self._factory, [{"params": []}])
             groups += self.auxiliary.param_groups
 
     def take_in_unfrozen(self, groups: list[Group]) -> None:
@@ -199,7 +199,7 @@ class Membership:
         if self.auxiliary is not None:
             self.auxiliary.param_groups[0]["params"] += parameters.values()
             return
-        self.auxiliary = self._factory_for(parameters)(list(parameters.values()))
+        self.auxiliary = _made(self._factory_for(parameters), list(parameters.values()))
         groups += self.auxiliary.param_groups
 
     def _factory_for(self, parameters: Iterable[str]) -> AuxiliaryFactory:
@@ -210,6 +210,17 @@ class Membership:
                 "torch.optim.Adam, lr=1e-3) or the like for them, or freeze them by requires_grad_(False)"
             )
         return self._factory
+
+
+def _made(factory: AuxiliaryFactory, parameters: list[Any]) -> torch.optim.Optimizer:
+    """An auxiliary optimizer; one whose step evaluates the loss is refused."""
+    auxiliary = factory(parameters)
+    if isinstance(auxiliary, torch.optim.LBFGS):
+        raise TypeError(
+            "auxiliary makes an LBFGS, which evaluates the loss several times in a step; RLS steps it once, by the "
+            "gradients that are there. Give functools.partial(torch.optim.Adam, lr=1e-3) or the like"
+        )
+    return auxiliary
 
 
 def _members(groups: list[Group]) -> set[nn.Parameter]:

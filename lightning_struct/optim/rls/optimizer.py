@@ -88,8 +88,9 @@ class RLS(torch.optim.Optimizer):
             layers that RLS trains, only the step is scaled; their gradients stay as they are.
         max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
             the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a
-            layer that steps alone. If several weights step together, their steps are then three times as long, but
-            change each weight by at most a twentieth of its norm. See :mod:`~lightning_struct.optim.rls.gain_limit`.
+            layer that steps alone. If several weights step together, their steps are then three times as long. A
+            step changes each weight by at most a twentieth of its norm, except in a module that is a single layer. See
+            :mod:`~lightning_struct.optim.rls.gain_limit`.
             None: the paper's steps, which are not bounded and need inputs in [0, 1], or clipping.
         interval: P is updated once in this many steps, by as much as in all of them.
         form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, see
@@ -110,7 +111,7 @@ class RLS(torch.optim.Optimizer):
             parameters are trained by neither RLS nor ``auxiliary``; weights are neither float32 nor float64, not
             initialised yet, or spread over processes (FSDP2); there is nothing to train.
         TypeError: ``module`` is not a module (for instance a list of parameters); ``exclude`` has something else than
-            modules and names.
+            modules and names; ``auxiliary`` makes an ``LBFGS``.
         MemoryError: the matrices P do not fit into the free memory.
 
     Example:

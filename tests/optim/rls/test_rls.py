@@ -502,6 +502,11 @@ def test_a_module_with_hooks_can_be_pickled() -> None:
     train(module, optimizer)
 
 
+def test_an_auxiliary_optimizer_that_evaluates_the_loss_is_refused() -> None:
+    with pytest.raises(TypeError, match="auxiliary makes an LBFGS, which evaluates the loss several times"):
+        RLS(mixed(), auxiliary=torch.optim.LBFGS)
+
+
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 

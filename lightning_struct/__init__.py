@@ -9,7 +9,7 @@ nor Lightning::
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not look into __getattr__
     from lightning_struct.callbacks import AdapterCheckpoint as AdapterCheckpoint

@@ -143,6 +143,7 @@ class TextCorpusDataModule(LightningDataModule):
         data_dir: str = "data",
         text_file: str | None = None,
         batch_size: int = 20,
+        *,
         eval_batch_size: int = 10,
         steps: int = 35,
         train_size: int | None = None,

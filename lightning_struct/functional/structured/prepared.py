@@ -17,6 +17,11 @@ class PreparedMatrix(Protocol):
     ``is_slow: ClassVar[bool] = True`` where its product takes longer than one with the dense matrix,
     ``keeps_precision: ClassVar[bool] = True`` where its tensors must not be in half precision, and have a method
     ``completed()`` that makes what multiplies faster.
+
+    Example:
+        >>> import torch
+        >>> DenseMatrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).matmul(torch.tensor([1.0, 0.0]))
+        tensor([1., 3.])
     """
 
     def matmul(self, x: Tensor) -> Tensor:

@@ -28,4 +28,4 @@ class Run:
         self._has_trained, self._module = True, weakref.ref(pl_module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_has_trained": self._has_trained, "_module": None}  # a weak reference cannot be copied
+        return {"_has_trained": self._has_trained, "_module": None}  # a weak reference cannot be pickled

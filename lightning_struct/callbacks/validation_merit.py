@@ -27,7 +27,8 @@ class ValidationMeritStopping(Callback):
     After each validation it compares ``monitor`` (the mean over the processes) with the best value so far, and keeps a
     copy of the best weights and buffers on the CPU. These are the weights that were validated, even if another callback
     had put averaged ones in place for the validation. When training ends, by patience or for any other reason except an
-    exception, the module gets the best ones back. A value that is NaN or infinite ends training, too.
+    exception, the module gets the best ones back; if it has changed meanwhile, what fits of them, with a warning. A
+    value that is NaN or infinite ends training, too.
 
     Checkpoints written before hold the weights of their own step, so a run resumed from them continues as if it had not
     been stopped. ``Trainer.save_checkpoint`` after ``fit`` writes the best weights, and so does a
@@ -56,8 +57,8 @@ class ValidationMeritStopping(Callback):
     Raises:
         MisconfigurationException: an argument is out of range; at the start of fit there is no validation, or no data
             for it, or the Trainer does not keep what is logged, or the strategy shards the weights; with SHF the module
-            has no ``inputs_and_targets``; after a validation the monitor is not logged, or in
-            the first one not finite.
+            has no ``inputs_and_targets``; after a validation the monitor is not logged, or in the
+            first one not finite.
 
     Example:
         >>> from lightning import Trainer
@@ -90,7 +91,7 @@ class ValidationMeritStopping(Callback):
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
         self._run = Run()
-        self._told = False
+        self._told = self._warned = False
 
     def _forget(self) -> None:
         self.best_value: float | None = None
@@ -121,7 +122,7 @@ class ValidationMeritStopping(Callback):
         if stage == "fit":
             if self._run.begins_anew(trainer, pl_module):
                 self._begin()
-            self._told = False
+            self._told = self._warned = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
@@ -238,15 +239,16 @@ class ValidationMeritStopping(Callback):
         try:
             pl_module.load_state_dict(weights, strict=pl_module.strict_loading)
         except RuntimeError as error:
-            self._told = True
-            rank_zero_warn(
-                f"ValidationMeritStopping puts back what fits of the best weights, those of step {self.best_step}: the "
-                f"module has changed since. {error}"
-            )
+            if not self._warned:
+                rank_zero_warn(
+                    f"ValidationMeritStopping puts back what fits of the best weights, those of step {self.best_step}: "
+                    f"the module has changed since. {error}"
+                )
+            self._warned = True
             return
         if self.best_step != trainer.global_step and not self._told:
-            self._told = True
             rank_zero_info(f"The weights of step {self.best_step} are put back: {self.monitor} = {self.best_value:.6g}")
+        self._told = True
 
 
 def _with_permanent_masks(weights: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class GrowingBatchSize(Callback):
             estimator that cannot measure this run (``"layers"`` with sharded weights, ``"ranks"`` with one backward
             pass per step); batches that are already larger than ``max_batch_size``; with ``scale_lr`` an optimizer
             without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor
-            that is not logged, or not finite.
+            that is not logged, or not finite at first.
 
     Example:
         >>> from lightning import Trainer

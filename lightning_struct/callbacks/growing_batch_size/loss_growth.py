@@ -17,6 +17,10 @@ AVERAGED = 100
 # Smaller factors of the size are lost in what the loss does anyway.
 SMALLEST_FACTOR = 1.5
 
+# Losses rise if the average of their second half is more than so many times that of the first, or so many standard
+# errors above it: those of a training that diverges differ too much from each other for the second test.
+LARGE_RISE, STANDARD_ERRORS = 2.0, 5.0
+
 
 class LossGrowth:
     """Compares the losses before and after the batch has become k times as large, by two measures.
@@ -24,8 +28,8 @@ class LossGrowth:
     - **Their average.** If the loss is averaged over the samples, it stays as it is; if it is summed, it becomes k
       times as large; either is less by what training has lowered it meanwhile. The limit is between the two, the cube
       root of k. Where the losses were rising already, as those of a training that diverges, they would have gone on
-      rising: from the first to the second half of those before by a factor q, so in as many more by q², which the limit
-      is multiplied by.
+      rising: from the first to the second half of those before by a factor q, so in as many more by q². By that the
+      limit is multiplied, if q is more than noise.
     - **Their spread**, the average change from one loss to the next. If the loss is averaged, it becomes smaller by √k,
       as the noise of the samples does; if it is summed, larger by √k. The limit is between the two, 1.
 
@@ -84,7 +88,8 @@ class LossGrowth:
         if first == 0 or second / first <= 1:
             return 1.0
         noise = math.hypot(pstdev(values[:half]), pstdev(values[half:])) / math.sqrt(half)
-        return second / first if second / first > 2 or abs(second - first) > 5 * noise else 1.0
+        rises = second / first > LARGE_RISE or abs(second - first) > STANDARD_ERRORS * noise
+        return second / first if rises else 1.0
 
     def _average_and_spread(self) -> tuple[float, float]:
         values = self._values()

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from lightning_struct.optim.rls.gain_limit import Sample
 
+# Uses in earlier passes of which no gradient has come that are kept.
+MOST_WAITING = 64
+
 # Rows that are kept of all uses of a weight since the last step, for the bound on the gain.
 MOST_SAMPLED = 2048
 
@@ -107,12 +110,10 @@ class Statistics:
 
     def arrive(self, arrival: Arrival) -> None:
         """Take note of a use whose output has got a gradient."""
-        self.arrived = [
-            other
-            for other in self.arrived
-            if other.use is not arrival.use and (other.backward == arrival.backward or other.may_be_differentiated)
-        ]
-        self.arrived.append(arrival)
+        others = [other for other in self.arrived if other.use is not arrival.use]
+        of_pass = [other for other in others if other.backward == arrival.backward]
+        waiting = [other for other in others if other.backward != arrival.backward and other.may_be_differentiated]
+        self.arrived = [*waiting[-MOST_WAITING:], *of_pass, arrival]
 
     def count_arrived(self, backward: int, most_rows: float, most_sampled: float) -> None:
         """Count the uses of a backward pass that has added to the gradient of the weight.

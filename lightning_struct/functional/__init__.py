@@ -31,7 +31,7 @@ from lightning_struct.functional.layers import Matrix, register_layer, unregiste
 from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import LineSearchResult, armijo
 from lightning_struct.functional.linearization import Linearization
-from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError
+from lightning_struct.functional.losses import BinaryCrossEntropy, CrossEntropy, GaussNewtonLoss, SquaredError
 from lightning_struct.functional.operators import (
     DenseOperator,
     DiagonalOperator,
@@ -71,6 +71,7 @@ from lightning_struct.functional.transforms import (
 )
 
 __all__ = [
+    "BinaryCrossEntropy",
     "ConjugateGradientResult",
     "CrossEntropy",
     "DampedSolver",

@@ -75,8 +75,12 @@ class CrossEntropy:
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
         classes = outputs.shape[-1]
-        flat = targets.reshape(-1, classes).double() if targets.is_floating_point() else targets.reshape(-1).long()
-        return F.cross_entropy(outputs.reshape(-1, classes).double(), flat)
+        flat = (
+            targets.reshape(-1, classes).to(outputs.dtype)
+            if targets.is_floating_point()
+            else targets.reshape(-1).long()
+        )
+        return _mean(F.cross_entropy(outputs.reshape(-1, classes), flat, reduction="none"))
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
@@ -112,16 +116,75 @@ class CrossEntropy:
                 "cross-entropy needs logits (n, ..., classes) and targets of class indices (n, ...) or probabilities "
                 f"like the logits; got {tuple(outputs.shape)} and {tuple(targets.shape)} ({targets.dtype}){remedy}"
             )
-        if (
-            not targets.is_floating_point()
-            and targets.numel()
-            and not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[-1]
-        ):
+        if targets.is_floating_point() or not targets.numel():
+            return
+        lowest, highest = torch.stack(targets.aminmax()).tolist()
+        if not 0 <= lowest <= highest < outputs.shape[-1]:
             raise ValueError(
-                f"class indices must be in [0, {outputs.shape[-1]}), got {int(targets.min())} to {int(targets.max())}. "
+                f"class indices must be in [0, {outputs.shape[-1]}), got {lowest} to {highest}. "
                 "There is no ignore_index: where positions do not count, give a loss of your own, with the methods of "
                 "GaussNewtonLoss, that is 0 there"
             )
+
+
+class BinaryCrossEntropy:
+    """Cross-entropy of logits (n, ...) for one Bernoulli variable each, averaged over samples and outputs.
+
+    Targets are shaped like the logits: 0 and 1 of any dtype, or probabilities. It is torch's
+    ``binary_cross_entropy_with_logits``, for classifiers of two classes, of several labels at once, and for
+    autoencoders of pixels between 0 and 1. S = diag(√(p(1 - p))) and r = (p - y)/√(p(1 - p)), so that S r = p - y; the
+    root is bounded from below.
+
+    Example:
+        >>> BinaryCrossEntropy().value(torch.zeros(2, 1), torch.tensor([[True], [False]]))  # log 2
+        tensor(0.6931, dtype=torch.float64)
+    """
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._check(outputs, targets)
+        return _mean(F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none"))
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self._check(outputs, targets)
+        root, scale = self._root(outputs), self._per_output(outputs)
+        return (outputs.sigmoid() - targets.to(outputs.dtype)) / root * scale
+
+    def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return self._root(outputs) * vector * self._per_output(outputs)
+
+    def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return self.sqrt_hessian(outputs, targets, vector)  # S is diagonal
+
+    @staticmethod
+    def _root(outputs: Tensor) -> Tensor:
+        variance = outputs.sigmoid() * (-outputs).sigmoid()
+        return variance.clamp_min(torch.finfo(outputs.dtype).eps).sqrt()
+
+    @staticmethod
+    def _per_output(outputs: Tensor) -> float:
+        """1/√k: each of the two factors of a sample's mean over its k outputs."""
+        return outputs[0].numel() ** -0.5
+
+    @staticmethod
+    def _check(outputs: Tensor, targets: Tensor) -> None:
+        if outputs.shape != targets.shape:
+            remedy = (
+                ": give targets of shape (n, 1), as by labels[:, None]" if outputs.shape == (*targets.shape, 1) else ""
+            )
+            raise ValueError(
+                f"binary cross-entropy needs targets like the logits; got {tuple(outputs.shape)} and "
+                f"{tuple(targets.shape)}{remedy}"
+            )
+        if not targets.numel():
+            return
+        lowest, highest = torch.stack(targets.to(outputs.dtype).aminmax()).tolist()
+        if not 0 <= lowest <= highest <= 1:
+            raise ValueError(f"targets of binary cross-entropy must be in [0, 1], got {lowest:g} to {highest:g}")
+
+
+def _mean(values: Tensor) -> Tensor:
+    """In float64, without a float64 copy of what may be large."""
+    return values.sum(dtype=torch.float64) / values.numel()
 
 
 def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> float:
@@ -152,16 +215,21 @@ def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) ->
 def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | LeastSquares:
     """The loss of a name; an object with the methods of a loss as it is.
 
-    Names are ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`) and ``"least_squares"``
-    (:class:`~lightning_struct.functional.LeastSquares` with weights of 1).
+    Names are ``"mse"`` (:class:`SquaredError`), ``"cross_entropy"`` (:class:`CrossEntropy`), ``"binary_cross_entropy"``
+    (:class:`BinaryCrossEntropy`) and ``"least_squares"`` (:class:`~lightning_struct.functional.LeastSquares` with
+    weights of 1).
 
     Raises:
         ValueError: an unknown name.
         TypeError: an object that lacks one of the methods; they are named.
     """
     if isinstance(loss, str):
-        named: dict[str, Callable[[], GaussNewtonLoss | LeastSquares]]
-        named = {"mse": SquaredError, "cross_entropy": CrossEntropy, "least_squares": LeastSquares}
+        named: dict[str, Callable[[], GaussNewtonLoss | LeastSquares]] = {
+            "mse": SquaredError,
+            "cross_entropy": CrossEntropy,
+            "binary_cross_entropy": BinaryCrossEntropy,
+            "least_squares": LeastSquares,
+        }
         if loss not in named:
             raise ValueError(f"loss must be {', '.join(map(repr, named))} or an object, got {loss!r}")
         return named[loss]()
@@ -174,7 +242,7 @@ def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | Le
     ]
     if missing:
         raise TypeError(
-            f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss); torch's "
-            "squared error and cross-entropy are called 'mse', half the sum over outputs, and 'cross_entropy'"
+            f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss); torch's squared error is called "
+            "'mse', half the sum over outputs, cross-entropies 'cross_entropy' and 'binary_cross_entropy'"
         )
     return loss

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.functional import CrossEntropy, GaussNewtonLoss, SquaredError
+from lightning_struct.functional import BinaryCrossEntropy, CrossEntropy, GaussNewtonLoss, SquaredError
 from lightning_struct.functional.losses import get_loss
 from tests.cases import gaussian
 
@@ -27,6 +27,15 @@ def labels(*shape: int) -> Tensor:
     return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(3))
 
 
+def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Of one sample, the mean over its outputs."""
+    return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+
+
+def events(*shape: int) -> Tensor:
+    return gaussian(*shape, seed=4) > 0
+
+
 CASES = {
     "mse": (SquaredError(), squared_error, gaussian(3, 4, seed=0), gaussian(3, 4, seed=1)),
     "mse_positions": (SquaredError(), squared_error, gaussian(3, 2, 4, seed=0), gaussian(3, 2, 4, seed=1)),
@@ -40,6 +49,9 @@ CASES = {
         gaussian(3, 5, 4, seed=0),
         gaussian(3, 5, 4, seed=1).softmax(-1),
     ),
+    "two_classes": (BinaryCrossEntropy(), binary_cross_entropy, gaussian(3, 1, seed=0), events(3, 1)),
+    "labels": (BinaryCrossEntropy(), binary_cross_entropy, gaussian(3, 2, 4, seed=0), events(3, 2, 4).long()),
+    "pixels": (BinaryCrossEntropy(), binary_cross_entropy, gaussian(3, 4, seed=0), gaussian(3, 4, seed=1).sigmoid()),
 }
 every_case = pytest.mark.parametrize(("loss", "of_one", "outputs", "targets"), CASES.values(), ids=CASES)
 
@@ -105,12 +117,26 @@ def test_the_gradient_survives_probabilities_that_underflow(dtype: torch.dtype, 
     torch.testing.assert_close(product, expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
-def test_the_sum_over_a_large_float32_batch_is_better_than_float32() -> None:
-    """A sum in float32 is 6e-8 off here, near the relative decrease (ftol) that ends the solver."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_survives_logits_whose_variance_underflows(dtype: torch.dtype) -> None:
+    outputs, targets = torch.tensor([[200.0, -200.0]], dtype=dtype), torch.tensor([[False, True]])
+    loss = BinaryCrossEntropy()
+    product = loss.sqrt_hessian(outputs, targets, loss.residual(outputs, targets))
+    torch.testing.assert_close(
+        product, torch.tensor([[0.5, -0.5]], dtype=dtype), rtol=4 * torch.finfo(dtype).eps, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "loss", [SquaredError(), CrossEntropy(), BinaryCrossEntropy()], ids=lambda loss: type(loss).__name__
+)
+def test_the_sum_over_a_large_float32_batch_is_better_than_float32(loss: GaussNewtonLoss) -> None:
+    """A sum in float32 is up to 6e-8 off here, near the relative decrease (ftol) that ends the solver."""
     outputs = torch.rand(2000, 256, generator=torch.Generator().manual_seed(0))
-    value = SquaredError().value(outputs, torch.zeros_like(outputs))
+    targets = torch.zeros_like(outputs)
+    value = loss.value(outputs, targets)
     assert value.dtype == torch.float64
-    assert value.item() == pytest.approx(0.5 * outputs.double().square().sum().item() / 2000, rel=5e-9)
+    assert value.item() == pytest.approx(loss.value(outputs.double(), targets.double()).item(), rel=5e-9)
 
 
 @pytest.mark.parametrize("method", ["value", "residual"])
@@ -154,13 +180,26 @@ def test_class_indices_may_be_of_any_integer_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(loss.residual(outputs, targets.to(dtype)), loss.residual(outputs, targets))
 
 
+def test_binary_targets_of_another_shape_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"got \(3, 1\) and \(3,\): .* labels\[:, None\]"):
+        BinaryCrossEntropy().value(gaussian(3, 1, seed=0), events(3))
+
+
+@pytest.mark.parametrize("method", ["value", "residual"])
+@pytest.mark.parametrize("value", [-1.0, 2.0])
+def test_binary_targets_out_of_range_are_named(method: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"in \[0, 1\], got .*{value:g}"):
+        getattr(BinaryCrossEntropy(), method)(gaussian(2, 1, seed=0), torch.tensor([[0.5], [value]]))
+
+
 def test_losses_are_found_by_name() -> None:
     assert isinstance(get_loss("mse"), SquaredError)
     assert isinstance(get_loss("cross_entropy"), CrossEntropy)
+    assert isinstance(get_loss("binary_cross_entropy"), BinaryCrossEntropy)
 
 
 def test_an_unknown_loss_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mse', 'cross_entropy', 'least_squares' .* 'hinge'"):
+    with pytest.raises(ValueError, match="'mse', 'cross_entropy', 'binary_cross_entropy', 'least_squares' .* 'hinge'"):
         get_loss("hinge")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional import CrossEntropy, GaussNewtonLoss, SquaredError, linearize
+from lightning_struct.functional import BinaryCrossEntropy, CrossEntropy, GaussNewtonLoss, SquaredError, linearize
 from lightning_struct.functional.preconditioner import (
     empirical_fisher_diagonal,
     fisher_scaling,
@@ -28,6 +28,7 @@ def network() -> nn.Module:
 LOSSES = {
     "mse": (SquaredError(), torch.randn(2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)),
     "cross_entropy": (CrossEntropy(), torch.tensor([2, 0])),
+    "binary_cross_entropy": (BinaryCrossEntropy(), torch.tensor([[1, 0, 1], [0, 0, 1]])),
 }
 
 
@@ -39,6 +40,8 @@ def sample_loss(loss: GaussNewtonLoss, output: Tensor, target: Tensor) -> Tensor
     """The loss of one sample by torch alone."""
     if isinstance(loss, SquaredError):
         return 0.5 * (output - target).square().sum()
+    if isinstance(loss, BinaryCrossEntropy):
+        return nn.functional.binary_cross_entropy_with_logits(output, target.to(output.dtype))
     return nn.functional.cross_entropy(output[None], target[None])
 
 

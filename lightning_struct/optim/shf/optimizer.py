@@ -40,8 +40,9 @@ class SHF(torch.optim.Optimizer):
     Args:
         module: called as ``module(inputs)`` (or ``module(*inputs)`` for a tuple or list); returns one tensor (n, ...).
             Its weights are float32 or float64.
-        loss: ``"mse"``: ½‖outputs - targets‖², averaged over samples; ``"cross_entropy"``: of logits; an object with
-            the methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a
+        loss: ``"mse"``: ½‖outputs - targets‖², averaged over samples; ``"cross_entropy"``: of logits;
+            ``"binary_cross_entropy"``: of logits, one for each of two classes, labels or pixels; an object with the
+            methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a
             module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their
             blocks. With residuals, arguments without a meaning are refused; ``settings`` has the others.
         damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the square root of the largest eigenvalue of the
@@ -366,6 +367,14 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    scripted = [
+        name or "the module" for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ValueError(
+            f"SHF calls the module with other weights, which TorchScript does not allow: {scripted[0]} is scripted or "
+            "traced. Give SHF the module as it is in Python; script it once it is trained"
+        )
     lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"{', '.join(lazy)} have no shape yet: call the module once before making SHF")

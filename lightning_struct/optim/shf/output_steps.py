@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.losses import CrossEntropy, GaussNewtonLoss, SquaredError, derivative_error
+from lightning_struct.functional.losses import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    GaussNewtonLoss,
+    SquaredError,
+    derivative_error,
+)
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.optim.messages import tell
 from lightning_struct.optim.shf.batch_model import BatchModel, updates_buffers
@@ -173,7 +179,7 @@ class OutputSteps:
 
     def _check_loss(self, model: BatchModel) -> None:
         """Warn once of a loss of somebody's own whose parts do not belong together."""
-        if self._checked_loss is self.loss or type(self.loss) in (SquaredError, CrossEntropy):
+        if self._checked_loss is self.loss or type(self.loss) in (SquaredError, CrossEntropy, BinaryCrossEntropy):
             return
         self._checked_loss = self.loss
         error = derivative_error(self.loss, model.outputs, model.targets)

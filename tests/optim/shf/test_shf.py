@@ -1207,6 +1207,16 @@ def test_parts_of_a_loss_with_another_shape_are_named(loss: type[Bernoulli], mes
         take(SHF(network(), loss()), bits())
 
 
+def test_two_classes_are_learned_by_the_binary_cross_entropy() -> None:
+    torch.manual_seed(0)
+    module, inputs = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), gaussian(64, 2, seed=0).float()
+    labels = inputs.prod(1, keepdim=True) > 0  # the signs of both inputs are alike
+    optimizer = SHF(module, "binary_cross_entropy")
+    for _ in range(30):
+        optimizer.step(inputs=inputs, targets=labels)
+    assert ((module(inputs) > 0) == labels).float().mean() >= 0.95
+
+
 def test_a_loss_of_torch_is_refused_with_the_name_of_ours() -> None:
     with pytest.raises(TypeError, match=r"CrossEntropyLoss lacks value, .* 'cross_entropy'"):
         SHF(network(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
@@ -1237,6 +1247,13 @@ def test_weights_of_mixed_dtypes_are_refused() -> None:
     module[0].double()
     with pytest.raises(ValueError, match="torch.float32, torch.float64"):
         SHF(module, "mse", damping=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_refused_by_name() -> None:
+    module = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="0 is scripted or traced"):
+        SHF(module, "mse")
 
 
 def test_a_lazy_module_is_refused_with_the_remedy() -> None:

@@ -26,6 +26,7 @@ from lightning_struct.functional.preconditioner import (
 )
 from lightning_struct.functional.randomness import random_state, restored_random_state
 from lightning_struct.functional.vectors import inner
+from lightning_struct.optim.shf.buffers import BufferUpdates, versions
 from lightning_struct.optim.shf.objective import FlatWeights, Objective
 from lightning_struct.optim.shf.samples import Samples
 from lightning_struct.optim.shf.variance import sum_of_squared_norms
@@ -56,6 +57,8 @@ class BatchModel:
         layers_show: whether layers have to be asked for the gradients of single samples; not where they did not before.
         curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of
             all.
+        buffers: what is known of the module's buffers from the steps before.
+        keep_buffers: keep the values that the buffers had before they were written.
 
     Attributes:
         weights: w.
@@ -69,6 +72,7 @@ class BatchModel:
         uncovered: why layers did not show the gradients of single samples; None if they did, or were not asked.
         linearization, outputs, targets: those of this process's samples that have rows in A.
         right_hand_side: b = -r of these.
+        buffers_before: name -> values of the buffers before, where they were written and are to be kept.
 
     Raises:
         TypeError: a loss whose value is no tensor without dimensions.
@@ -93,6 +97,8 @@ class BatchModel:
         products: int | None = None,
         single_samples: bool = True,
         layers_show: bool = True,
+        buffers: BufferUpdates | None = None,
+        keep_buffers: bool = False,
     ) -> None:
         self._module, self._loss, self.weights = module, loss, FlatWeights(weights)
         self._l2, self._backend, self._chunk_size, self._products = l2, backend, chunk_size, products
@@ -104,12 +110,17 @@ class BatchModel:
         self.objective = Objective(
             module, loss, self.weights, batch, held, self._random_state, l2=l2, chunk_size=chunk_size
         )
-        if updates_buffers(module):
-            with restored_random_state(self._random_state):
-                module(*batch.args)
-        versions = _versions(batch.args)
-        self._linearize(batch)
-        if _versions(batch.args) != versions:
+        self._buffers = BufferUpdates(module) if buffers is None else buffers
+        self.buffers_before: dict[str, Tensor] = {}
+        if updated := self._buffers.are_needed():
+            self._update_buffers(batch, keep_buffers)
+        before = versions(batch.args)
+        with self._buffers.watched():
+            self._linearize(batch)
+        if not updated and self._buffers.are_needed():  # it has begun to write
+            self._update_buffers(batch, keep_buffers)
+            self._linearize(batch)
+        if versions(batch.args) != before:
             raise ValueError(
                 "the forward of the module changes its inputs in place, and each evaluation in a step would change "
                 "them again: let it work on a copy (x = x.clone(), or x = x / 2 instead of x /= 2)"
@@ -128,6 +139,10 @@ class BatchModel:
     def curvature_n(self) -> int:
         """m: samples over all processes that A has rows of."""
         return self._rows_of.total
+
+    def _update_buffers(self, samples: Samples, keep: bool) -> None:
+        with restored_random_state(self._random_state):
+            self.buffers_before = self._buffers.run(samples.args, keep=keep)
 
     def _linearize(self, samples: Samples) -> None:
         """Make A of these samples."""
@@ -290,15 +305,5 @@ class BatchModel:
         return signs[self._rows_of.first_row :][: len(self.targets)]
 
 
-def updates_buffers(module: nn.Module) -> bool:
-    """Whether a forward may write into buffers: some layer in training has one of its own."""
-    return any(layer.training and next(layer.buffers(recurse=False), None) is not None for layer in module.modules())
-
-
 def _described(value: Any) -> str:
     return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _versions(args: tuple[Any, ...]) -> list[int]:
-    """How often each tensor was written to; tensors of inference mode do not count."""
-    return [t._version for t in args if isinstance(t, Tensor) and not t.is_inference()]

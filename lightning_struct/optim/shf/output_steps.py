@@ -23,7 +23,8 @@ from lightning_struct.functional.losses import (
 )
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.optim.messages import tell
-from lightning_struct.optim.shf.batch_model import BatchModel, updates_buffers
+from lightning_struct.optim.shf.batch_model import BatchModel
+from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
 from lightning_struct.optim.shf.complete_settings import check_settings_of_outputs
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
@@ -94,6 +95,7 @@ class OutputSteps:
             self.kronecker = KroneckerAverages(
                 factors, decay=settings.factor_decay, interval=settings.factor_interval, l2=settings.l2
             )
+        self._buffers = BufferUpdates(module)
         self._validation: Batches | None = None
         self._uncovered = False
         self._checked_loss: GaussNewtonLoss | None = None
@@ -109,12 +111,11 @@ class OutputSteps:
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
                 "LightningModule: automatic optimization gives an optimizer no batch"
             )
-        buffers = {name: b.clone() for name, b in self._module.named_buffers()} if updates_buffers(self._module) else {}
         model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
         self._check_loss(model)
         self._choose_damping(now, model)
         if self._took_back(now, model):  # beyond the paper
-            for name, buffer in buffers.items():
+            for name, buffer in model.buffers_before.items():
                 self._module.get_buffer(name).copy_(buffer)
             model = self._model_of(now, inputs, targets)
         preconditioner = self._preconditioner_of(now, model)  # c (Algorithm 3)
@@ -167,6 +168,8 @@ class OutputSteps:
                 products=2 * now.group["maxiter"],
                 single_samples=settings.single_samples,
                 layers_show=not self._uncovered,
+                buffers=self._buffers,
+                keep_buffers=self._measures(now),  # the last step may be taken back
             )
         if model.uncovered is not None and settings.single_samples:
             warnings.warn(
@@ -191,17 +194,20 @@ class OutputSteps:
                 stacklevel=_CALLER_OF_STEP,
             )
 
+    def _measures(self, now: StepState) -> bool:
+        """Whether the batch shows what the last step gained."""
+        return self.settings.damping_rule == "next_batch" and now.memory.get("change") is not None
+
     def _took_back(self, now: StepState, model: BatchModel) -> bool:
         """Measure by this batch what the last step gained, and adapt σ and λ; a harmful step is taken back.
 
         Returns:
             Whether the weights are those of before the last step again.
         """
-        memory = now.memory
-        change = memory.get("change")
-        if change is None or self.settings.damping_rule != "next_batch":
+        if not self._measures(now):
             return False
-        change = change.to(model.gradient)
+        memory = now.memory
+        change = memory["change"].to(model.gradient)
         with now.timed("next_batch"):
             fresh = model.value - model.objective.value_at(-change)
         settings, own = self.settings, memory["own_change"]

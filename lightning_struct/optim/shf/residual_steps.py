@@ -18,7 +18,7 @@ from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.messages import tell
-from lightning_struct.optim.shf.batch_model import updates_buffers
+from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
@@ -115,7 +115,7 @@ class ResidualSteps:
         self.loss = loss
         self._adapts_warm_start = given.is_left("warm_start")
         self.settings = ResidualSettings.of(given.filled(_FILLED))
-        self._module, self._records = module, RowRecords(module)
+        self._records, self._buffers = RowRecords(module), BufferUpdates(module)
         self._warned: set[str] = set()
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
@@ -134,7 +134,7 @@ class ResidualSteps:
         group, memory, weights = now.group, now.memory, now.weights
         like = group["params"][0]
         seed = now.seed(f"network on rank {rank()}")
-        with seeded(seed, like.device):
+        with seeded(seed, like.device), self._buffers.watched():
             update = self._update(
                 weights,
                 inputs,
@@ -144,9 +144,9 @@ class ResidualSteps:
                 counts=memory.get("blocks"),
                 timed=now.timed,
             )
-        if updates_buffers(self._module):
+        if self._buffers.are_needed():
             with seeded(seed, like.device), torch.enable_grad():  # residuals may be derivatives in the inputs
-                self._module(*arguments(inputs))
+                self._buffers.run(arguments(inputs))
         if update.direction is not None:
             update.model.weights.add_(update.direction)
         if self._adapts_warm_start:

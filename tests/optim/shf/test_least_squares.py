@@ -368,6 +368,34 @@ def test_buffers_that_a_forward_writes_are_updated_once_a_step(name: str) -> Non
         assert torch.linalg.matrix_norm(first.weight, 2).item() == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+def test_a_constant_buffer_costs_no_forward_of_residuals() -> None:
+    class WithTable(Fit):
+        forwards, writes = 0, False
+
+        def forward(self, x: Tensor, measured: Tensor) -> Tensor:
+            self.forwards += 1
+            if self.writes:
+                self.table += 1
+            return super().forward(x, measured)
+
+    counts = []
+    for with_buffer in (False, True):
+        module = WithTable()
+        if with_buffer:
+            module.register_buffer("table", torch.zeros(3))
+        optimizer = SHF(module, "least_squares")
+        for _ in range(3):
+            module.forwards = 0
+            optimizer.step(inputs=measurements())
+        counts.append(module.forwards)
+    assert counts[0] == counts[1]
+    module.writes = True
+    for step in range(2):
+        optimizer.step(inputs=measurements())
+        assert (module.table == step + 1).all()
+
+
 def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
     optimizer = SHF(Coupled(), "least_squares")
     with pytest.warns(UserWarning, match="rows of J for the residuals 'interior'.*depend on more than one row"):

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
+from lightning_struct.optim.shf.buffers import BufferUpdates
 from tests.cases import CASES, Case, First, convolution, dense_jacobian, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 
@@ -264,6 +265,99 @@ def test_buffers_are_written_once_a_step(in_place: bool, activation: type[nn.Mod
     module.eval()
     take(optimizer, batch())
     assert module.calls == 3
+
+
+class WithBuffer(nn.Module):
+    """Counts its forwards, and changes a buffer from one of them on, in one of several ways."""
+
+    def __init__(self, way: str | None, first: int = 0) -> None:
+        super().__init__()
+        self.net = network()
+        self.way, self.first, self.forwards = way, first, 0
+        self.register_buffer("table", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.training and self.way is not None and self.forwards > self.first:
+            if self.way == "in place":
+                self.table += 1
+            elif self.way == "new":
+                self.table = self.table + 1
+            else:
+                self.table.data += 1
+        return self.net(x) + self.table[0].detach() * 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"damping": 1.0}, {"damping": 1.0, "solver": "cg", "preconditioner": None}], ids=str
+)
+def test_a_constant_buffer_costs_no_forward(settings: dict[str, Any]) -> None:
+    counts = []
+    for with_buffer in (False, True):
+        module = WithBuffer(None)
+        if not with_buffer:
+            del module.table
+            module.table = torch.zeros(3)
+        optimizer = SHF(module, "mse", **settings)
+        for seed in range(3):
+            module.forwards = 0
+            take(optimizer, batch(seed=seed))
+        counts.append(module.forwards)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("way", ["in place", "new", "data"])
+def test_buffers_that_are_written_in_any_way_are_updated_once_a_step(way: str) -> None:
+    module = WithBuffer(way)
+    optimizer = SHF(module, "mse")
+    for seed in range(4):
+        take(optimizer, batch(seed=seed))
+        assert (module.table == seed + 1).all()
+
+
+@pytest.mark.parametrize("way", ["in place", "new"])
+def test_a_forward_that_begins_to_write_is_noticed_in_that_step(way: str) -> None:
+    module = WithBuffer(way, first=10**6)
+    optimizer = SHF(module, "mse")
+    for seed in range(3):
+        take(optimizer, batch(seed=seed))
+    assert (module.table == 0).all()
+    module.first = 0
+    for seed in range(3, 6):
+        take(optimizer, batch(seed=seed))
+        assert (module.table == seed - 2).all()
+
+
+def test_a_layer_that_is_put_back_into_training_is_asked_anew() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), WithBuffer(None)).double()
+    module[3].net = nn.Linear(5, 2).double()
+    optimizer = SHF(module, "mse", damping=1.0, preconditioner=None)
+    module[1].eval()
+    for seed in range(2):
+        take(optimizer, batch(seed=seed))
+    assert module[1].num_batches_tracked == 0
+    module[1].train()
+    for seed in range(2):
+        take(optimizer, batch(seed=seed))
+    assert module[1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("settings", [{"damping": 1.0, "preconditioner": None}, {}], ids=["paper", "chosen"])
+def test_buffers_are_copied_only_where_the_last_step_may_be_taken_back(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+    run = BufferUpdates.run
+
+    def recorded(self: BufferUpdates, args: Any, *, keep: bool = False) -> dict[str, Tensor]:
+        kept.append(bool(before := run(self, args, keep=keep)))
+        return before
+
+    monkeypatch.setattr(BufferUpdates, "run", recorded)
+    optimizer = SHF(batch_normalised(), "mse", **settings)
+    for seed in range(3):
+        take(optimizer, batch(seed=seed))
+    assert kept == ([False, True, True] if not settings else [False] * 3)
 
 
 def test_spectral_normalisation_follows_the_weights() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,30 @@ from lightning_struct.optim.rls import RLS
 from lightning_struct.strategies.manual import ManualOptimization, error_of_batch
 from lightning_struct.strategies.requirements import Requirements
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
+
+
+def _with_rls_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that takes an RLS step on its loss; only the one that the Trainer calls does."""
+
+    @wraps(training_step)
+    def step(self: RLSOptimization, *batch_and_index: Any, **kwargs: Any) -> Any:
+        if self._asked_for_loss:  # by the training step of a subclass
+            return training_step(self, *batch_and_index, **kwargs)
+        self._asked_for_loss = True
+        try:
+            loss = self._rls_loss(training_step(self, *batch_and_index, **kwargs))
+        finally:
+            self._asked_for_loss = False
+        batch_idx = self.trainer.fit_loop.batch_idx
+        if loss is not None:
+            self._rls_step(loss, batch_idx)
+        self._rls_step_schedulers("step", batch_idx + 1)
+        if self.trainer.is_last_batch:
+            self._rls_step_schedulers("epoch", self.current_epoch + 1)
+        return None if loss is None else loss.detach()
+
+    step.takes_rls_step = True  # type: ignore[attr-defined]
+    return step
 
 
 class RLSOptimization(ManualOptimization):
@@ -61,31 +86,27 @@ class RLSOptimization(ManualOptimization):
         optimizers="return RLS(self), with an auxiliary optimizer within it where one is needed, or leave "
         "RLSOptimization out",
     )
-    _own_training_step: Any = None
     _asked_for_loss = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.training_step is not RLSOptimization.training_step:
-            cls._own_training_step = cls.training_step
-            cls.training_step = RLSOptimization.training_step  # type: ignore[method-assign]
+        if not getattr(cls.training_step, "takes_rls_step", False):
+            cls.training_step = _with_rls_step(cls.training_step)  # type: ignore[method-assign]
 
+    @_with_rls_step
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """One RLS step on the batch.
 
         Returns:
             The loss before the step, detached; None where the module's own ``training_step`` returns none: then no step
-            is taken.
+            is taken. To a ``training_step`` that extends this one, the loss with its graph.
         """
-        if self._asked_for_loss:  # by the module's own training_step, which extends that of its base
+        if not _is_missing(super().training_step):
             return super().training_step(batch, batch_idx)
-        loss = self._rls_loss(batch, batch_idx)
-        if loss is not None:
-            self._rls_step(loss, batch_idx)
-        self._rls_step_schedulers("step", batch_idx + 1)
-        if self.trainer.is_last_batch:
-            self._rls_step_schedulers("epoch", self.current_epoch + 1)
-        return None if loss is None else loss.detach()
+        inputs, targets = self._requirements.as_pair(self, self.inputs_and_targets(batch))
+        loss = 0.5 * SquaredError().residual(self(inputs), targets).square().sum() / len(targets)  # equation (57)
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(targets), sync_dist=True)
+        return loss
 
     @property
     def rls(self) -> RLS:
@@ -115,26 +136,15 @@ class RLSOptimization(ManualOptimization):
         self.rls.remove_hooks()
         super().on_fit_end()
 
-    def _rls_loss(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """The loss of the module's own training step, or the paper's, equation (57)."""
-        if self._own_training_step is None and _is_missing(super().training_step):
-            inputs, targets = self._requirements.as_pair(self, self.inputs_and_targets(batch))
-            loss = 0.5 * SquaredError().residual(self(inputs), targets).square().sum() / len(targets)
-            self.log("train_loss", loss.detach(), prog_bar=True, batch_size=len(targets), sync_dist=True)
-            return loss
-        self._asked_for_loss = True
-        try:
-            own = self._own_training_step or super().training_step
-            output = own(batch, batch_idx)
-        finally:
-            self._asked_for_loss = False
-        own_loss = output.get("loss", output) if isinstance(output, Mapping) else output
-        if not (own_loss is None or isinstance(own_loss, Tensor)):
+    def _rls_loss(self, output: Any) -> Tensor | None:
+        """The loss in what a training step returned."""
+        loss = output.get("loss", output) if isinstance(output, Mapping) else output
+        if not (loss is None or isinstance(loss, Tensor)):
             raise MisconfigurationException(
-                f"{type(self).__name__}.training_step returned a {type(own_loss).__name__} where RLSOptimization needs "
+                f"{type(self).__name__}.training_step returned a {type(loss).__name__} where RLSOptimization needs "
                 "the loss: return it, or a dict that has it under 'loss', or None to skip the batch"
             )
-        return own_loss
+        return loss
 
     def _rls_step(self, loss: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

@@ -129,6 +129,31 @@ def test_a_training_step_may_extend_that_of_the_base(tmp_path):
     torch.testing.assert_close(weights(doubled), weights(module), rtol=0, atol=1e-5)
 
 
+class Derived(Own):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_subclass_may_extend_a_training_step_that_has_the_mixin(tmp_path):
+    module, derived = Own(), Derived()
+    fit(module, tmp_path)
+    fit(derived, tmp_path)
+    assert derived.steps == module.steps
+    assert torch.equal(weights(derived), weights(module))
+
+
+class WithoutIndex(RLSOptimization, AutomaticNetwork):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+def test_a_training_step_may_leave_out_the_index_of_the_batch(tmp_path):
+    module, without = ManualNetwork(), WithoutIndex()
+    fit(module, tmp_path)
+    fit(without, tmp_path)
+    torch.testing.assert_close(weights(without), weights(module), rtol=0, atol=1e-5)
+
+
 def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
     called = []
 

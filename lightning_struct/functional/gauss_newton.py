@@ -10,6 +10,7 @@ the network again in each of them, as forward-over-reverse differentiation does,
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import tensors_in
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.layers import coupling_layer
@@ -34,6 +36,8 @@ from lightning_struct.functional.per_sample.contributions import sample_chunks
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
+
+_log = logging.getLogger(__name__)
 
 BACKENDS = ("layer_rules", "linearize", "double_backward")
 # A trace takes 1 to 4 s for an LSTM, a small transformer or ResNet (CPU), and saves up to 2 ms a product.
@@ -103,13 +107,19 @@ def linearize(
     if backend is None and products is not None and products < _PRODUCTS_WORTH_A_TRACE:
         try:
             return _DoubleBackward(function, params, args)
-        except RuntimeError:  # an operation without a second derivative
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operation without a second derivative
+            _log.info("backend='double_backward' does not do, 'linearize' is tried: %s", first_line(error))
             set_random_state(before)
     try:
         return _Linearize(function, params, args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         if backend == "linearize":
             raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
+        _log.info("backend='linearize' does not do, 'double_backward' is taken: %s", first_line(error))
         set_random_state(before)
         return _DoubleBackward(function, params, args)
 
@@ -143,6 +153,7 @@ class _Autograd(Linearization):
         if not self._graph.requires_grad:
             raise ValueError(f"the outputs depend on none of the parameters {', '.join(params)}")
         self.outputs = self._graph.detach()
+        self._is_mapped = not any(isinstance(a, dict) for a in args)  # vmap needs a row of each sample in all entries
 
     def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
@@ -180,16 +191,25 @@ class _Autograd(Linearization):
         for rows in sample_chunks(count, sum(p.numel() for p in point.values())):
             arguments = (u[rows], *rows_of_arguments(self._args, rows, count))
             with _twice_differentiable(self._module), restored_random_state(self._random_state):
-                try:
-                    if any(isinstance(a, dict) for a in self._args):
-                        raise NotImplementedError("vmap would have to know which entries have a row for each sample")
-                    gradients = vmap(one, in_dims=in_dims, randomness="different")(*arguments)
-                except (RuntimeError, NotImplementedError):  # a layer without a batching rule: one sample at a time
+                gradients = self._mapped(vmap(one, in_dims=in_dims, randomness="different"), arguments)
+                if gradients is None:  # one sample at a time
                     singles = [self._vjp_of_sample(u, i) for i in range(count)[rows]]
                     gradients = {
                         name: torch.stack(g) for name, g in zip(point, zip(*singles, strict=True), strict=True)
                     }
             yield gradients
+
+    def _mapped(self, mapped: Callable[..., dict[str, Tensor]], args: tuple[Any, ...]) -> dict[str, Tensor] | None:
+        """The result of a function by vmap; None from the first layer without a batching rule on."""
+        if not self._is_mapped:
+            return None
+        try:
+            return mapped(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            self._is_mapped = False
+            return None
 
     def _vjp_of_sample(self, u: Tensor, i: int) -> tuple[Tensor, ...]:
         row = slice(i, i + 1)

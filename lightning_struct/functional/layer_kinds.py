@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -297,7 +296,7 @@ def _affine_kind(matrix: Matrix) -> LayerKind:
 def _like(base: type[nn.Module]) -> LayerKind:
     if not isinstance(base, type):
         raise TypeError(f"like must be a type that is known, as nn.Linear, got {base!r}")
-    kind = kind_of_type(base)  # type: ignore[arg-type]  # a type is hashable
+    kind = kind_of_type(base)
     if kind is None:
         raise ValueError(
             f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix "
@@ -309,7 +308,6 @@ def _like(base: type[nn.Module]) -> LayerKind:
 _FORWARDS = ("forward", "_conv_forward")
 
 
-@cache
 def kind_of_type(layer_type: type[nn.Module]) -> LayerKind | None:
     """The kind of a type, or of the nearest base that has one, if the type has its ``forward``."""
     for base in layer_type.__mro__:
@@ -328,6 +326,3 @@ def couples_samples(layer: nn.Module) -> bool:
     """Whether a sample's outputs depend on the other samples of the batch, as in batch normalisation in training."""
     couples = next((_COUPLING[base] for base in type(layer).__mro__ if base in _COUPLING), None)
     return couples is not None and couples(layer)
-
-
-when_declared(kind_of_type.cache_clear)

@@ -55,7 +55,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
     Raises:
         ValueError: the type was declared by a matrix that the layer does not have.
     """
-    kind = kind_of_type(type(layer))  # type: ignore[arg-type]  # a type is hashable
+    kind = kind_of_type(type(layer))
     if kind is None:
         return recognized_kind(layer)
     if kind.is_affine and kind.declared:

@@ -41,26 +41,22 @@ _TOLERANCE = 1e-4
 _NUMBERS_AT_MOST = 2**22
 _SETTINGS = (bool, int, float, str, tuple, type(None), type, torch.dtype)
 
-_recognized: dict[Any, LayerKind | None] = {}
-_of_layers: WeakKeyDictionary[nn.Module, tuple[bool, LayerKind | None]] = WeakKeyDictionary()
+_recognized: WeakKeyDictionary[type[nn.Module], dict[Any, LayerKind | None]] = WeakKeyDictionary()
 
 
 def recognized_kind(layer: nn.Module) -> LayerKind | None:
     """The kind of a layer whose type has none, by what it computes; None where that is nothing known."""
-    known = _of_layers.get(layer)
-    if known is not None and known[0] == layer.training:
-        return known[1]
+    known = _recognized.setdefault(type(layer), {})
+    key = _configuration(layer)
+    if key in known and not couples_samples(layer):
+        return known[key]
     if not _may_be_tried(layer):
         return None
-    key = _configuration(layer)
-    if key not in _recognized:
-        _recognized[key] = _recognize(layer)
-    _of_layers[layer] = layer.training, _recognized[key]
-    return _recognized[key]
+    known[key] = _recognize(layer)
+    return known[key]
 
 
 when_declared(_recognized.clear)
-when_declared(_of_layers.clear)
 
 
 def run_with(
@@ -107,9 +103,9 @@ def _may_be_tried(layer: nn.Module) -> bool:
 
 
 def _configuration(layer: nn.Module) -> Any:
-    """What decides, with the input, what a layer computes; apart from the values of its weights."""
+    """What decides, with its type and the input, what a layer computes; apart from the values of its weights."""
     shapes = tuple((name, None if p is None else (p.shape, p.dtype, p.device)) for name, p in layer._parameters.items())
-    return type(layer), _settings(layer), shapes
+    return _settings(layer), shapes
 
 
 def _settings(layer: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -6,6 +6,7 @@ what the module does in Python, and its own derivatives above all, are then done
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
+
+_log = logging.getLogger(__name__)
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 
@@ -64,7 +68,10 @@ class BatchRecords:
             with context():
                 graph = _graph_of_batch(self._module, params, buffers, inputs)
             self._refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
-        except Exception:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+        except torch.OutOfMemoryError:
+            return None
+        except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+            _log.info("the operations of a batch cannot be recorded: %s", first_line(error))
             self._refused = True
         if self._refused:
             return None

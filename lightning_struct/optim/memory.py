@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+
 
 def check_memory(what: str, needed: Mapping[str, tuple[int, str]], device: torch.device, remedy: str) -> None:
     """Compare what is needed with what is free.
@@ -57,9 +59,13 @@ def _free_of_the_machine() -> int | None:
 
 
 def _free_of_the_container() -> int | None:
-    directory = Path("/sys/fs/cgroup")
-    limit, used = (_text(directory / name).strip() for name in ("memory.max", "memory.current"))
-    return max(int(limit) - int(used), 0) if limit.isdigit() and used.isdigit() else None
+    """What its limit leaves. Files that were read and lie unused in memory count as free, since they make room."""
+    limit, used = (_text(CONTROL_GROUP / name).strip() for name in ("memory.max", "memory.current"))
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    lines = _text(CONTROL_GROUP / "memory.stat").splitlines()
+    unused_files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return max(int(limit) - int(used) + unused_files, 0)
 
 
 def _text(path: Path) -> str:

@@ -278,3 +278,20 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
     linearization = linearize(module, trainable(module), torch.tensor([[0, 1], [2, 3]]))
     with pytest.raises(ValueError, match=r"_embedding_bag_backward.* by nn\.Embedding and a sum or mean"):
         linearization.jvp(random_like(trainable(module), seed=0))
+
+
+class OutOfMemory(nn.Linear):
+    """Takes more than there is, in every call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_module_that_runs_out_of_memory_is_not_run_again() -> None:
+    module = OutOfMemory(2, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        linearize(module, trainable(module), torch.ones(3, 2), products=1)
+    assert module.calls == 1

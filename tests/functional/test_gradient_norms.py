@@ -527,6 +527,29 @@ def test_a_layer_that_cannot_be_run_again_is_uncovered_and_the_others_are_measur
     assert [norms.name for norms in recorder.results()] == ["0.weight", "0.bias"]
 
 
+class Greedy(Scaling):
+    """Runs out of memory when all samples are run again at once, while ``fails``."""
+
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails and torch._C._functorch.is_batchedtensor(x):
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:these layers have no rule")
+def test_a_layer_that_ran_out_of_memory_is_measured_in_the_next_batch() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), Greedy())
+    with GradientNormRecorder(module, uncovered="skip") as recorder:
+        loss_of(module(torch.randn(5, 3))).backward()
+        assert "too much memory" in recorder.uncovered["1.factor"]
+        module.zero_grad()
+        module[1].fails = False
+        loss_of(module(torch.randn(5, 3))).backward()
+    assert recorder.uncovered == {}
+
+
 # --- the recorder: several backward passes ---------------------------------------------------------------------------
 
 

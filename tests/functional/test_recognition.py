@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -297,6 +299,24 @@ def test_dropout_inside_of_a_recurrent_layer_hides_nothing() -> None:
 def test_recognition_goes_by_configuration() -> None:
     assert kind_of(PaddedConv(2, 3, 3, padding="same", padding_mode="zeros")) is not None
     assert kind_of(PaddedConv(2, 3, 3, padding=1, padding_mode="circular")) is None
+
+
+def test_recognition_follows_a_setting_that_changes() -> None:
+    layer = PaddedConv(2, 3, 3, padding=1, padding_mode="zeros")
+    recognized = [kind_of(layer) is not None]
+    layer.padding_mode = "circular"
+    assert [*recognized, kind_of(layer) is not None] == [True, False]
+
+
+def test_a_recognized_type_is_not_kept_alive() -> None:
+    class Passing(LayerScale):
+        pass
+
+    assert kind_of(Passing(3)) is not None
+    reference = weakref.ref(Passing)
+    del Passing
+    gc.collect()
+    assert reference() is None
 
 
 def test_rls_trains_a_recognized_matrix() -> None:

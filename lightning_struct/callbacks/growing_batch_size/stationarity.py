@@ -103,15 +103,15 @@ class StationarityTest:
                 self._judge()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._sharded:
-            self._begin_window()  # a checkpoint has the parts of the first process only
+        """With sharded weights without the window under way, as a checkpoint has the first process's parts only."""
+        kept = not self._sharded
         return {
             "steps": self._steps,
             "passed": self._passed,
-            "length": self._length,
-            "end": self._end,
-            "weights": {i: tensor.clone() for i, tensor in self._weights.items()},
-            "products": list(self._products),
+            "length": self._length if kept else 0,
+            "end": self._end if kept else 0,
+            "weights": {i: tensor.clone() for i, tensor in self._weights.items()} if kept else {},
+            "products": list(self._products) if kept else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

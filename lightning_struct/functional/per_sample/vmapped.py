@@ -18,6 +18,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.utils import prune
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import LayerCall, admissible_sizes, map_items, tensors_in
 from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import NUMBERS_AT_A_TIME, Contribution, Dense, Uncovered
@@ -78,8 +79,10 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
             gradients, results = vmap(one_sample, in_dims=dimension, chunk_size=chunk_size)(
                 [place.parted(tensor.detach()) for tensor in mapped], deltas
             )
+    except torch.OutOfMemoryError as error:
+        raise Uncovered(f"torch.func needs too much memory for this batch: {first_line(error)}") from error
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        reason = first_line(error)
         if "randomness" in reason:  # torch names arguments of vmap, which nobody here can give
             raise CannotRunAgain("it has no rule, and it draws random numbers, as by dropout") from error
         raise CannotRunAgain(f"it has no rule, and torch.func cannot run it: {reason}") from error

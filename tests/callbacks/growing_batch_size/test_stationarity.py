@@ -140,6 +140,14 @@ def test_a_run_resumes_within_a_window(tmp_path, whole, step):
     assert torch.equal(resumed, weight) and records_of_both == records
 
 
+def test_checkpoints_of_sharded_weights_leave_the_window_as_it_is(tmp_path, whole, monkeypatch):
+    """They cannot hold its weights, of which each process has a part."""
+    monkeypatch.setattr("lightning_struct.callbacks.growing_batch_size.stationarity.shards_weights", lambda _: True)
+    _, weight, records = whole
+    with_checkpoints, their_records = resumable(tmp_path)
+    assert torch.equal(with_checkpoints, weight) and their_records == records
+
+
 # Single windows
 
 GRADIENTS = SHORTEST // STEPS_PER_GRADIENT  # by which the end of the first window is judged

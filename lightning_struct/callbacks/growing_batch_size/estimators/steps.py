@@ -160,8 +160,7 @@ class StepPairs:
         self._kept, self._memory, self._pairs = {}, {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        if self._sharded:
-            self._kept = {}  # a checkpoint has the parts of the first process only
+        """With sharded weights without the pair under way, as a checkpoint has the first process's parts only."""
         return {
             "due": self._due,
             "every_n_steps": self.every_n_steps,
@@ -174,7 +173,7 @@ class StepPairs:
                     "samples": kept.samples,
                 }
                 for number, kept in self._kept.items()
-                if kept.samples
+                if kept.samples and not self._sharded
             },
         }
 

@@ -242,7 +242,7 @@ def get_loss(loss: str | GaussNewtonLoss | LeastSquares) -> GaussNewtonLoss | Le
     ]
     if missing:
         raise TypeError(
-            f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss); torch's squared error is 'mse' "
-            "here, half the sum over outputs, its cross-entropies are 'cross_entropy' and 'binary_cross_entropy'"
+            f"the loss {type(loss).__name__} lacks {', '.join(missing)} (see GaussNewtonLoss); torch's squared error "
+            "is 'mse' here, half the sum over outputs, its cross-entropies 'cross_entropy' and 'binary_cross_entropy'"
         )
     return loss

@@ -85,37 +85,40 @@ def sample_rows(rows: Tensor, number: int | None = None) -> Tensor:
     return rows if number == len(rows) else rows[sampled_indices(number, len(rows), rows.device)]
 
 
+def joined_samples(samples: Sequence[Sample]) -> Sample:
+    """One sample with the rows of all: scaled where it takes another share of the use than the first does."""
+    first = samples[0]
+    if len(samples) == 1:
+        return first
+    rows = [rows if share == first.share else rows * (share / first.share) ** 0.5 for rows, share in samples]
+    return Sample(torch.cat(rows, 1), first.share)
+
+
 @dataclass(frozen=True, eq=False)
 class Gain:
     """What the largest eigenvalue of G is estimated from.
 
     Attributes:
         inverse: P.
-        samples: of the rows X.
-        scale: T/r.
+        rows: (groups, s, d), a sample of the rows X.
+        scale: T/r, times r/s.
         direction: (groups, d), where the power iteration begins; changed in place.
         first: nothing is known of the direction yet.
     """
 
     inverse: InverseAutocorrelation
-    samples: Sequence[Sample]
+    rows: Tensor
     scale: float
     direction: Tensor
     first: bool
 
     def trace(self) -> float:
         """An upper bound of all eigenvalues where P <= I: the trace of (T/r) XᵀX."""
-        squares = (sample.share * torch.linalg.vector_norm(sample.rows).item() ** 2 for sample in self.samples)
-        return self.scale * sum(squares)
+        return self.scale * torch.linalg.vector_norm(self.rows).item() ** 2
 
     def product(self, applied: Tensor) -> Tensor:
         """(T/r) XᵀX of (groups, d)."""
-        total = torch.zeros_like(applied) if len(self.samples) != 1 else None
-        for rows, share in self.samples:
-            product = torch.bmm(torch.bmm(rows, applied[..., None]).mT, rows)[:, 0].mul_(share * self.scale)
-            total = product if total is None else total.add_(product)
-        assert total is not None
-        return total
+        return torch.bmm(torch.bmm(self.rows, applied[..., None]).mT, self.rows)[:, 0].mul_(self.scale)
 
 
 def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:

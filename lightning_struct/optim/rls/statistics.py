@@ -78,12 +78,14 @@ class Statistics:
         counts: by group the rows, then the sequences, then those of the largest use in each backward pass, then by bias
             and group the rows to which it was added.
         pairs: inputs and cotangents of the outputs of each use, (r, n) and (r, outputs); None if not all were kept.
+        paired: rows of the pairs.
         samples: rows of the first uses.
+        sampled: how many these are.
         unsampled: rows of the uses after these.
         versions: of the gradients that the uses have got into, as autograd counts their changes.
         in_pass: the most sequences of a use in the backward pass that is going on.
         positions: whether a use had several rows of one sample.
-        arrived: uses that wait for a gradient of the weight.
+        arrived: uses that wait for a gradient of the weight, those of the last pass at the end.
     """
 
     groups: int
@@ -91,29 +93,40 @@ class Statistics:
     total: Tensor | None = None
     counts: list[float] = field(default_factory=list)
     pairs: list[tuple[Tensor, Tensor]] | None = None
+    paired: int = 0
     samples: list[Sample] = field(default_factory=list)
+    sampled: int = 0
     unsampled: float = 0.0
     versions: dict[nn.Parameter, int] = field(default_factory=dict)
     in_pass: int = 0
     positions: bool = False
-    arrived: list[Arrival] = field(default_factory=list)
+    arrived: dict[Use, Arrival] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.total, self.pairs, self.samples, self.unsampled, self.versions = None, [], [], 0.0, {}
+        self.total, self.pairs, self.paired, self.versions = None, [], 0, {}
+        self.samples, self.sampled, self.unsampled = [], 0, 0.0
         self.counts = [0.0] * (self.groups * (1 + self.biases) + 2)
         self.in_pass, self.positions = 0, False
         # Lightning clears gradients after the forward pass, in which a loss may have taken derivatives.
-        self.arrived = [arrival for arrival in self.arrived if arrival.may_be_differentiated]
+        self.arrived = {use: arrival for use, arrival in self.arrived.items() if arrival.may_be_differentiated}
 
     def arrive(self, arrival: Arrival) -> None:
         """Take note of a use whose output has got a gradient."""
-        others = [other for other in self.arrived if other.use is not arrival.use]
-        of_pass = [other for other in others if other.backward == arrival.backward]
-        waiting = [other for other in others if other.backward != arrival.backward and other.may_be_differentiated]
-        self.arrived = [*waiting[-MOST_WAITING:], *of_pass, arrival]
+        self.arrived.pop(arrival.use, None)
+        if self.arrived and next(reversed(self.arrived.values())).backward != arrival.backward:
+            self._begin_pass(arrival.backward)
+        self.arrived[arrival.use] = arrival
+
+    def _begin_pass(self, backward: int) -> None:
+        """Let uses of other passes wait only if these may be differentiated."""
+        of_pass = {use: other for use, other in self.arrived.items() if other.backward == backward}
+        waiting = [
+            other for other in self.arrived.values() if other.backward != backward and other.may_be_differentiated
+        ]
+        self.arrived = {other.use: other for other in waiting[-MOST_WAITING:]} | of_pass
 
     def count_arrived(self, backward: int, most_rows: float, most_sampled: float) -> None:
         """Count the uses of a backward pass that has added to the gradient of the weight.
@@ -125,7 +138,7 @@ class Statistics:
             backward: the number of the pass.
             most_rows, most_sampled: as of :meth:`add`.
         """
-        arrived, self.arrived = self.arrived, []
+        arrived, self.arrived = list(self.arrived.values()), {}
         of_pass = [arrival for arrival in arrived if arrival.backward == backward]
         for arrival in of_pass or [arrival for arrival in arrived if arrival.may_be_differentiated]:
             self.add(arrival.use, arrival.cotangent if of_pass else None, most_rows, most_sampled)
@@ -167,7 +180,8 @@ class Statistics:
         self.in_pass = max(sequences, self.in_pass)
         self.positions = self.positions or use.positions
         if use.sample is not None:
-            if sum(sample.rows.shape[1] for sample in self.samples) < most_sampled:
+            if self.sampled < most_sampled:
+                self.sampled += use.sample.shape[1]
                 self.samples.append(Sample(self._with_biases(use.sample, use.bias), use.rows[0] / use.sample.shape[1]))
             else:
                 self.unsampled += use.rows[0]
@@ -175,7 +189,8 @@ class Statistics:
             self.pairs = None
             return
         self.pairs.append((use.inputs, cotangent.reshape(len(use.inputs), -1)))
-        if sum(len(inputs) for inputs, _ in self.pairs) >= most_rows:
+        self.paired += len(use.inputs)
+        if self.paired >= most_rows:
             self.pairs = None
 
     def _with_biases(self, rows: Tensor, bias: int | None) -> Tensor:

@@ -23,7 +23,15 @@ from lightning_struct.functional.recursive_least_squares import (
     gain,
 )
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
-from lightning_struct.optim.rls.gain_limit import LARGEST_CHANGE, TOGETHER, Gain, GainLimit, sample_rows
+from lightning_struct.optim.rls.gain_limit import (
+    LARGEST_CHANGE,
+    TOGETHER,
+    Gain,
+    GainLimit,
+    Sample,
+    joined_samples,
+    sample_rows,
+)
 from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics
 
 InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
@@ -210,17 +218,13 @@ class TrainedWeight:
         first = "direction" not in state
         if first:
             state["direction"] = self._random(self.groups, self.size)
-        statistics = self.statistics
-        sampled = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
-        return Gain(
-            self.inverse(state),
-            statistics.samples,
-            (statistics.steps if self.reads_sequences else statistics.uses)
-            / statistics.counts[0]
-            * (1 + statistics.unsampled / max(sampled, 1.0)),
-            state["direction"],
-            first,
-        )
+        statistics, direction = self.statistics, state["direction"]
+        # Of what other processes alone have read there are no rows here.
+        sample = joined_samples(statistics.samples) if statistics.samples else Sample(direction[:, None][:, :0], 1.0)
+        represented = sum(sample.share * sample.rows.shape[1] for sample in statistics.samples)
+        steps = statistics.steps if self.reads_sequences else statistics.uses
+        scale = steps / statistics.counts[0] * (1 + statistics.unsampled / max(represented, 1.0))
+        return Gain(self.inverse(state), sample.rows, sample.share * scale, direction, first)
 
     def step_(
         self,

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.statistics import MOST_WAITING, Arrival, Use
 from lightning_struct.optim.rls.weights import InverseForm
 from tests.optim.helpers import gaussian
 
@@ -133,6 +134,19 @@ def test_a_layer_used_twice_in_a_pass_is_not_taken_for_a_cleared_one() -> None:
         assert optimizer._weights[0].statistics.counts[0] == 14
         optimizer.step()
         module.zero_grad()
+
+
+def test_uses_of_other_passes_wait_only_if_these_may_be_differentiated_and_are_the_last_ones() -> None:
+    module = network()
+    statistics = RLS(module, auxiliary=ADAM)._weights[0].statistics
+    uses = [Use(torch.zeros(1, 6), (1,)) for _ in range(MOST_WAITING + 9)]
+    for number, use in enumerate(uses[:-3]):
+        statistics.arrive(Arrival(use, None, number, number != 7))
+    for use in uses[-3:]:
+        statistics.arrive(Arrival(use, None, 1000, False))
+    statistics.arrive(Arrival(uses[-3], None, 1000, False))  # again
+    waiting = [use for number, use in enumerate(uses[:-3]) if number != 7][-MOST_WAITING:]
+    assert list(statistics.arrived) == [*waiting, uses[-2], uses[-1], uses[-3]]
 
 
 def test_a_gradient_that_a_step_was_made_with_is_none_for_the_next() -> None:

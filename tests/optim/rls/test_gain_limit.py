@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.gain_limit import Sample, joined_samples
 from lightning_struct.optim.rls.patches import patch_sample
 from tests.optim.rls.reference import Rows, convolution_rows, recorded_rows
 from tests.optim.rls.test_layers import (
@@ -311,6 +313,36 @@ def test_a_step_whose_gain_is_small_is_that_without_a_bound() -> None:
     module, batch = nn.Linear(4, 3), 0.1 * torch.randn(9, 4)
     bounded, free = first_step(module, batch, 2.0), first_step(module, batch, None)
     assert torch.equal(bounded["weight"], free["weight"])
+
+
+def test_joined_samples_stand_for_the_rows_of_all() -> None:
+    samples = [Sample(torch.randn(2, s, 3, dtype=torch.float64), share) for s, share in ((4, 1.0), (2, 1.0), (5, 2.5))]
+    joined = joined_samples(samples)
+    expected = sum(share * rows.mT @ rows for rows, share in samples)
+    torch.testing.assert_close(joined.share * joined.rows.mT @ joined.rows, expected)
+
+
+class Counter(TorchDispatchMode):
+    """Counts what is computed."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_does_not_grow_with_the_calls_of_a_layer() -> None:
+    numbers = []
+    for calls in (5, 50):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3)
+        optimizer = RLS(layer)
+        torch.stack([layer(3 * torch.randn(2, 4)) for _ in range(calls)]).square().mean().backward()
+        with Counter() as counter:
+            optimizer.step()
+        numbers.append(counter.number)
+    assert numbers[0] == numbers[1]
 
 
 # --- the bound on the change -----------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class SquareRootInverse:
         self.root.mul_((self.forgetting * (diagonal / LARGEST_DIAGONAL).clamp(min=1)).rsqrt()[:, :, None])
 
 
-@dataclass(frozen=True)
+@dataclass
 class LowRankInverse:
     """V with P ≈ I - VᵀV, for λ = 1: the updates of :class:`FullInverse`, of which the largest directions are kept.
 
@@ -154,16 +154,16 @@ class LowRankInverse:
 
     Args:
         factors: V, (groups, 2r, d), changed in place; zero rows are free.
-        count: the number of rows in use, an integer tensor of no dimensions, changed in place.
+        count: the number of rows in use, which grows with each update.
     """
 
     factors: Tensor
-    count: Tensor
+    count: int
 
     @staticmethod
     def identity(groups: int, size: int, like: Tensor, rank: int) -> LowRankInverse:
         """P₀ = I of this size, in the dtype and on the device of ``like``; r is ``rank``."""
-        return LowRankInverse(like.new_zeros(groups, 2 * rank, size), torch.zeros((), dtype=torch.int64))
+        return LowRankInverse(like.new_zeros(groups, 2 * rank, size), 0)
 
     @property
     def forgetting(self) -> float:
@@ -171,7 +171,7 @@ class LowRankInverse:
 
     @property
     def _used(self) -> Tensor:
-        return self.factors[:, : int(self.count)]
+        return self.factors[:, : self.count]
 
     def apply(self, mean: Tensor) -> Tensor:
         along = torch.bmm(self._used, mean[..., None])
@@ -200,9 +200,9 @@ class LowRankInverse:
             target.addcmul_(rows, factor).baddbmm_(along, part, alpha=-1)
 
     def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
-        self.factors[:, int(self.count)] = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]
-        self.count.add_(1)
-        if int(self.count) == self.factors.shape[1]:
+        self.factors[:, self.count] = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]
+        self.count += 1
+        if self.count == self.factors.shape[1]:
             self._compress_()
 
     def _compress_(self) -> None:
@@ -210,7 +210,7 @@ class LowRankInverse:
         vectors = torch.linalg.eigh(torch.bmm(self.factors, self.factors.mT))[1]  # of VVᵀ; eigenvalues ascend
         self.factors[:, :rank] = torch.bmm(vectors[:, :, rank:].mT, self.factors)
         self.factors[:, rank:] = 0
-        self.count.fill_(rank)
+        self.count = rank
 
 
 @dataclass(frozen=True)

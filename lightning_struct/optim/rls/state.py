@@ -77,9 +77,11 @@ def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
 
 
 def converted(value: Any, weight: TrainedWeight) -> Any:
-    """A copy of a state, with its tensors where their weight is, and those of numbers in the dtype of its step."""
+    """A copy of a state, with its tensors where their weight is, in the dtype of its step."""
     if isinstance(value, Tensor):
-        return value.to(weight.parameter.device, weight.dtype if value.is_floating_point() else None, copy=True)
+        if not value.is_floating_point():  # the count of the low-rank form was one at first
+            return int(value)
+        return value.to(weight.parameter.device, weight.dtype, copy=True)
     if isinstance(value, Mapping):
         return {name: converted(item, weight) for name, item in value.items()}
     if isinstance(value, list):

@@ -288,6 +288,8 @@ class TrainedWeight:
             of_update = weight * self.interval
             h_of_update = h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting)
             inverse.update_(mean, applied, h_of_update, of_update)
+            if isinstance(inverse, LowRankInverse):
+                state["count"] = inverse.count
         # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
         # it.
         l1 = group["l1"]

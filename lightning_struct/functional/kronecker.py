@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,10 +157,12 @@ class KroneckerRoot:
     Attributes:
         inputs: lower Cholesky factors (groups, in, in), or square roots (groups, in) of a diagonal.
         outputs: likewise, (groups, out, out) or (groups, out).
+        inverses: of the damped factors, see :func:`with_inverses`; None for none.
     """
 
     inputs: Tensor
     outputs: Tensor
+    inverses: tuple[Tensor, Tensor] | None = None
 
     def solve(self, y: Tensor) -> Tensor:
         """C⁻¹ y."""
@@ -171,17 +173,12 @@ class KroneckerRoot:
         return _solved_rows(self.inputs, _solved_columns(self.outputs, x, transpose=False), transpose=False)
 
     def solve_normal(self, x: Tensor) -> Tensor:
-        """C⁻¹ C⁻ᵀ x, by the inverses of the factors where they are good: matrix products are quicker than solves."""
-        if self._inverses is None:
+        """C⁻¹ C⁻ᵀ x, by the inverses of the factors where there are: matrix products are quicker than solves."""
+        if self.inverses is None:
             return self.solve(self.solve_transpose(x))
-        of_inputs, of_outputs = self._inverses
+        of_inputs, of_outputs = self.inverses
         x = x * of_outputs[:, :, None] if of_outputs.ndim == 2 else of_outputs @ x
         return x * of_inputs[:, None] if of_inputs.ndim == 2 else x @ of_inputs
-
-    @cached_property
-    def _inverses(self) -> tuple[Tensor, Tensor] | None:
-        inverses = _inverse(self.inputs), _inverse(self.outputs)
-        return None if inverses[0] is None or inverses[1] is None else inverses  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -221,11 +218,36 @@ def kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> Kronecker
         tensor([[[1., 1., 1.],
                  [1., 1., 1.]]])
     """
-    of_inputs, of_outputs = _mean_eigenvalue(inputs), _mean_eigenvalue(outputs)
-    defined = (of_inputs > 0) & (of_outputs > 0)
-    # The quotient of the roots: that of the numbers may be out of range.
-    ratio = torch.where(defined, of_inputs.sqrt() / torch.where(defined, of_outputs, 1.0).sqrt(), 1.0)
-    return KroneckerRoot(_root(inputs, damping * ratio), _root(outputs, damping / ratio))
+    of_inputs, of_outputs = _shifts(inputs, outputs, damping)
+    return KroneckerRoot(_root(inputs, of_inputs), _root(outputs, of_outputs))
+
+
+def unchecked_kronecker_root(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[KroneckerRoot, Tensor]:
+    """The same without waiting for the device: the root, and whether it is good, a bool tensor ().
+
+    Where it is not, :func:`kronecker_root` finds the root in float64, or raises.
+    """
+    of_inputs, of_outputs = _shifts(inputs, outputs, damping)
+    (root_of_inputs, first), (root_of_outputs, second) = (
+        _unchecked_root(inputs, of_inputs),
+        _unchecked_root(outputs, of_outputs),
+    )
+    return KroneckerRoot(root_of_inputs, root_of_outputs), first & second
+
+
+def with_inverses(roots: Sequence[KroneckerRoot | DiagonalRoot]) -> list[KroneckerRoot | DiagonalRoot]:
+    """The roots, with the inverses that ``solve_normal`` is quicker by, where rounding cannot make them indefinite.
+
+    Whether it can is asked of the device once for all.
+    """
+    factored = [root for root in roots if isinstance(root, KroneckerRoot)]
+    good = iter(torch.stack([_is_invertible(root) for root in factored]).tolist() if factored else ())
+    return [
+        replace(root, inverses=(_inverse(root.inputs), _inverse(root.outputs)))
+        if isinstance(root, KroneckerRoot) and next(good)
+        else root
+        for root in roots
+    ]
 
 
 def diagonal_root(diagonal: Tensor, damping: float) -> DiagonalRoot:
@@ -238,33 +260,63 @@ def diagonal_root(diagonal: Tensor, damping: float) -> DiagonalRoot:
     return DiagonalRoot((diagonal + damping * damping).sqrt_())
 
 
+def unchecked_diagonal_root(diagonal: Tensor, damping: float) -> tuple[DiagonalRoot, Tensor]:
+    """The same without waiting for the device: the root, and whether it is good, a bool tensor ()."""
+    return DiagonalRoot((diagonal + damping * damping).sqrt_()), diagonal.sum().isfinite()
+
+
+def _shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """π μ and μ/π, (groups,)."""
+    of_inputs, of_outputs = _mean_eigenvalue(inputs), _mean_eigenvalue(outputs)
+    defined = (of_inputs > 0) & (of_outputs > 0)
+    # The quotient of the roots: that of the numbers may be out of range.
+    ratio = torch.where(defined, of_inputs.sqrt() / torch.where(defined, of_outputs, 1.0).sqrt(), 1.0)
+    return damping * ratio, damping / ratio
+
+
 def _mean_eigenvalue(factor: Tensor) -> Tensor:
     diagonal = factor if factor.ndim == 2 else factor.diagonal(dim1=1, dim2=2)
     return diagonal.mean(1)
 
 
 def _root(factor: Tensor, shift: Tensor) -> Tensor:
-    _refuse_not_finite(factor)
-    if factor.ndim == 2:
-        return (factor + shift[:, None]).sqrt_()
     for dtype in (factor.dtype, torch.float64):
-        damped = factor.to(dtype, copy=True)
-        damped.diagonal(dim1=1, dim2=2).add_(shift.to(dtype)[:, None])
-        root, info = torch.linalg.cholesky_ex(damped)
-        if not info.any() and root.diagonal(dim1=1, dim2=2).isfinite().all():
+        root, good = _unchecked_root(factor.to(dtype), shift.to(dtype))
+        if good:
             return root.to(factor)
+        _refuse_not_finite(factor)
     raise NotPositiveDefinite(
         f"the damped factor of {factor.shape[1]} rows is not positive definite, in float64 either"
     )
 
 
-def _inverse(root: Tensor) -> Tensor | None:
-    """(L Lᵀ)⁻¹, or None where rounding could make it indefinite."""
-    if root.ndim == 2:
-        return root.square().reciprocal()
-    smallest = root.diagonal(dim1=1, dim2=2).amin(1)
-    condition = root.square().sum((1, 2)) / smallest.square()  # a bound from above on λ_max by an estimate of λ_min
-    return torch.cholesky_inverse(root) if condition.max() * torch.finfo(root.dtype).eps < _LARGEST_ERROR else None
+def _unchecked_root(factor: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The root, and whether it is good."""
+    finite = factor.sum().isfinite()
+    if factor.ndim == 2:
+        return (factor + shift[:, None]).sqrt_(), finite
+    damped = factor.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
+    root, info = torch.linalg.cholesky_ex(damped)
+    return root, finite & (info == 0).all() & root.diagonal(dim1=1, dim2=2).isfinite().all()
+
+
+def _is_invertible(root: KroneckerRoot) -> Tensor:
+    """Whether (L Lᵀ)⁻¹ of both factors is good enough, a bool tensor ()."""
+    conditions = [_condition(factor) for factor in (root.inputs, root.outputs) if factor.ndim == 3]
+    if not conditions:
+        return torch.ones((), dtype=torch.bool, device=root.inputs.device)
+    return torch.cat(conditions).max() * torch.finfo(root.inputs.dtype).eps < _LARGEST_ERROR
+
+
+def _condition(root: Tensor) -> Tensor:
+    """A bound from above on λ_max by an estimate of λ_min, (groups,)."""
+    return root.square().sum((1, 2)) / root.diagonal(dim1=1, dim2=2).amin(1).square()
+
+
+def _inverse(root: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹."""
+    return root.square().reciprocal() if root.ndim == 2 else torch.cholesky_inverse(root)
 
 
 def _refuse_not_finite(factor: Tensor) -> None:

@@ -18,16 +18,21 @@ from lightning_struct.functional import (
     randomized_gauss_newton_diagonal,
 )
 from lightning_struct.functional.kronecker import (
+    KroneckerRoot,
     NotPositiveDefinite,
     diagonal_root,
     kronecker_root,
     probe_layers,
     second_moments,
     squared_shares,
+    unchecked_diagonal_root,
+    unchecked_kronecker_root,
+    with_inverses,
 )
 from lightning_struct.functional.per_sample.contributions import Dense, Lookup, Outer, Uncovered
 from lightning_struct.functional.per_sample.convolution import Convolution
 from tests.cases import CASES, Case, flat, trainable
+from tests.optim.shf.waits import waits_of
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -155,14 +160,17 @@ def test_solve_normal_is_both_solves(damping: float, diagonal: str) -> None:
     outputs = positive(2, 3, seed=1)
     inputs = inputs.diagonal(dim1=1, dim2=2) if diagonal == "inputs" else inputs
     outputs = outputs.diagonal(dim1=1, dim2=2) if diagonal == "outputs" else outputs
-    root = kronecker_root(inputs, outputs, damping)
+    (root,) = with_inverses([kronecker_root(inputs, outputs, damping)])
     x = gaussian(2, 3, 5, seed=2)
     torch.testing.assert_close(root.solve_normal(x), root.solve(root.solve_transpose(x)), rtol=1e-4, atol=1e-7)
 
 
 def test_solve_normal_does_without_an_inverse_that_float32_would_make_useless() -> None:
     inputs = torch.full((1, 200, 200), 1e4) + 1e-3 * torch.eye(200)
-    root = kronecker_root(inputs, torch.eye(2)[None], 1e-4)
+    other = kronecker_root(torch.eye(3)[None], torch.eye(2)[None], 1.0)
+    root, good = with_inverses([kronecker_root(inputs, torch.eye(2)[None], 1e-4), other])
+    assert isinstance(root, KroneckerRoot) and isinstance(good, KroneckerRoot)
+    assert (root.inverses is None, good.inverses is None) == (True, False)
     x = inputs[:, :1].expand(1, 2, 200)  # along the largest eigenvalue, 2e6
     quotient = (x * x / 2e6).sum().item()
     inverse = torch.cholesky_inverse(root.inputs)
@@ -199,6 +207,24 @@ def test_a_factor_that_float32_cannot_factor_is_factored_in_float64() -> None:
 def test_a_factor_that_float64_cannot_factor_either_is_an_error() -> None:
     with pytest.raises(NotPositiveDefinite, match="4 rows is not positive definite, in float64 either"):
         kronecker_root(-positive(1, 4).float(), positive(1, 3).float(), 1e-3)
+
+
+@pytest.mark.parametrize("spoil", ["nothing", "upper triangle", "lower triangle", "sign", "diagonal"])
+def test_a_root_that_nobody_looked_at_says_whether_it_is_good(spoil: str) -> None:
+    inputs, outputs = positive(2, 4), positive(2, 3, seed=1)
+    diagonal = outputs.diagonal(dim1=1, dim2=2).clone()
+    if spoil == "diagonal":
+        diagonal[1, 2] = math.nan
+    elif spoil == "sign":
+        inputs[1] *= -1
+    elif spoil != "nothing":
+        inputs[(1, 0, 2) if spoil == "upper triangle" else (1, 2, 0)] = math.nan
+    root, good = unchecked_kronecker_root(inputs, diagonal, 0.5)
+    assert good.item() == (spoil == "nothing")
+    assert unchecked_diagonal_root(diagonal, 0.5)[1].item() == (spoil != "diagonal")
+    if spoil == "nothing":
+        assert torch.equal(root.inputs, kronecker_root(inputs, diagonal, 0.5).inputs)
+    assert waits_of(lambda: unchecked_kronecker_root(inputs, outputs, 0.5)) == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

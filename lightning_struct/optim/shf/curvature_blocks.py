@@ -19,6 +19,8 @@ from lightning_struct.functional.kronecker import (
     kronecker_root,
     second_moments,
     squared_shares,
+    unchecked_diagonal_root,
+    unchecked_kronecker_root,
 )
 from lightning_struct.functional.layers import LayerKind, called_layers, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution
@@ -66,6 +68,12 @@ class CurvatureBlock(ABC):
     @abstractmethod
     def root(self, factors: Mapping[str, Tensor], damping: float) -> KroneckerRoot | DiagonalRoot:
         """C of the block."""
+
+    @abstractmethod
+    def unchecked_root(
+        self, factors: Mapping[str, Tensor], damping: float
+    ) -> tuple[KroneckerRoot | DiagonalRoot, Tensor]:
+        """The same without waiting for the device, and whether it is good."""
 
     @abstractmethod
     def read(self, vector: Tensor) -> Tensor:
@@ -146,6 +154,9 @@ class KroneckerBlock(CurvatureBlock):
     def root(self, factors: Mapping[str, Tensor], damping: float) -> KroneckerRoot:
         return kronecker_root(factors["inputs"], factors["outputs"], damping)
 
+    def unchecked_root(self, factors: Mapping[str, Tensor], damping: float) -> tuple[KroneckerRoot, Tensor]:
+        return unchecked_kronecker_root(factors["inputs"], factors["outputs"], damping)
+
     def read(self, vector: Tensor) -> Tensor:
         parts = self._parts(vector)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
@@ -206,6 +217,9 @@ class DiagonalBlock(CurvatureBlock):
 
     def root(self, factors: Mapping[str, Tensor], damping: float) -> DiagonalRoot:
         return diagonal_root(factors["diagonal"], damping)
+
+    def unchecked_root(self, factors: Mapping[str, Tensor], damping: float) -> tuple[DiagonalRoot, Tensor]:
+        return unchecked_diagonal_root(factors["diagonal"], damping)
 
     def read(self, vector: Tensor) -> Tensor:
         return vector[self.place].view(self.shape)

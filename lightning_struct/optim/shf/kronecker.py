@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce_together
-from lightning_struct.functional.kronecker import DiagonalRoot, KroneckerRoot, NotPositiveDefinite
+from lightning_struct.functional.kronecker import DiagonalRoot, KroneckerRoot, NotPositiveDefinite, with_inverses
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.functional.per_sample.contributions import Contribution
 from lightning_struct.optim.memory import bytes_as_text, check_memory
@@ -26,7 +26,9 @@ class BlockPreconditioner:
     """C of all blocks, on flat vectors of all parameters."""
 
     def __init__(self, roots: Sequence[tuple[CurvatureBlock, KroneckerRoot | DiagonalRoot]]) -> None:
-        self._roots = roots
+        self._blocks = [block for block, _ in roots]
+        self._roots = [root for _, root in roots]
+        self._has_inverses = False
 
     def solve(self, y: Tensor) -> Tensor:
         """C⁻¹ y."""
@@ -38,11 +40,13 @@ class BlockPreconditioner:
 
     def solve_normal(self, x: Tensor) -> Tensor:
         """C⁻¹ C⁻ᵀ x."""
+        if not self._has_inverses:
+            self._roots, self._has_inverses = with_inverses(self._roots), True
         return self._apply(x, lambda root, part: root.solve_normal(part))
 
     def _apply(self, vector: Tensor, operation: Callable[[KroneckerRoot | DiagonalRoot, Tensor], Tensor]) -> Tensor:
         result = torch.empty_like(vector)
-        for block, root in self._roots:
+        for block, root in zip(self._blocks, self._roots, strict=True):
             block.write(result, operation(root, block.read(vector)))
         return result
 
@@ -140,10 +144,12 @@ class KroneckerFactors:
             FloatingPointError: a factor holds NaN or infinity, or has no Cholesky factor, in float64 either. Its block
                 is named.
         """
+        tried = [block.unchecked_root(factors[block.name], damping) for block in self._blocks]
+        good = torch.stack([is_good for _, is_good in tried]).tolist()  # one look at the device for all
         roots = []
-        for block in self._blocks:
+        for block, (root, _), is_good in zip(self._blocks, tried, good, strict=True):
             try:
-                roots.append((block, block.root(factors[block.name], damping)))
+                roots.append((block, root if is_good else block.root(factors[block.name], damping)))
             except (FloatingPointError, NotPositiveDefinite) as error:
                 raise FloatingPointError(
                     f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "

@@ -43,7 +43,8 @@ def sum_of_squared_norms(
     parameters = {name: p for name, p in module.named_parameters() if name in names}
     name_of = {p: name for name, p in parameters.items()}
     layers = [layer for layer in called_layers(module) if owned_parameters(layer)]
-    total = torch.zeros((), dtype=torch.float64, device=cotangent.device)
+    squares: list[Tensor] = []
+    complete: list[Tensor] = []
     with restored_random_state(random_state):
         for args, _, rows in samples.chunks(chunk_size):
             probe = probe_layers(module, args, layers, parameters, lambda _, rows=rows: cotangent[rows])  # type: ignore[misc]
@@ -52,19 +53,23 @@ def sum_of_squared_norms(
                 if (name := name_of.get(owned_parameters(layer)[own_name])) is not None:
                     shares[name].append(share)
             for name, of_parameter in shares.items():
-                total += _checked_sum(name, of_parameter, probe.gradients[name])
-    return total
+                of_samples, is_complete = _sum_of_squares(of_parameter, probe.gradients[name])
+                squares.append(of_samples)
+                complete.append(is_complete)
+    answers = torch.stack(complete).tolist()  # one look at the device for all
+    if not all(answers):
+        raise Uncovered(
+            f"what the layers show of {list(parameters)[answers.index(False) % len(parameters)]} does not add up to "
+            "its gradient, as where it is used outside of its layer"
+        )
+    return torch.stack(squares).sum()
 
 
-def _checked_sum(name: str, shares: Sequence[Contribution], gradient: Tensor) -> Tensor:
-    """Sum of the squared norms of the samples' shares of one parameter's gradient, which must add up to it."""
-    squares = squared_norms(shares).sum(dtype=torch.float64) if shares else gradient.new_zeros(())
+def _sum_of_squares(shares: Sequence[Contribution], gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the squared norms of the samples' shares of one parameter's gradient, and whether these add up to it."""
+    squares = squared_norms(shares).sum(dtype=torch.float64) if shares else gradient.new_zeros((), dtype=torch.float64)
     error = gradient.clone()
     for share in shares:
         error -= share.total().view_as(error)
     scale = torch.maximum(inner(gradient, gradient), 0.01 * squares)
-    if not inner(error, error) <= torch.finfo(gradient.dtype).eps * scale:
-        raise Uncovered(
-            f"what the layers show of {name} does not add up to its gradient, as where it is used outside of its layer"
-        )
-    return squares
+    return squares, inner(error, error) <= torch.finfo(gradient.dtype).eps * scale

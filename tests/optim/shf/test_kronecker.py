@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.optim import SHF, StepReport, memory
+from lightning_struct.optim.shf.kronecker import KroneckerFactors
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
 from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
+from tests.optim.shf.waits import waits_of
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -505,6 +507,46 @@ def test_factors_of_other_options_are_refused() -> None:
         ValueError, match="averages of the Kronecker factors are of another network, or of other options"
     ):
         take(other, batch(seed=2))
+
+
+class Residual(nn.Module):
+    """Layers that are not in a chain, so that the gradients of single samples come from what each of them reads."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(layers))
+        self.head = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+def test_a_step_does_not_wait_for_each_layer() -> None:
+    counts = []
+    for layers in (1, 6):
+        torch.manual_seed(0)
+        optimizer = SHF(Residual(layers), "mse", solver="cg", maxiter=2, progress_tolerance=0.0)
+        take(optimizer, batch())
+        counts.append(waits_of(lambda optimizer=optimizer: take(optimizer, batch(seed=2))))
+    assert counts[0] == counts[1]
+
+
+def test_a_block_that_float32_cannot_factor_is_factored_in_float64_beside_the_others() -> None:
+    module = nn.Sequential(nn.Linear(8, 3, bias=False), nn.Linear(3, 2, bias=False))
+    kronecker = KroneckerFactors(module, dict(module.named_parameters()))
+    factors = {
+        "0.weight": {"inputs": torch.full((1, 8, 8), 1e4), "outputs": torch.full((1, 3, 3), 1e4)},
+        "1.weight": {"inputs": torch.eye(3)[None], "outputs": torch.eye(2)[None]},
+    }
+    x = gaussian(30, seed=0).float()
+    solved = kronecker.preconditioner(factors, 1e-4).solve(x)
+    assert solved.isfinite().all()
+    torch.testing.assert_close(solved[24:], x[24:] / (1 + 1e-4))
+    factors["1.weight"]["inputs"] = -torch.eye(3)[None]
+    with pytest.raises(FloatingPointError, match=r"block 1\.weight: the damped factor of 3 rows is not positive"):
+        kronecker.preconditioner(factors, 1e-4)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
+from lightning_struct.functional.layer_call import tensors_in
 from lightning_struct.nn.compress import compress
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.report import replacement_report
@@ -166,7 +167,7 @@ class Compression(Callback):
             for batch in batches:
                 prepared = prepare_batch(trainer, batch, 0 if validation else None)
                 yield prepared
-                first = prepared if isinstance(prepared, Tensor) else next(iter(_tensors(prepared)), None)
+                first = next(iter(tensors_in(prepared)), None)
                 missing -= 1 if first is None or first.dim() == 0 else len(first)
                 if missing <= 0:
                     return
@@ -190,14 +191,6 @@ def _left_where_it_was(loader: Any) -> Iterator[None]:
             loader._iterator = iterator
         if resumable:
             loader.load_state_dict(state)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict | list | tuple):
-        for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(part)
 
 
 def _note_structure(pl_module: Any, checkpoint: dict[str, Any]) -> None:

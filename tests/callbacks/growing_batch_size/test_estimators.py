@@ -303,6 +303,22 @@ def test_a_small_part_of_the_gradient_does_not_decide(tmp_path):
     assert len(growing.records) == 8
 
 
+class Weighted(Regressor):
+    """Learns the weight of its loss, which is outside of all layers."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.log_variance = torch.nn.Parameter(torch.tensor(-2.0))
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) * (-self.log_variance).exp() + 100 * self.log_variance
+
+
+def test_the_weight_of_a_loss_does_not_keep_layers_from_being_measured(tmp_path, recwarn):
+    growing = fit(tmp_path, Weighted(), growing={"estimator": "layers", "every_n_steps": 1})
+    assert growing.records and not [w for w in recwarn if "estimator='steps'" in str(w.message)]
+
+
 def test_key_biases_are_not_warned_about(tmp_path, recwarn):
     module = PROJECTS["transformer"]()
     module.module.model.train()

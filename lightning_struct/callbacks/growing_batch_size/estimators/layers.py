@@ -39,7 +39,8 @@ CHANGED = (
 # Batches whose gradients are compared with what was measured, from the start of each fit.
 CHECKED_BATCHES = 3
 
-# Part of ‖G‖² that has to be measured, or another estimator decides.
+# Part of ‖G‖² that has to be measured, or another estimator decides. Single numbers outside of all layers do not count:
+# the weight of a loss or a temperature may have most of the gradient in one step, and little in the next.
 MEASURED_PART = 0.5
 
 # In a reason for which a parameter cannot be measured.
@@ -221,7 +222,8 @@ class SampleGradients:
             if self._names[parameter] in self._left_out:
                 count[i] = 0
         # the gradients may have been clipped since they were measured: hence both sums of what they are now
-        if present[count > 0].sum() < MEASURED_PART * present.sum():
+        counts = (count > 0) | torch.tensor([p.numel() > 1 for p in parameters], device=count.device)
+        if present[count > 0].sum() < MEASURED_PART * present[counts].sum():
             return 0, 0.0, 0.0
         n = int(count.max())
         used = count > (1 if n > 1 else 0)

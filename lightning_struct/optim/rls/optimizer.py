@@ -30,6 +30,7 @@ from lightning_struct.optim.rls.selection import (
     affine_layers,
     layers_to_train,
     linear_layer,
+    modules_beside,
 )
 from lightning_struct.optim.rls.settings import GradientScales, InverseSettings, check_options
 from lightning_struct.optim.rls.state import (
@@ -155,9 +156,26 @@ class RLS(torch.optim.Optimizer):
             block_size=block_size, max_size=max_size,
         )  # fmt: skip
         inverses = InverseSettings(form, forgetting, rank, block_size, max_size, interval, max_gain is not None)
-        scales = GradientScales(gradient_scale, module)
+        self._begin(
+            module, excluded_modules(module, exclude), inverses, GradientScales(gradient_scale, module),
+            {"lr": lr, "ratio": ratio, "momentum": momentum, "l1": l1, "weight_decay": weight_decay},
+            auxiliary, sequence_layers, max_grad_norm, max_gain,
+        )  # fmt: skip
+
+    def _begin(
+        self,
+        module: nn.Module,
+        excluded: set[nn.Module],
+        inverses: InverseSettings,
+        scales: GradientScales,
+        options: Mapping[str, float],
+        auxiliary: AuxiliaryFactory | None,
+        sequence_layers: Sequence[str | nn.Module] = (),
+        max_grad_norm: float | None = None,
+        max_gain: float | None = None,
+    ) -> None:
+        """Make weights, groups and hooks; ``excluded`` has the modules below those that are excluded, too."""
         refuse_distributed_tensors(dict(module.named_parameters()), "P needs")
-        excluded = excluded_modules(module, exclude)
         layers = layers_to_train(module, excluded)
         of_sequences = affine_layers(module, sequence_layers, [layer for _, layer, _ in layers], "sequence_layers")
         table = WeightTable(layers, inverses, of_sequences)
@@ -166,8 +184,7 @@ class RLS(torch.optim.Optimizer):
         self.max_grad_norm, self.max_gain = max_grad_norm, max_gain
         self._weights = table.weights
         self._recorder = InputRecorder({layer: reader for _, layer, reader in layers}, table)
-        defaults = {"lr": lr, "gradient_scale": 1.0, "ratio": ratio, "momentum": momentum}
-        defaults |= {"l1": l1, "weight_decay": weight_decay}
+        defaults = {"gradient_scale": 1.0, **options}
         left_alone = {parameter for below in excluded for parameter in below.parameters(recurse=False)}
         membership = Membership(module, left_alone, table, self._recorder, scales, defaults, auxiliary)
         super().__init__(membership.first_groups(), defaults)
@@ -226,13 +243,12 @@ class RLS(torch.optim.Optimizer):
             True
         """
         check_module(module, "RLS", "whose layers it watches")
-        check_options(regularization=regularization, gradient_scale={})
+        check_options(regularization=regularization, forgetting=forgetting, gradient_scale={})
         chosen = linear_layer(module, layer)
-        others = [other for other in module.modules() if chosen not in other.modules()]
-        optimizer = cls(
-            module, ratio=1 / regularization, gradient_scale=1 / regularization, forgetting=forgetting, max_gain=None,
-            form="full", exclude=others, auxiliary=auxiliary,
-        )  # fmt: skip
+        inverses, scales = InverseSettings("full", forgetting), GradientScales(1 / regularization, module)
+        options = {"lr": 1.0, "ratio": 1 / regularization, "momentum": 0.0, "l1": 0.0, "weight_decay": 0.0}
+        optimizer = cls.__new__(cls)
+        optimizer._begin(module, modules_beside(module, chosen), inverses, scales, options, auxiliary)
         for weight in optimizer._weights:
             weight.by_rows = True
         refuse_rows_of_processes(optimizer._weights)

@@ -153,6 +153,14 @@ def affine_layers(
     return found
 
 
+def modules_beside(module: nn.Module, layer: nn.Module) -> set[nn.Module]:
+    """All modules of ``module`` but the layer and those that contain it."""
+    by_name = dict(module.named_modules(remove_duplicate=False))
+    parts_of_names = [name.split(".") for name, found in by_name.items() if found is layer]
+    names = {".".join(parts[:i]) for parts in parts_of_names for i in range(len(parts) + 1)}
+    return {*by_name.values()} - {by_name[name] for name in names}
+
+
 def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
     """The linear layer that is named or given; with None that of a module that has no other layer for RLS.
 

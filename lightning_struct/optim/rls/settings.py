@@ -73,11 +73,11 @@ class InverseSettings:
 
     form: InverseForm | None
     forgetting: float
-    rank: int
-    block_size: int | None
-    max_size: int | None
-    interval: int
-    limits_gain: bool
+    rank: int = 32
+    block_size: int | None = None
+    max_size: int | None = None
+    interval: int = 1
+    limits_gain: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in (None, "full", "low_rank", "rank1"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.selection import modules_beside
 from tests.cases import gaussian
 
 STEPS = 60
@@ -132,6 +133,14 @@ def test_the_only_linear_layer_needs_no_name() -> None:
     assert RLS.exact(alone).summary().splitlines()[1].startswith("1.weight  full")
 
 
+def test_layers_beside_the_one_that_is_trained_are_all_but_those_that_contain_it() -> None:
+    layer, beside = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    inner = nn.Sequential(nn.Tanh(), layer)
+    module = nn.ModuleDict({"once": inner, "beside": beside, "again": nn.ModuleList([inner, layer])})
+    assert modules_beside(module, layer) == {beside, *beside, inner[0]}
+    assert modules_beside(layer, layer) == set()
+
+
 def test_an_input_that_does_not_come_keeps_half_of_the_penalty() -> None:
     layer = linear()
     optimizer = RLS.exact(layer, forgetting=0.5)
@@ -167,6 +176,7 @@ def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting: float) -> 
         (lambda: RLS.exact(nn.Sequential(nn.Conv1d(2, 2, 2)), "0"), ValueError, "'0', which is no linear layer"),
         (lambda: RLS.exact(Network(), "head"), ValueError, "RLS does not train body.0.weight.*give auxiliary"),
         (lambda: RLS.exact(nn.Linear(2, 2), regularization=0.0), ValueError, "regularization must be > 0, got 0"),
+        (lambda: RLS.exact(nn.Linear(2, 2), forgetting=1.1), ValueError, r"forgetting must be in \(0, 1\], got 1.1"),
         (lambda: RLS.exact(nn.Linear(2, 2).parameters()), TypeError, "RLS takes the module"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from lightning_struct.functional.structured.prepared import (
     affine,
 )
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
-from lightning_struct.nn.precision import restore_precision
+from lightning_struct.nn.precision import HALF_PRECISION, restore_precision
 
 
 class FrozenLinear(nn.Module):
@@ -38,6 +38,10 @@ class FrozenLinear(nn.Module):
         matrix: M, prepared for products.
         bias: (out_features,) or None.
         class_name: the class of the layer that it was, for ``repr``.
+        dtype: of the layer that it was; M may be prepared in a higher precision. None: that of M.
+
+    Attributes:
+        dtype: of ``weight``; conversions of the module change it.
 
     Example:
         >>> from lightning_struct.nn import Circulant
@@ -51,7 +55,13 @@ class FrozenLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, matrix: PreparedMatrix, bias: Tensor | None, class_name: str
+        self,
+        in_features: int,
+        out_features: int,
+        matrix: PreparedMatrix,
+        bias: Tensor | None,
+        class_name: str,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -63,6 +73,7 @@ class FrozenLinear(nn.Module):
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.register_buffer(name, tensor.detach().clone())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.dtype = dtype or self._reference.dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features), of any floating-point dtype.
@@ -83,12 +94,20 @@ class FrozenLinear(nn.Module):
 
     def to_dense(self) -> Tensor:
         """M, (out_features, in_features)."""
+        return self._entries().to(self.dtype)
+
+    def _entries(self) -> Tensor:
+        """M in the precision in which it was prepared."""
         matrix = _with_buffers_of(self, self._matrix)
         if isinstance(matrix, DenseMatrix):
             return matrix.entries
-        reference = next(buffer for buffer in self.buffers() if buffer.is_floating_point())
-        identity = torch.eye(self.in_features, dtype=reference.dtype, device=reference.device)
+        identity = torch.eye(self.in_features, dtype=self._reference.dtype, device=self._reference.device)
         return matrix.matmul(identity).mT.contiguous()
+
+    @property
+    def _reference(self) -> Tensor:
+        """A tensor with the device and the precision in which M was prepared."""
+        return next(buffer for buffer in self.buffers() if buffer.is_floating_point())
 
     @property
     def weight(self) -> Tensor:
@@ -111,7 +130,9 @@ class FrozenLinear(nn.Module):
         is_dense = getattr(innermost, "is_slow", False) and self.in_features * self.out_features <= LARGEST_KEPT_MATRIX
         if isinstance(innermost, ScaledToeplitzSpectra):
             is_dense = kept_matrix_is_faster(self.out_features, self.in_features, innermost.left.shape[0], rows)
-        return DenseMatrix(self.to_dense()) if is_dense else _completed(matrix)
+        if not is_dense:
+            return _completed(matrix)
+        return DenseMatrix(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
 
     def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
         self._kept = None
@@ -119,6 +140,7 @@ class FrozenLinear(nn.Module):
         names = [name for name, _ in _tensors_of(self._matrix)] if keeps_precision else []
         before = {name: getattr(self, name) for name in names}
         super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(1, dtype=self.dtype)).dtype
         restore_precision(self, before)
         return self
 

@@ -275,8 +275,9 @@ class StructuredLinear(nn.Module, ABC):
         """
         self.check_finite()
         with torch.inference_mode(False), torch.no_grad():
-            matrix = DenseMatrix(self.to_dense()) if dense else self._compressed()
-            return FrozenLinear(self.in_features, self.out_features, matrix, self.bias, type(self).__name__)
+            matrix = DenseMatrix(self.weight) if dense else self._compressed()
+            name, dtype = type(self).__name__, self._reference.dtype
+            return FrozenLinear(self.in_features, self.out_features, matrix, self.bias, name, dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -332,7 +333,7 @@ class StructuredLinear(nn.Module, ABC):
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
         """M as kept in eval mode, in the form that ``_keeps_dense`` named; no gradients, finite parameters."""
-        return DenseMatrix(self.to_dense()) if dense else self._compressed()
+        return DenseMatrix(self.weight) if dense else self._compressed()
 
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
@@ -345,7 +346,7 @@ class StructuredLinear(nn.Module, ABC):
 
     def _compressed(self) -> PreparedMatrix:
         """M in few numbers, as it is frozen; with gradients where these are asked for."""
-        return DenseMatrix(self.to_dense())
+        return DenseMatrix(self.weight)
 
     def _start_near(self, weight: Tensor) -> None:
         """Set the parameters to where the search for the member nearest to ``weight`` starts. Without gradients."""

@@ -12,6 +12,7 @@ from lightning_struct.nn import (
     BlockStructured,
     ChannelLinear,
     Circulant,
+    LDRSubdiagonal,
     LowRank,
     Monarch,
     PatchLinear,
@@ -319,6 +320,15 @@ def test_filters_can_be_read_from_what_stands_in_place_of_a_convolution(kernel, 
     assert layer.weight.shape == (6, 8, kernel, kernel)
     for module in layer, freeze(layer):
         torch.testing.assert_close(module(image), nn.functional.conv2d(image, module.weight, module.bias, stride=2))
+
+
+def test_frozen_filters_with_spectra_in_double_precision_take_images_in_single_precision():
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(6, 8, 3)
+    layer = in_place_of(convolution, LDRSubdiagonal.from_linear(as_matrix(convolution), refine=0))
+    frozen, image = freeze(layer), torch.randn(2, 6, 9, 9)
+    assert any(buffer.dtype == torch.float64 for buffer in frozen.buffers())
+    torch.testing.assert_close(frozen(image), layer(image).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_encoder_whose_attention_stays_goes_on_with_nested_tensors():

@@ -274,6 +274,25 @@ def test_frozen_layer_is_as_small_as_its_parameters_or_dense(name):
     assert frozen.state_dict().keys() == {"matrix_entries"}
 
 
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_matrix_of_a_frozen_layer_has_the_dtype_of_the_layer(name, dense):
+    """Also where the spectra are in float64, as of some operators that are near to a weight."""
+    torch.manual_seed(0)
+    of = FACTORIES[name]
+    layer = of.func.from_linear(nn.Linear(54, 8), refine=0, **of.keywords)
+    frozen = layer.freeze(dense=dense)
+    assert frozen.weight.dtype == torch.float32 and frozen.weight.is_contiguous()
+    torch.testing.assert_close(frozen.weight, layer.to_dense().detach(), rtol=1e-4, atol=1e-4)
+    assert not dense or frozen.matrix_entries.is_contiguous()  # as safetensors asks for
+    x = torch.randn(3, 54)
+    torch.testing.assert_close(frozen(x), layer(x).detach(), rtol=1e-4, atol=1e-4)
+    assert [frozen.to(dtype).weight.dtype for dtype in (torch.bfloat16, torch.float64)] == [
+        torch.bfloat16,
+        torch.float64,
+    ]
+
+
 # What frozen layers were saved as by versions 0.1.0 and 0.2: small matrices dense, those of padded layers before the
 # cut.
 SAVED_FORMERLY = {

@@ -39,8 +39,8 @@ def check_inverses_fit(weights: Sequence[TrainedWeight]) -> None:
         largest = sorted(there, key=lambda weight: -weight.memory)[:3]
         check_memory(
             "The matrices P of RLS",
-            {weight.name: (weight.memory, f"{weight.size} inputs") for weight in there},
+            {weight.name: (weight.memory, f"{weight.features} inputs") for weight in there},
             device,
-            f"Use max_size={min(weight.size for weight in largest) - 1} to keep the rank-1 form of the larger ones, "
-            "form='low_rank' or 'rank1' for all, block_size, or exclude layers",
+            f"Use max_size={min(weight.features for weight in largest) - 1} to keep the rank-1 form of the larger "
+            "ones, form='low_rank' or 'rank1' for all, block_size, or exclude layers",
         )

@@ -98,8 +98,9 @@ class RLS(torch.optim.Optimizer):
             :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``: d numbers. None:
             full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
         rank: r of the low-rank form.
-        block_size: with more inputs than this, the full form is block-diagonal, in blocks of this size.
-        max_size: with more inputs than this, P has the rank-1 form.
+        block_size: where P has more rows than this, one for each input and each bias, the full form is block-diagonal,
+            in blocks of this size.
+        max_size: with more inputs than this, not counting biases, P has the rank-1 form.
         sequence_layers: linear layers, or their names, that read sequences, (batch, T, inputs), and whose loss is a sum
             over the positions: T counts as in recurrent layers, as in the paper's output layers (equations (80) to
             (86)).

@@ -99,7 +99,7 @@ class InverseSettings:
         check_inverses_fit(weights)
 
     def _form_of(self, weight: TrainedWeight) -> InverseForm:
-        if self.max_size is not None and weight.size > self.max_size:
+        if self.max_size is not None and weight.features > self.max_size:
             return "rank1"
         if self.form is None:
             return "low_rank" if self._is_large(weight) else "full"

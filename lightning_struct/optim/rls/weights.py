@@ -50,7 +50,7 @@ class TrainedWeight:
     Attributes:
         form: of P.
         rank: r of the low-rank form.
-        block_size: P of more inputs is block-diagonal; None: of none.
+        block_size: P of more rows is block-diagonal; None: of none.
         interval: P is updated in the first of so many steps.
         limits_gain: whether samples of the rows are wanted.
         reads_sequences: the positions of a linear layer's inputs are steps of sequences.

@@ -369,7 +369,7 @@ def test_parameters_in_place_of_the_module_are_an_error_that_says_what_to_give(g
 
 def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
     module = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(1023, 2))
-    lines = [line.split() for line in RLS(module, max_size=1023).summary().splitlines()]
+    lines = [line.split() for line in RLS(module, max_size=1022).summary().splitlines()]
     assert lines[1] == ["0.weight", "full", "2", "x", "19", "x", "19", "2.8", "KiB"]
     assert lines[2] == ["2.weight", "rank1", "1024", "4.0", "KiB"]
     assert lines[3] == ["total", "6.8", "KiB"]
@@ -377,9 +377,17 @@ def test_summary_tells_form_size_and_memory_of_each_weight() -> None:
 
 def test_too_little_memory_is_an_error_that_names_layers_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device: 5000)
-    with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*max_size=15"):
+    with pytest.raises(MemoryError, match=r"take 5.4 KiB, but 4.9 KiB are free on cpu.*0.weight 3.4 KiB.*max_size=14"):
         RLS(network())
-    RLS(network(), max_size=15)
+    RLS(network(), max_size=14)
+
+
+def test_max_size_counts_inputs_and_block_size_the_rows_of_p() -> None:
+    module = nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 2, bias=False))
+    for max_size, form in ((19, "rank1"), (20, "full")):
+        assert RLS(module, max_size=max_size).summary().splitlines()[1].split()[1] == form
+    rows = [RLS(module, block_size=size).summary().splitlines()[1].split()[2:-2] for size in (20, 21)]
+    assert rows == [["2", "x", "20", "x", "20"], ["21", "x", "21"]]  # the blocks are of rows of P, with the bias
 
 
 def test_free_memory_of_this_machine_is_known() -> None:

@@ -22,7 +22,7 @@ class ConjugateGradientResult:
         x: the solution, structured like ``b``.
         iterations: iterations done; each took one product with B.
         residual_norm: ‖b - B x‖, by the recurrence.
-        quadratic: ½ xᵀB x - bᵀx.
+        quadratic: ½ xᵀB x - bᵀx, by the recurrence.
         stop_reason: ``"progress"`` (Martens' rule), ``"residual"``, ``"zero_gradient"`` (the start solves the system),
             ``"curvature"`` (B is not positive definite along a direction), ``"callback"``, or ``"maxiter"``.
 
@@ -96,12 +96,8 @@ def conjugate_gradient(
         r = [t - p for t, p in zip(right, leaves(matvec(x0), b, "B x0"), strict=True)]
     y = precondition(r)
     p, r_y = [t.clone() for t in y], dot(r, y)
-    b_norm = norm(right)
-
-    def quadratic() -> float:  # B x = b - r
-        return -0.5 * (dot(r, x) + dot(right, x))
-
-    values = [quadratic()] if progress_tolerance > 0 else []
+    smallest = rtol * norm(right) if rtol > 0 else 0.0
+    values = [0.0 if x0 is None else -0.5 * (dot(r, x) + dot(right, x))]  # B x = b - r
     iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
     while reason == "maxiter" and iteration < maxiter:
         product = leaves(matvec(structured(b, p)), b, "the product with B")
@@ -114,6 +110,7 @@ def conjugate_gradient(
             reason = "curvature"
             break
         alpha = r_y / curvature
+        values.append(values[-1] - 0.5 * alpha * r_y)  # since p·r = r·y
         for x_, r_, p_, q in zip(x, r, p, product, strict=True):
             x_.add_(p_, alpha=alpha)
             r_.sub_(q, alpha=alpha)
@@ -122,17 +119,14 @@ def conjugate_gradient(
         for p_, y_ in zip(p, y, strict=True):
             p_.mul_(r_y / previous).add_(y_)
         iteration += 1
-        if progress_tolerance > 0:
-            values.append(quadratic())
-
-        if norm(r) <= rtol * b_norm or r_y == 0.0:
+        if r_y == 0.0 or (rtol > 0 and norm(r) <= smallest):
             reason = "residual"
-        elif _has_slowed_down(values, progress_window, progress_tolerance):
+        elif progress_tolerance > 0 and _has_slowed_down(values, progress_window, progress_tolerance):
             reason = "progress"
         stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
         if stop and reason == "maxiter":
             reason = "callback"
-    return ConjugateGradientResult(structured(b, x), iteration, norm(r), quadratic(), reason)
+    return ConjugateGradientResult(structured(b, x), iteration, norm(r), values[-1], reason)
 
 
 def _preconditioning(

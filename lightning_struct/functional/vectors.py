@@ -52,19 +52,20 @@ def structured(like: Vector, tensors: list[Tensor]) -> Any:
 
 def dot(left: list[Tensor], right: list[Tensor]) -> float:
     """The inner product; see :func:`inner`."""
-    value = sum(inner(a, b).item() for a, b in zip(left, right, strict=True))
-    return value if float32_holds(value) else sum(map(_inner_in_float64, left, right))
+    value = _sum_of_inner(left, right).item()
+    if float32_holds(value):
+        return value
+    return _sum_of_inner([t.double() for t in left], [t.double() for t in right]).item()
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
     """‖·‖² as a float64 scalar tensor, on the device of the vector; see :func:`inner`."""
-    return torch.stack([inner(t, t) for t in tensors]).sum()
+    return _sum_of_inner(tensors, tensors)
 
 
 def norm(tensors: list[Tensor]) -> float:
     """‖·‖; see :func:`inner`."""
-    squares = squared_norm(tensors).item()
-    return math.sqrt(squares if float32_holds(squares) else sum(map(_inner_in_float64, tensors, tensors)))
+    return math.sqrt(dot(tensors, tensors))
 
 
 def float32_holds(product: float) -> bool:
@@ -73,8 +74,8 @@ def float32_holds(product: float) -> bool:
     return _SMALLEST_IN_FLOAT32 <= abs(product) < math.inf
 
 
-def _inner_in_float64(left: Tensor, right: Tensor) -> float:
-    return inner(left.double(), right.double()).item()
+def _sum_of_inner(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    return torch.stack([inner(a, b) for a, b in zip(left, right, strict=True)]).sum()
 
 
 def inner(left: Tensor, right: Tensor) -> Tensor:

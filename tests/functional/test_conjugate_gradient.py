@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_struct.functional.conjugate_gradient import conjugate_gradient
 from tests.cases import gaussian
+from tests.optim.shf.waits import waits_of
 
 
 def positive_definite(n: int, seed: int, condition: float = 100.0) -> Tensor:
@@ -212,6 +213,35 @@ def test_what_the_callback_kept_does_not_change_afterwards() -> None:
 
     conjugate_gradient(product(matrix), b, maxiter=4, callback=callback)
     assert len(kept) == 4 and all(torch.equal(a, c) for a, c in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+@pytest.mark.parametrize("condition", [10.0, 1e4])
+def test_the_quadratic_of_a_long_solve_is_that_of_its_solution(
+    condition: float, started: bool, dtype: torch.dtype
+) -> None:
+    matrix, b = positive_definite(200, seed=0, condition=condition), gaussian(200, seed=1)
+    x0 = gaussian(200, seed=2) if started else torch.zeros(200, dtype=torch.float64)
+    result = conjugate_gradient(
+        product(matrix.to(dtype)), b.to(dtype), x0=x0.to(dtype), maxiter=150, progress_tolerance=0.0
+    )
+    exact, eps = quadratic(matrix, b, result.x.double()), torch.finfo(dtype).eps
+    assert abs(result.quadratic - exact) < eps * (100 * abs(exact) + abs(quadratic(matrix, b, x0)))
+
+
+@pytest.mark.parametrize("leaves", [1, 20])
+def test_an_iteration_waits_twice_for_the_device_whatever_the_number_of_tensors(leaves: int) -> None:
+    b = {str(i): gaussian(5, seed=i) for i in range(leaves)}
+    diagonal = {name: t.abs() + 0.5 for name, t in b.items()}
+
+    def matvec(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: diagonal[name] * t for name, t in x.items()}
+
+    def solve(iterations: int) -> None:
+        assert conjugate_gradient(matvec, b, maxiter=iterations, progress_tolerance=1e-30).iterations == iterations
+
+    assert waits_of(lambda: solve(4)) - waits_of(lambda: solve(2)) == 2 * 2
 
 
 def test_maxiter_zero_returns_the_start_and_its_residual() -> None:

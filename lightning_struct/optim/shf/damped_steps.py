@@ -81,20 +81,25 @@ class DampedSteps:
         for factor in _LARGER:
             if best.value < self._model.value:
                 return best
+            if best.damping >= self._largest:  # a larger one is the same
+                return None
             best = self._step(damping * math.sqrt(factor))
         return best if best.value < self._model.value else None
 
     def _descend(self, best: DampedStep, factor: float) -> DampedStep:
         """The last step that is better than the one before, with λ² times ``factor`` from each to the next."""
         for _ in range(_MOST):
-            step = self._step(best.damping * math.sqrt(factor))
+            damping = self._within(best.damping * math.sqrt(factor))
+            if damping == best.damping:
+                break
+            step = self._step(damping)
             if not step.value < best.value:
                 break
             best = step
         return best
 
     def _step(self, damping: float) -> DampedStep:
-        damping = min(max(damping, self._smallest), self._largest)
+        damping = self._within(damping)
         velocity = self._solver.direction(damping)
         if self._accelerated:
             a = geodesic_acceleration(self._solver, self._model.residual, self._model.residual_at, velocity, damping)
@@ -105,6 +110,9 @@ class DampedSteps:
                 if value < self._model.value:
                     return DampedStep(velocity, damping, value, a)
         return DampedStep(velocity, damping, self._value(velocity))
+
+    def _within(self, damping: float) -> float:
+        return min(max(damping, self._smallest), self._largest)
 
     def _value(self, d: Tensor) -> float:
         value = self._model.value_at(d)

@@ -20,6 +20,7 @@ from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
+from lightning_struct.optim.shf.residual_solvers import ExactSolver
 from tests.cases import flat, gaussian, trainable
 
 
@@ -336,6 +337,35 @@ class Noisy(Fit):
     def forward(self, x: Tensor, measured: Tensor) -> Tensor:
         self.dropped = nn.functional.dropout(torch.ones_like(x), 0.5)
         return super().forward(x * self.dropped, measured)
+
+
+class Flat(nn.Module):
+    """Residuals whose slope is too small to lower their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([1e-9 * self.w.sin(), 1 + 0 * self.w[:1]])
+
+
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+@pytest.mark.parametrize("drop", [None, 0.5])
+def test_the_same_damping_is_not_solved_twice_at_its_bound(drop: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    direction = ExactSolver.direction
+
+    def recorded(self: ExactSolver, damping: float) -> Tensor:
+        tried.append(damping)
+        return direction(self, damping)
+
+    monkeypatch.setattr(ExactSolver, "direction", recorded)
+    optimizer = SHF(Flat(), "least_squares", damping=1.0, min_damping=0.5, max_damping=4.0, drop=drop)
+    with pytest.warns(UserWarning, match="no step lowers the loss"):
+        optimizer.step(inputs=torch.zeros(1))
+    assert max(tried) == 4.0
+    assert len(tried) == len(set(tried))
 
 
 @pytest.mark.parametrize("solver", ["exact", "lsmr"])

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-_SIZES = 2000  # steps of the budget in the search
+_LONGEST_FRONT = 2048
 _BISECTIONS = 10
 
 
@@ -31,36 +31,68 @@ class Option:
 def least_increase(options: Sequence[Sequence[Option]], allowed: int) -> list[int]:
     """The option of each layer such that the sum of the increases of the loss is least within ``allowed`` parameters.
 
-    The multiple-choice knapsack problem, solved by dynamic programming with sizes rounded up: the choice is within
-    the budget, and the best but for what rounding leaves unused.
+    The multiple-choice knapsack problem. Layer after layer, those partial choices are kept of which no other one is
+    both smaller and better. That is exact while they are few; of more than 2048, one is left in each small range of
+    sizes. Of options with equal increases the largest is taken that there is room for.
 
     Args:
         options: of each layer.
         allowed: at least the sum of the smallest options.
     """
-    step = max(1, math.ceil(allowed / _SIZES))
-    room = allowed // step
-    best = torch.zeros(room + 1, dtype=torch.float64)  # by the room that may be used
-    taken: list[torch.Tensor] = []
+    sizes, losses = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    room = allowed - sum(of_layer[_smallest(of_layer)].parameters for of_layer in options)  # if the rest is smallest
+    fronts: list[Tensor] = []
     for of_layer in options:
-        least = torch.full_like(best, math.inf)
-        index = torch.zeros(room + 1, dtype=torch.int64)
-        for number, option in enumerate(of_layer):
-            size = math.ceil(option.parameters / step)
-            if size <= room:
-                with_it = torch.full_like(best, math.inf)
-                with_it[size:] = best[: room + 1 - size] + option.loss_increase
-                index = torch.where(with_it < least, number, index)
-                least = torch.minimum(with_it, least)
-        best = least
-        taken.append(index)
-    if math.isinf(best[room]):  # rounding leaves no room: the smallest have it
-        return [_smallest(of_layer) for of_layer in options]
+        of_options = torch.tensor([option.parameters for option in of_layer])
+        sizes = (sizes[:, None] + of_options - of_options.min()).flatten()  # over the smallest
+        losses = (losses[:, None] + torch.tensor([option.loss_increase for option in of_layer]).double()).flatten()
+        front = _thinned(*_front(sizes, losses, room))
+        fronts.append(front)
+        sizes, losses = sizes[front], losses[front]
     choice: list[int] = []
-    for of_layer, index in zip(reversed(options), reversed(taken), strict=True):
-        choice.append(int(index[room]))
-        room -= math.ceil(of_layer[choice[-1]].parameters / step)
-    return choice[::-1]
+    state = len(sizes) - 1  # the one with the least loss
+    for of_layer, front in zip(reversed(options), reversed(fronts), strict=True):
+        state, option = divmod(int(front[state]), len(of_layer))
+        choice.append(option)
+    return _filled_up(options, choice[::-1], allowed)
+
+
+def _front(sizes: Tensor, losses: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """The indices of the choices within ``room`` that are better than all smaller ones, by size; and their sizes."""
+    order = losses.argsort(stable=True)
+    order = order[sizes[order].argsort(stable=True)]
+    order = order[sizes[order] <= room]
+    least_before = losses[order].cummin(0).values.roll(1)
+    least_before[0] = math.inf
+    front = order[losses[order] < least_before]
+    return front, sizes[front]
+
+
+def _thinned(front: Tensor, sizes: Tensor) -> Tensor:
+    """The smallest choice of a front, and the best one of each of as many ranges of sizes as it may be long."""
+    if len(front) <= _LONGEST_FRONT:
+        return front
+    ranges = (sizes - sizes[0]) * _LONGEST_FRONT // (sizes[-1] - sizes[0] + 1)
+    is_last = ranges.diff(append=ranges.new_tensor([_LONGEST_FRONT])) > 0
+    is_last[0] = True
+    return front[is_last]
+
+
+def _filled_up(options: Sequence[Sequence[Option]], choice: Sequence[int], allowed: int) -> list[int]:
+    """The choice with larger options where these cost no more and there is room."""
+    room = allowed - sum(of_layer[index].parameters for of_layer, index in zip(options, choice, strict=True))
+    larger = []
+    for of_layer, index in zip(options, choice, strict=True):
+        now = of_layer[index]
+        others = [(option.parameters, -number) for number, option in enumerate(of_layer) if _costs_no_more(option, now)]
+        parameters, number = max(other for other in others if other[0] <= now.parameters + room)
+        room -= parameters - now.parameters
+        larger.append(-number)
+    return larger
+
+
+def _costs_no_more(option: Option, other: Option) -> bool:
+    return option.loss_increase <= other.loss_increase
 
 
 def smallest_within(

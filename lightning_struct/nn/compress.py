@@ -60,9 +60,9 @@ def compress(
     with another module, such as a head tied to an embedding, stays.
 
     For each layer and each candidate, the loss is measured with only that layer replaced. Within the budget, the choice
-    with the smallest sum of increases is taken, by dynamic programming over sizes rounded up to 1/2000 of the budget.
-    For ``max_loss_increase`` budgets are bisected, and each choice is measured as a whole. Low rank approximates the
-    *outputs* on the data, by their principal components, instead of the weight.
+    with the smallest sum of increases is taken: a model that fits stays as it is. Of many layers it may be a little
+    more than the smallest. For ``max_loss_increase`` budgets are bisected, and each choice is measured as a whole. Low
+    rank approximates the *outputs* on the data, by their principal components, instead of the weight.
 
     This takes a pass over the data for each layer and candidate, with a progress bar on a terminal. Losses before and
     after are logged at level INFO.

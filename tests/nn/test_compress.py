@@ -2,6 +2,7 @@ import copy
 import itertools
 import json
 import logging
+import random
 from functools import partial
 
 import pytest
@@ -102,29 +103,63 @@ def test_loss_is_called_as_it_is_documented():
     assert model.training and {id(batch) for batch in seen} == {id(batch) for batch in data}
 
 
-def test_best_choice_is_found():
-    generator = torch.Generator().manual_seed(0)
-    for allowed in (60, 100, 150):
-        layers = [
-            [
-                Option(
-                    None, int(torch.randint(5, 40, (), generator=generator)), float(torch.rand((), generator=generator))
-                )
-                for _ in range(4)
-            ]
-            for _ in range(4)
-        ]
-        every = [
-            choice
-            for choice in itertools.product(range(4), repeat=4)
-            if sum(layer[i].parameters for layer, i in zip(layers, choice, strict=True)) <= allowed
-        ]
-        if every:
-            best = min(every, key=lambda c: sum(layer[i].loss_increase for layer, i in zip(layers, c, strict=True)))
-            assert tuple(least_increase(layers, allowed)) == best
+def random_options(generator, layers, costs=(0.0, 1.0)):
+    """As a model has them: of each layer the whole weight, which costs nothing, and parts of it."""
+    every = []
+    for _ in range(layers):
+        size = generator.choice([4096, 16384, 65536, 590592, 2359296])
+        parts = [Option(None, size // part, generator.choice(costs) * generator.random()) for part in (2, 3, 4, 6, 16)]
+        every.append([Option(None, size, 0.0), *parts])
+    return every
 
 
-def test_rounding_never_exceeds_the_budget():
+def parameters_of(layers, choice):
+    return sum(layer[i].parameters for layer, i in zip(layers, choice, strict=True))
+
+
+def increase_of(layers, choice):
+    return sum(layer[i].loss_increase for layer, i in zip(layers, choice, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_choice_is_found(seed):
+    """Also where the budget is, to the last parameter, the size of one choice."""
+    generator = random.Random(seed)
+    layers = random_options(generator, 4)
+    every = list(itertools.product(range(6), repeat=4))
+    for allowed in [parameters_of(layers, generator.choice(every)) for _ in range(3)]:
+        choice = least_increase(layers, allowed)
+        best = min(increase_of(layers, other) for other in every if parameters_of(layers, other) <= allowed)
+        assert parameters_of(layers, choice) <= allowed and increase_of(layers, choice) == pytest.approx(best)
+    assert least_increase(layers, parameters_of(layers, [0] * 4)) == [0] * 4
+
+
+def test_choice_of_many_layers_is_nearly_the_best():
+    generator = random.Random(0)
+    layers = random_options(generator, 60, costs=(1.0,))
+    allowed = parameters_of(layers, [0] * 60) // 3
+    choice = least_increase(layers, allowed)
+
+    def bound(price):  # no choice within the budget is better, whatever the price of a parameter is
+        return sum(min(o.loss_increase + price * o.parameters for o in layer) for layer in layers) - price * allowed
+
+    assert parameters_of(layers, choice) <= allowed
+    assert increase_of(layers, choice) <= 1.05 * max(bound(10 ** (step / 50)) for step in range(-500, 0))
+    smallest = [5] * 60
+    assert parameters_of(layers, least_increase(layers, parameters_of(layers, smallest))) == parameters_of(
+        layers, smallest
+    )
+
+
+@pytest.mark.parametrize("budget", [1.0, 4810])
+def test_a_model_that_fits_stays_as_it_is(budget):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    compress(model, torch.randn(30, 64), budget=budget)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
+
+
+def test_choice_never_exceeds_the_budget():
     layers = [[Option(None, 100_003, 0.0), Option(None, 50_001, 1.0)] for _ in range(3)]
     assert least_increase(layers, 150_003) == [1, 1, 1]
     assert sum(layers[0][i].parameters for i in least_increase(layers, 260_000)) <= 260_000

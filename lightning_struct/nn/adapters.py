@@ -58,9 +58,10 @@ def add_adapters(
     and its parameters; only attention stays, with parametrized weights. A layer that is used in several places gets one
     adapter.
 
-    Further calls add adapters to other layers, and leave parameters that require gradients alone. Batch norms still
-    update their statistics in training, frozen or not: :func:`adapter_state_dict` includes these buffers. On the meta
-    device the adapters have no values either; after ``to_empty``, call ``reset_parameters`` of their modules.
+    Further calls add adapters to other layers and projections, and leave parameters that require gradients alone. Batch
+    norms still update their statistics in training, frozen or not: :func:`adapter_state_dict` includes these buffers.
+    On the meta device the adapters have no values either; after ``to_empty``, call ``reset_parameters`` of their
+    modules.
 
     Args:
         model: searched with everything below it. If it is a linear layer itself, the new layer is returned.
@@ -278,10 +279,6 @@ def frozen_parameter_names(model: nn.Module) -> set[str]:
     }
 
 
-def _is_adapter(module: nn.Module) -> bool:
-    return isinstance(module, AdaptedLinear | StructuredUpdate) or _has_updated_weights(module)
-
-
 def _has_updated_weights(module: nn.Module) -> bool:
     """Whether an :class:`UpdatedWeight` parametrizes a weight of the module; then all that are parametrized."""
     if not parametrize.is_parametrized(module):
@@ -312,7 +309,8 @@ def _parameters_named(model: nn.Module, selectors: Any) -> list[nn.Parameter]:
 
 def _places(model: nn.Module, selection: Selection) -> list[_Place]:
     """Where there are selected layers without an adapter; a layer may stand at several places."""
-    kept_away = {below for layer in model.modules() if _is_adapter(layer) for below in layer.modules()}
+    adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear | StructuredUpdate)]
+    kept_away = {below for layer in adapters for below in layer.modules()}
     kept_away |= hidden_layers(model, of_other_forwards=True)
     places = []
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -329,12 +327,14 @@ def _places(model: nn.Module, selection: Selection) -> list[_Place]:
 
 
 def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Selection) -> list[str]:
-    """Those of an attention's projections that are selected by their names below it, such as ``"attention.q_proj"``."""
+    """Those of an attention's projections that are selected by their names below it and have no adapter yet."""
+    adapted = _adapted_projections(layer)
     sizes = dict.fromkeys(PROJECTIONS, layer.embed_dim) | {"k_proj": layer.kdim, "v_proj": layer.vdim}
     return [
         part
         for part, size in sizes.items()
-        if selection.has(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
+        if part not in adapted
+        and selection.has(f"{name}.{part}" if name else part, nn.Linear(size, layer.embed_dim, device="meta"), layer)
     ]
 
 
@@ -371,28 +371,50 @@ def _adapted(
         _check_has_shape(linear.weight)
         made = adapter(linear.weight, linear.in_features, linear.out_features)
         return AdaptedLinear(layer, made, dropout=dropout, **options).train(layer.training)
-    kind = kind_of(layer)
-    if kind is None:
+    if kind_of(layer) is None:
         raise ValueError(f"the forward of {type(layer).__name__} is its own")
-    updates = {}
-    for matrix in kind.matrices(layer):
-        blocks = PROJECTIONS[:3] if matrix.groups == 3 else [matrix.weight.replace(".", "_").removesuffix("_weight")]
-        if not set(blocks) & set(parts):
+    updates: dict[str, dict[int, StructuredUpdate]] = {}
+    for part, (name, row, rows) in _blocks_of(layer).items():
+        if part not in parts:
             continue
-        module, attribute = _owner(layer, matrix.weight)
-        if parametrize.is_parametrized(module):
-            raise ValueError(f"{matrix.weight} or a weight beside it is parametrized")
+        module, attribute = _owner(layer, name)
+        if parametrize.is_parametrized(module) and not _has_updated_weights(module):
+            raise ValueError(
+                f"{name}, which has {part}, or a weight beside it is parametrized: undo that first "
+                "(torch.nn.utils.parametrize.remove_parametrizations)"
+            )
         weight = getattr(module, attribute)
-        _check_has_shape(weight)
-        rows, columns = weight.shape[0] // matrix.groups, weight.shape[1]
-        updates[matrix.weight] = UpdatedWeight(
-            {
-                index * rows: StructuredUpdate(adapter(weight, columns, rows), **options)
-                for index, block in enumerate(blocks)
-                if block in parts
-            }
-        )
-    return updates
+        update = StructuredUpdate(adapter(weight, weight.shape[1], rows), **options)
+        updates.setdefault(name, {})[row] = update
+    return {name: UpdatedWeight(of_rows) for name, of_rows in updates.items()}
+
+
+def _blocks_of(attention: nn.MultiheadAttention) -> dict[str, tuple[str, int, int]]:
+    """For each projection the name of its weight, the first row and the number of rows there."""
+    kind = kind_of(attention)
+    blocks: dict[str, tuple[str, int, int]] = {}
+    for matrix in () if kind is None else kind.matrices(attention):
+        parts = PROJECTIONS[:3] if matrix.groups == 3 else [matrix.weight.replace(".", "_").removesuffix("_weight")]
+        for index, part in enumerate(parts):
+            blocks[part] = matrix.weight, index * attention.embed_dim, attention.embed_dim
+    return blocks
+
+
+def _adapted_projections(attention: nn.MultiheadAttention) -> set[str]:
+    """The projections that have an adapter."""
+    return {
+        part
+        for part, (name, row, _) in _blocks_of(attention).items()
+        if (updated_weight := _updated_weight(*_owner(attention, name))) and str(row) in updated_weight.updates
+    }
+
+
+def _updated_weight(module: nn.Module, name: str) -> UpdatedWeight | None:
+    """What adds updates to a weight of the module."""
+    if not parametrize.is_parametrized(module, name):
+        return None
+    parts = module.parametrizations[name]  # type: ignore[index]
+    return next((part for part in parts if isinstance(part, UpdatedWeight)), None)
 
 
 def _put_in_place(
@@ -401,8 +423,13 @@ def _put_in_place(
     """``model`` with what was made for its layers; the new layer where that is the model."""
     for layer, new in adapted.items():
         if not isinstance(new, AdaptedLinear):
-            for weight, update in new.items():
-                add_parametrization(*_owner(layer, weight), update)
+            for name, added in new.items():
+                module, attribute = _owner(layer, name)
+                present = _updated_weight(module, attribute)
+                if present is None:
+                    add_parametrization(module, attribute, added)
+                else:
+                    present.add(added)
     for name, layer, _ in places:
         new = adapted[layer]
         if isinstance(new, AdaptedLinear):

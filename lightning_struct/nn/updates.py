@@ -192,6 +192,11 @@ class UpdatedWeight(nn.Module):
         super().__init__()
         self.updates = nn.ModuleDict({str(row): update for row, update in updates.items()})
 
+    def add(self, others: UpdatedWeight) -> None:
+        """Take in the updates of other rows."""
+        both = {**self.updates, **others.updates}
+        self.updates = nn.ModuleDict({row: both[row] for row in sorted(both, key=int)})
+
     def forward(self, weight: Tensor) -> Tensor:
         """W + Δ, (rows, columns), for W."""
         blocks = []

@@ -250,6 +250,24 @@ def test_further_call_leaves_the_first_adapters_and_what_is_trained():
         add_adapters(model, Circulant)
 
 
+@pytest.mark.parametrize("kind", ["attention", "attention of other sizes"])
+def test_further_projections_of_an_adapted_attention_get_adapters(kind):
+    model = train(add_adapters(made(kind), FACTORY, include="attention.v_proj"))
+    first, before = adapter_state_dict(model), model(inputs())
+    for part in ("out_proj", "q_proj"):
+        add_adapters(model, FACTORY, include=f"attention.{part}")
+    torch.testing.assert_close(model(inputs()), before)
+    assert all(torch.equal(adapter_state_dict(model)[name], value) for name, value in first.items())
+    with pytest.raises(ValueError, match="add_adapters adds nothing"):
+        add_adapters(model, FACTORY, include="attention.q_proj")
+    whole = add_adapters(made(kind), FACTORY, include=["*.q_proj", "*.v_proj", "*.out_proj"])
+    load_adapter_state_dict(whole, adapter_state_dict(train(model)))
+    torch.testing.assert_close(whole(inputs()), model(inputs()))
+    assert len(trainable(model)) == 3 * len(trainable(add_adapters(made(kind), FACTORY, include="*.q_proj")))
+    again = saved_and_loaded(model)
+    torch.testing.assert_close(merge_adapters(again)(inputs()), model(inputs()))
+
+
 def test_layer_at_two_places_has_one_adapter_and_is_merged_once():
     linear = nn.Linear(8, 8).double()
     model = add_adapters(nn.Sequential(linear, nn.ReLU(), linear), FACTORY)

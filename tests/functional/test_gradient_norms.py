@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lightning_struct.functional import (
@@ -238,9 +239,34 @@ def convolutional() -> nn.Module:
     )
 
 
+class Unrolled(nn.Module):
+    """Cells of each kind, step by step; the last state of the LSTM's memory is returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.gated = nn.RNNCell(3, 4, nonlinearity="relu"), nn.GRUCell(4, 4)
+        self.memory = nn.LSTMCell(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = gated = None
+        state = (x.new_ones(len(x), 2), x.new_ones(len(x), 2))
+        for now in x.unbind(1):
+            plain = self.plain(now, plain)
+            gated = self.gated(plain, gated)
+            state = self.memory(gated, state)
+        return torch.cat(state, 1)
+
+
+def parametrized() -> nn.Module:
+    convolution = parametrizations.weight_norm(nn.Conv1d(2, 3, 2))
+    return nn.Sequential(convolution, nn.Flatten(), nn.Tanh(), parametrizations.orthogonal(nn.Linear(9, 2)))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "language model": (LanguageModel, torch.randint(0, 7, (5, 6), generator=torch.Generator().manual_seed(1))),
     "convolutional": (convolutional, gaussian(5, 2, 6, 6, seed=1)),
+    "cells": (Unrolled, gaussian(5, 3, 3, seed=1)),
+    "parametrized": (parametrized, gaussian(5, 2, 4, seed=1)),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), gaussian(5, 3, 4, seed=1)
     ),
@@ -253,6 +279,7 @@ def model(name: str) -> tuple[nn.Module, Tensor]:
     return make().double(), inputs
 
 
+@pytest.mark.filterwarnings("ignore:these layers have no rule")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_squared_norms_of_whole_models(name: str) -> None:
     module, inputs = model(name)
@@ -260,6 +287,7 @@ def test_squared_norms_of_whole_models(name: str) -> None:
     torch.testing.assert_close(measured(module, inputs), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:these layers have no rule")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_what_was_measured_adds_up_to_the_gradient(name: str) -> None:
     module, inputs = model(name)
@@ -270,6 +298,18 @@ def test_what_was_measured_adds_up_to_the_gradient(name: str) -> None:
     assert all(of_parameter.relative_error <= 1e-12 for of_parameter in sums.values())
     recorder.verify()
     assert not recorder.uncovered
+
+
+@pytest.mark.filterwarnings("ignore:these layers have no rule")
+def test_a_spectral_norm_that_goes_on_with_its_iteration_is_measured_as_it_was() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs, vectors = gaussian(5, 3, seed=1), module[0].parametrizations.weight[0]
+    found = measured(module, inputs)
+    after_the_call = vectors._u.clone()
+    expected = per_sample_gradients(module.eval(), inputs).square().sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(vectors._u, after_the_call)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -163,7 +163,8 @@ class GradientNormRecorder:
                 continue  # its parameters belong to the layer that they parametrize
             parameters = owned_parameters(layer)
             if not has_rule(layer):  # a weight that a layer below it has too is used there
-                below = {parameter for child in layer.children() for parameter in child.parameters()}
+                children = (child for name, child in layer.named_children() if name != "parametrizations")
+                below = {parameter for child in children for parameter in child.parameters()}
                 parameters = {name: parameter for name, parameter in parameters.items() if parameter not in below}
             if not parameters:
                 continue

@@ -1,4 +1,4 @@
-"""Per-sample gradient contributions of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``.
+"""Per-sample gradient contributions of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, and of their cells.
 
 The fused kernels keep the pre-activations of the gates to themselves. Here a layer is run again from its recorded input
 and initial state, step by step in time, and then backwards from the cotangents of its outputs by the recurrences
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,55 @@ def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
         of_outputs = None if cotangents[0] is None else layout.time_first(cotangents[0]).to(dtype)
         of_final = [None if final is None else layout.sorted(final).to(dtype) for final in cotangents[-len(initial) :]]
         return _backward(layer, levels, masks, of_outputs, of_final, layout, call.samples)
+
+
+def cell_contributions(call: LayerCall) -> dict[str, Contribution]:
+    """Each sample's share of the gradients that one call of a cell, one step in time, gives its weights and biases.
+
+    Args:
+        call: of ``nn.RNNCell``, ``nn.LSTMCell`` or ``nn.GRUCell``. Its cotangents are those of h, or of h and c.
+
+    Returns:
+        By the name of the parameter, in float32 at least.
+
+    Raises:
+        Uncovered: the input is one sample without a batch dimension; their number is none that n may have.
+    """
+    layer = call.layer
+    inputs, hx = call.argument(0, "input"), call.argument(1, "hx", None)
+    if inputs.dim() != 2:
+        raise Uncovered("it read one sample without a batch dimension")
+    dtype = torch.promote_types(layer.weight_ih.dtype, torch.float32)
+    with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+        mode = next(mode for kind, mode in _MODES.items() if isinstance(layer, kind))
+        if hx is None:
+            initial = [inputs.new_zeros(len(inputs), layer.hidden_size, dtype=dtype)] * (2 if mode == "LSTM" else 1)
+        else:
+            initial = [state.detach().to(dtype) for state in ((hx,) if isinstance(hx, Tensor) else hx)]
+        if mode == "RNN":
+            mode = f"RNN_{layer.nonlinearity.upper()}"
+        cell = _CELLS[mode](inputs.to(dtype)[None], _weights(layer, "", dtype), initial)
+        of_states, of_cells = (
+            torch.zeros_like(cell.states[1:]) if cotangent is None else cotangent.to(dtype)[None].clone()
+            for cotangent in (*call.cotangents, None)[:2]
+        )
+        if call.cotangents[-1] is not None and _computes_state_from_returned_cell(inputs.device.type):
+            of_cells -= cell.of_cells_by(of_states)
+        deltas = cell.pull_back(of_states, of_cells)
+        return _shares(cell, of_states, deltas, "", _SequenceLayout(), call.samples)
+
+
+@cache
+def _computes_state_from_returned_cell(device: str) -> bool:
+    """Whether the c that ``torch.lstm_cell`` returns is what it computes h from; a fused kernel returns copies.
+
+    If it is, the cotangent that arrives at c has what comes from h already.
+    """
+    with torch.enable_grad():
+        weight = torch.zeros(4, 1, device=device, requires_grad=True)
+        state = torch.zeros(1, 1, device=device)
+        h, c = torch.lstm_cell(state, (state, state), weight, weight)
+    return h.grad_fn is not c.grad_fn
 
 
 @dataclass(frozen=True)
@@ -158,7 +207,7 @@ def _forward(
         for direction, place in enumerate(recurrent_places(layer, level)):
             states = [state[level * (1 + layer.bidirectional) + direction] for state in initial]
             along = layout.reversed(inputs) if direction else inputs
-            cells.append(_CELLS[layer.mode](along, _weights(layer, place, dtype), states))
+            cells.append(_CELLS[layer.mode](along, _weights(layer, f"_{place}", dtype), states))
         levels.append(cells)
     return levels, masks
 
@@ -184,26 +233,40 @@ def _backward(
             for of_states, final in zip((of_sequence, of_cells), of_final, strict=False):
                 if final is not None:
                     layout.add_at_the_end(of_states, final[level * len(levels[level]) + direction])
-            of_gates, of_recurrent = cell.pull_back(of_sequence, of_cells)
-            uses = {
-                "ih": (cell.inputs, of_gates),
-                "hh": (cell.states[:-1], of_recurrent),
-                "hr": (cell.projected, of_sequence),
-            }
-            for kind, (multiplied, delta) in uses.items():
-                if multiplied is None:
-                    continue
-                outer = Outer(layout.by_sample(multiplied, samples), layout.by_sample(delta, samples))
-                contributions[f"weight_{kind}_{place}"] = outer
-                if layer.bias and kind != "hr":
-                    contributions[f"bias_{kind}_{place}"] = Dense(outer.cotangents.sum(1))
+            deltas = cell.pull_back(of_sequence, of_cells)
+            contributions |= _shares(cell, of_sequence, deltas, f"_{place}", layout, samples)
             if level > 0:
-                of_input = of_gates @ cell.weights.weight_ih
+                of_input = deltas[0] @ cell.weights.weight_ih
                 of_inputs.append(layout.reversed(of_input) if direction else of_input)
         if level > 0:
             of_outputs = torch.stack(of_inputs).sum(0)
             if masks:
                 of_outputs *= masks[level - 1]
+    return contributions
+
+
+def _shares(
+    cell: _Cell,
+    of_states: Tensor,
+    deltas: tuple[Tensor, Tensor],
+    suffix: str,
+    layout: _SequenceLayout,
+    samples: Samples,
+) -> dict[str, Contribution]:
+    """Of the weights and biases of a cell whose names end so, from the cotangents of its states and pre-activations."""
+    uses = {
+        "ih": (cell.inputs, deltas[0]),
+        "hh": (cell.states[:-1], deltas[1]),
+        "hr": (cell.projected, of_states),
+    }
+    contributions: dict[str, Contribution] = {}
+    for kind, (multiplied, delta) in uses.items():
+        if multiplied is None:
+            continue
+        outer = Outer(layout.by_sample(multiplied, samples), layout.by_sample(delta, samples))
+        contributions[f"weight_{kind}{suffix}"] = outer
+        if cell.weights.bias_ih is not None and kind != "hr":
+            contributions[f"bias_{kind}{suffix}"] = Dense(outer.cotangents.sum(1))
     return contributions
 
 
@@ -224,13 +287,9 @@ class _CellWeights(NamedTuple):
     weight_hr: Tensor | None = None
 
 
-def _weights(layer: nn.RNNBase, place: str, dtype: torch.dtype) -> _CellWeights:
-    weights = {
-        name: getattr(layer, f"{name}_{place}").detach().to(dtype)
-        for name in _CellWeights._fields
-        if hasattr(layer, f"{name}_{place}")
-    }
-    return _CellWeights(**weights)
+def _weights(layer: nn.Module, suffix: str, dtype: torch.dtype) -> _CellWeights:
+    weights = {name: getattr(layer, name + suffix, None) for name in _CellWeights._fields}
+    return _CellWeights(**{name: weight.detach().to(dtype) for name, weight in weights.items() if weight is not None})
 
 
 class _Cell(ABC):
@@ -251,6 +310,10 @@ class _Cell(ABC):
     def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
         self.inputs, self.weights = inputs, weights
         self.states = _states(inputs.shape[0], initial[0])
+
+    def of_cells_by(self, of_states: Tensor) -> Tensor:
+        """The cotangents that those of h_t give c_t within the step, where h_t is computed from c_t."""
+        return torch.zeros_like(of_states)
 
     @abstractmethod
     def pull_back(self, of_states: Tensor, of_cells: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,6 +374,9 @@ class _LongShortTermMemory(_Cell):
         self._of_gate = outputs * (1 - o)
         self._through = o * (1 - squashed * squashed)
 
+    def of_cells_by(self, of_states: Tensor) -> Tensor:
+        return of_states * self._through
+
     def pull_back(self, of_states: Tensor, of_cells: Tensor) -> tuple[Tensor, Tensor]:
         deltas = of_cells.new_empty(*of_cells.shape[:2], 4, of_cells.shape[2])
         for t in range(len(deltas) - 1, -1, -1):
@@ -363,6 +429,9 @@ _CELLS: dict[str, Callable[[Tensor, _CellWeights, Sequence[Tensor]], _Cell]] = {
     "LSTM": _LongShortTermMemory,
     "GRU": _GatedUnit,
 }
+
+
+_MODES = {nn.RNNCell: "RNN", nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}
 
 
 def _states(steps: int, initial: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_struct.functional.per_sample.contributions import (
     row_norms,
 )
 from lightning_struct.functional.per_sample.convolution import Convolution, pad_argument
-from lightning_struct.functional.per_sample.recurrent import recurrent_contributions
+from lightning_struct.functional.per_sample.recurrent import cell_contributions, recurrent_contributions
 from lightning_struct.functional.per_sample.rerun import has_active_dropout
 from lightning_struct.functional.per_sample.vmapped import contributions_by_vmap
 from lightning_struct.functional.recognition import run_with
@@ -381,5 +381,6 @@ _READERS: dict[type[nn.Module], _Reader] = {
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), _Reader(recurrent_contributions, runs_again=True)),
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), _Reader(cell_contributions)),
     nn.MultiheadAttention: _Reader(_attention),
 }

@@ -73,7 +73,7 @@ def contributions_by_vmap(call: LayerCall) -> dict[str, Contribution]:
     deltas = [place.parted(cotangent) for cotangent in cotangents if cotangent is not None]
     chunk_size = max(1, NUMBERS_AT_A_TIME // max(1, numbers))
     try:
-        with _attributes_kept(layer), warnings.catch_warnings():
+        with _attributes_kept(layer), _parametrizations_in_eval(layer), warnings.catch_warnings():
             # torch asks whoever reads it for an issue; that this takes longer is said by the recorder
             warnings.filterwarnings("ignore", "There is a performance drop")
             gradients, results = vmap(one_sample, in_dims=dimension, chunk_size=chunk_size)(
@@ -159,6 +159,19 @@ def _attributes_kept(layer: nn.Module) -> Iterator[None]:
     finally:
         vars(layer).clear()
         vars(layer).update(before)
+
+
+@contextmanager
+def _parametrizations_in_eval(layer: nn.Module) -> Iterator[None]:
+    """In training some go on with each call, as the power iteration of the spectral norm does."""
+    training = [part for part in getattr(layer, "parametrizations", nn.Module()).modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 class _Mapped:

@@ -258,12 +258,24 @@ class SHF(torch.optim.Optimizer):
 
     @property
     def loss(self) -> GaussNewtonLoss | LeastSquares:
-        """What is minimised; another one of its kind may take its place."""
+        """What is minimised; another one of its kind, or its name, may take its place.
+
+        Raises:
+            ValueError: an unknown name, or a loss of the other kind (outputs, residuals).
+            TypeError: an object that lacks methods of a loss.
+        """
         return self._steps.loss
 
     @loss.setter
-    def loss(self, value: GaussNewtonLoss | LeastSquares) -> None:
-        self._steps.loss = value
+    def loss(self, value: str | GaussNewtonLoss | LeastSquares) -> None:
+        new = get_loss(value)
+        of_residuals = [isinstance(loss, LeastSquares) for loss in (new, self.loss)]
+        if of_residuals[0] != of_residuals[1]:
+            raise ValueError(
+                f"{type(new).__name__} cannot take the place of {type(self.loss).__name__}: one is of a module's "
+                "outputs and targets, the other of residuals, with other settings. Make a new SHF"
+            )
+        self._steps.loss = new
 
     @property
     def settings(self) -> OutputSettings | ResidualSettings:

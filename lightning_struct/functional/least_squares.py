@@ -77,6 +77,7 @@ def lsmr(
     btol: float = 1e-8,
     callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
+    gradient: Vector | None = None,
 ) -> LeastSquaresResult:
     """Solve min ‖A x - b‖² + damp² ‖x - center‖² by LSMR (Fong & Saunders 2011; Algorithm 6 of the SHF paper).
 
@@ -102,6 +103,7 @@ def lsmr(
             iteration as a new tensor; a true value ends the solve.
         all_reduce: sums a float64 scalar tensor over the processes when each of them holds some of the rows of A and b;
             ``rmatvec`` must then return the sum over all of them.
+        gradient: Aᵀ(b - A x0), if it is known: it saves the first product with Aᵀ.
 
     Returns:
         LeastSquaresResult: solution, iterations, norms and the reason of the stop.
@@ -116,7 +118,9 @@ def lsmr(
         >>> lsmr(A.matmul, A.T.matmul, torch.tensor([2.0, 8.0, 1.0])).x.round(decimals=3)
         tensor([1., 2.])
     """
-    problem = _Problem(matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce)
+    problem = _Problem(
+        matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce, gradient
+    )
     return _iterate(problem, _lsmr_steps, maxiter, atol, btol, callback)
 
 
@@ -135,6 +139,7 @@ def lsqr(
     btol: float = 1e-8,
     callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
+    gradient: Vector | None = None,
 ) -> LeastSquaresResult:
     """Solve the same problem by LSQR (Paige & Saunders 1982): CG on the normal equations in exact arithmetic.
 
@@ -146,7 +151,9 @@ def lsqr(
         >>> lsqr(A.matmul, A.T.matmul, torch.tensor([2.0, 8.0])).x.round(decimals=3)
         tensor([1., 2.])
     """
-    problem = _Problem(matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce)
+    problem = _Problem(
+        matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce, gradient
+    )
     return _iterate(problem, _lsqr_steps, maxiter, atol, btol, callback)
 
 
@@ -171,6 +178,7 @@ class _Problem:
         preconditioner: Vector | RightPreconditioner | None,
         damping_space: str,
         all_reduce: Callable[[Tensor], Tensor] | None,
+        gradient: Vector | None,
     ) -> None:
         if not damp >= 0 or math.isinf(damp):
             raise ValueError(f"damp must be finite and >= 0, got {damp}")
@@ -185,13 +193,15 @@ class _Problem:
 
         if x0 is None:
             residual = [t.clone() for t in leaves(b)]
-            self._x_like: Vector = rmatvec(b)
+            self._x_like: Vector = rmatvec(b) if gradient is None else gradient
             self._x0: list[Tensor] | None = None
+            self._gradient: list[Tensor] | None = leaves(self._x_like, name="the product with the transpose")
         else:
             self._x_like = x0
             self._x0 = leaves(x0, name="x0")
             residual = [torch.sub(t, a) for t, a in zip(leaves(b), leaves(matvec(x0), b, "A x0"), strict=True)]
-        self.size_of_x = sum(t.numel() for t in leaves(self._x_like, name="the product with the transpose"))
+            self._gradient = None if gradient is None else leaves(gradient, x0, "gradient")
+        self.size_of_x = sum(t.numel() for t in leaves(self._x_like))
         self._scale = (
             leaves(preconditioner, self._x_like, "preconditioner")
             if isinstance(preconditioner, Tensor | Mapping)
@@ -258,7 +268,17 @@ class _Problem:
 
     def backward(self, u: list[Tensor]) -> list[Tensor]:
         product = self._rmatvec(structured(self._b_like, u[: self._count]))
-        x = leaves(product, self._x_like, "the product with the transpose")
+        return self._with_rows(leaves(product, self._x_like, "the product with the transpose"), u)
+
+    def first_backward(self, u: list[Tensor], beta: float) -> list[Tensor]:
+        """The same for u₁ = r0/β, from Aᵀr0 where that is known, and not so small or large that it has lost digits."""
+        known, self._gradient = self._gradient, None
+        if known is None or not float32_holds(norm(known) ** 2):
+            return self.backward(u)
+        return self._with_rows([t / beta for t in known], u)
+
+    def _with_rows(self, x: list[Tensor], u: list[Tensor]) -> list[Tensor]:
+        """C⁻ᵀ x, and what the rows that are appended add."""
         if not self.rows_in_operator:
             return self._solve_transpose(x)
         below = u[self._count :]
@@ -294,7 +314,7 @@ class _Bidiagonalisation:
         self._problem = problem
         self.u = problem.residual
         self.beta = self._normalise(self.u, problem.norm_of_rows(self.u), "the right-hand side")
-        self.v = [t.clone() for t in problem.backward(self.u)]
+        self.v = [t.clone() for t in problem.first_backward(self.u, self.beta)]
         self.alpha = self._normalise(self.v, norm(self.v), "the product with the transpose")
         if self.beta == 0.0:
             self.alpha = 0.0

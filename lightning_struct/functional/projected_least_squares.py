@@ -34,6 +34,7 @@ class ProjectedLeastSquares:
         tolerance: see ``damping``.
         method: ``"lsmr"`` or ``"lsqr"``.
         all_reduce: sums a tensor over processes that hold some rows of J and b each.
+        gradient: -Jᵀb, if it is known: it saves the first product with Jᵀ.
 
     Attributes:
         steps: k.
@@ -61,10 +62,11 @@ class ProjectedLeastSquares:
         tolerance: float = 0.0,
         method: str = "lsqr",
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        gradient: Tensor | None = None,
     ) -> None:
         self.product, self._method = matvec, method
-        product = rmatvec(b)
-        self.gradient = -product
+        product = rmatvec(b) if gradient is None else -gradient
+        self.gradient = -product if gradient is None else gradient
         self._left, self._right = _Basis(b, all_reduce), _Basis(product, lambda tensor: tensor)
         beta = self._left.append(b)
         alpha = self._right.append(product / beta if beta > 0.0 else product)

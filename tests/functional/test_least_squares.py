@@ -106,6 +106,60 @@ def test_lsqr_iterates_and_norms_are_those_of_scipy(
     )
 
 
+# --- the first product with the transpose ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("preconditioner", [None, gaussian(5, seed=4).abs() + 0.2, Triangular(triangular(5, seed=5))])
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+@pytest.mark.parametrize("space", ["y", "x"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_known_gradient_saves_the_first_product_with_the_transpose(
+    solver: Solver, preconditioner: Any, started: bool, space: str, dtype: torch.dtype
+) -> None:
+    matrix, b = gaussian(9, 5, seed=0).to(dtype), gaussian(9, seed=1).to(dtype)
+    preconditioner = preconditioner.to(dtype) if isinstance(preconditioner, Tensor) else preconditioner
+    if isinstance(preconditioner, Triangular):
+        preconditioner = Triangular(preconditioner.matrix.to(dtype))
+    x0 = gaussian(5, seed=2).to(dtype) if started else None
+    gradient = matrix.T @ (b if x0 is None else b - matrix @ x0)
+    transposed = 0
+
+    def rmatvec(u: Tensor) -> Tensor:
+        nonlocal transposed
+        transposed += 1
+        return matrix.T @ u
+
+    options = {
+        "damp": 0.7,
+        "x0": x0,
+        "preconditioner": preconditioner,
+        "damping_space": space,
+        "maxiter": 3,
+        "atol": 0.0,
+        "btol": 0.0,
+    }
+    results, counts = [], []
+    for known in (None, gradient):
+        transposed = 0
+        results.append(solver(matrix.matmul, rmatvec, b, gradient=known, **options))
+        counts.append(transposed)
+    assert counts == [4, 3]
+    torch.testing.assert_close(results[1].x, results[0].x)
+    assert results[1].residual_norm == pytest.approx(results[0].residual_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_gradient_of_another_shape_than_the_start_is_refused(solver: Solver) -> None:
+    with pytest.raises(ValueError, match="gradient has the shapes"):
+        solver(
+            *operators(gaussian(9, 5, seed=0)),
+            gaussian(9, seed=1),
+            x0=gaussian(5, seed=2),
+            gradient=gaussian(4, seed=3),
+        )
+
+
 # --- against dense solves --------------------------------------------------------------------------------------------
 
 
@@ -637,6 +691,8 @@ def test_a_start_is_a_shift_of_the_problem(
 ) -> None:
     matrix, b, damp = problem
     start = factor * gaussian(matrix.shape[1], seed=99)
-    shifted = solver(*operators(matrix), b, damp=damp, x0=start, maxiter=3, atol=0.0, btol=0.0)
-    plain = solver(*operators(matrix), b - matrix @ start, damp=damp, maxiter=3, atol=0.0, btol=0.0)
+    r0 = b - matrix @ start
+    options = {"damp": damp, "gradient": matrix.T @ r0, "maxiter": 3, "atol": 0.0, "btol": 0.0}  # both round alike
+    shifted = solver(*operators(matrix), b, x0=start, **options)
+    plain = solver(*operators(matrix), r0, **options)
     torch.testing.assert_close(shifted.x, start + plain.x, rtol=1e-10, atol=1e-10)

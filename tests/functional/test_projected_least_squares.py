@@ -39,6 +39,22 @@ def test_the_whole_space_has_the_solution_for_every_damping_and_right_hand_side(
         torch.testing.assert_close(solver.solve(other, damping), torch.linalg.solve(matrix, jacobian.mT @ other))
 
 
+def test_a_known_gradient_saves_a_product() -> None:
+    jacobian, b = gaussian(12, 5, seed=0), gaussian(12, seed=1)
+    transposed = 0
+
+    def rmatvec(u: Tensor) -> Tensor:
+        nonlocal transposed
+        transposed += 1
+        return jacobian.mT @ u
+
+    gradient = -jacobian.mT @ b
+    solver = ProjectedLeastSquares(jacobian.matmul, rmatvec, b, 3, gradient=gradient)
+    assert transposed == solver.steps == 3
+    assert solver.gradient is gradient
+    torch.testing.assert_close(solver.solution(0.5), project(jacobian, b, 3).solution(0.5))
+
+
 def test_it_ends_where_the_gradient_has_fallen_to_the_tolerance() -> None:
     jacobian, b = gaussian(200, 100, seed=0), gaussian(200, seed=1)
     solver = project(jacobian, b, 100, damping=5.0, tolerance=1e-3)

@@ -242,6 +242,10 @@ class BatchModel:
         self.linearization.vjp(cotangent, out=self.weights.unflat(product))
         return all_reduce(product)
 
+    def gradient_of_rows(self) -> Tensor:
+        """Aᵀb where A has rows of all samples, from ∇f."""
+        return torch.sub(self.weights.vector * self._l2, self.gradient).mul_(self.n)
+
     def curvature(self, d: Tensor) -> Tensor:
         """AᵀA d/m."""
         return self.backward(self.forward(d)).div_(self.curvature_n)

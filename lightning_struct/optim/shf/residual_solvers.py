@@ -174,6 +174,7 @@ class KrylovSolver(ResidualSolver):
             tolerance=_TOLERANCE,
             method=self.method,
             all_reduce=all_reduce,
+            gradient=self.gradient if start is None else None,
         )
         self.iterations += self._projected.steps
         self.largest = max(self._projected.singular_values.tolist(), default=0.0)

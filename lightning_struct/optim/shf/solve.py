@@ -114,6 +114,7 @@ def solve(
         btol=0.0,
         callback=stopping,
         all_reduce=all_reduce,
+        gradient=model.gradient_of_rows() if start is None else None,
     )
     best = stopping.best if stopping is not None and stopping.best is not None else result.x
     merits = () if stopping is None else tuple(stopping.values)

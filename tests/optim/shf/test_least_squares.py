@@ -20,6 +20,7 @@ from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
+from lightning_struct.optim.shf.residual_model import RowProducts
 from lightning_struct.optim.shf.residual_solvers import ExactSolver
 from tests.cases import flat, gaussian, trainable
 
@@ -337,6 +338,20 @@ class Noisy(Fit):
     def forward(self, x: Tensor, measured: Tensor) -> Tensor:
         self.dropped = nn.functional.dropout(torch.ones_like(x), 0.5)
         return super().forward(x * self.dropped, measured)
+
+
+def test_the_product_of_the_residual_is_formed_once_in_a_step_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors: list[Tensor] = []
+    backward = RowProducts.backward
+
+    def recorded(self: RowProducts, u: Tensor) -> Tensor:
+        vectors.append(u)
+        return backward(self, u)
+
+    monkeypatch.setattr(RowProducts, "backward", recorded)
+    optimizer = SHF(Fit(), "least_squares", solver="lsmr", maxiter=3)
+    assert optimizer.step(inputs=measurements()).solver_iterations == 3
+    assert len(vectors) == 1 + 3  # of ∇f, and one in each iteration
 
 
 class Flat(nn.Module):

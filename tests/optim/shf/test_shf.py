@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
+from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from tests.cases import CASES, Case, First, convolution, dense_jacobian, flat, mlp, trainable
 from tests.optim.helpers import gaussian
@@ -358,6 +359,26 @@ def test_buffers_are_copied_only_where_the_last_step_may_be_taken_back(
     for seed in range(3):
         take(optimizer, batch(seed=seed))
     assert kept == ([False, True, True] if not settings else [False] * 3)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.1])
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr"])
+def test_the_product_of_the_residual_is_formed_once_in_a_step_from_zero(
+    solver: str, l2: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors: list[Tensor] = []
+    backward = BatchModel.backward
+
+    def recorded(self: BatchModel, u: Tensor) -> Tensor:
+        vectors.append(u.clone().flatten())
+        return backward(self, u)
+
+    monkeypatch.setattr(BatchModel, "backward", recorded)
+    optimizer = SHF(network(), "mse", damping=1.0, solver=solver, l2=l2, preconditioner=None, maxiter=3)
+    assert take(optimizer, batch()).solver_iterations == 3
+    cosines = [F.cosine_similarity(u, vectors[0], dim=0).abs().item() for u in vectors]
+    assert len(vectors) == 1 + 3  # of ∇f, and one in each iteration
+    assert max(cosines[1:]) < 0.999
 
 
 def test_spectral_normalisation_follows_the_weights() -> None:
@@ -1334,6 +1355,32 @@ def test_a_step_without_its_batch_names_what_to_pass(arguments: dict[str, Tensor
 def test_half_precision_weights_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"got {dtype}.*bf16-mixed"):
         SHF(network(dtype), "mse", damping=1.0)
+
+
+def test_another_loss_takes_its_place_by_name() -> None:
+    optimizer, other = SHF(network(), "mse", damping=1.0), SHF(network(), "cross_entropy", damping=1.0)
+    optimizer.loss = "cross_entropy"
+    assert isinstance(optimizer.loss, CrossEntropy)
+    inputs, targets = batch()
+    assert without_seconds(take(optimizer, (inputs, targets.argmax(1)))) == without_seconds(
+        take(other, (inputs, targets.argmax(1)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("mse", "least_squares", "LeastSquares cannot take the place of SquaredError.*Make a new SHF"),
+        ("least_squares", "mse", "SquaredError cannot take the place of LeastSquares.*Make a new SHF"),
+        ("mse", "absolute", "got 'absolute'"),
+    ],
+)
+def test_a_loss_that_cannot_take_its_place_is_refused_at_once(first: str, second: str, message: str) -> None:
+    optimizer = SHF(network(), first)
+    before = optimizer.loss
+    with pytest.raises(ValueError, match=message):
+        optimizer.loss = second
+    assert optimizer.loss is before
 
 
 def test_weights_of_mixed_dtypes_are_refused() -> None:

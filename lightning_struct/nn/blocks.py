@@ -27,13 +27,15 @@ class BlockStructured(nn.Module):
             then divided by the root of the number of blocks that are added up, k / ``groups``.
         out_size: m, entries of a channel that comes out, or the size of its image, as (height, width). None: as what
             goes in.
+        in_shape: the size of the images that are taken, as (height, width), of ``size`` entries. None: any.
         groups: parts of the channels between which there are no blocks, as of ``nn.Conv2d``.
         bias: add a trained vector of m numbers to each channel that comes out, zero at the start.
         device, dtype: of the parameters.
 
     Raises:
         TypeError: the factory makes something else.
-        ValueError: a size is not positive, or the channels are no multiples of ``groups``.
+        ValueError: a size is not positive, ``in_shape`` has not ``size`` entries, or the channels are no multiples of
+            ``groups``.
 
     Example:
         >>> from functools import partial
@@ -57,6 +59,7 @@ class BlockStructured(nn.Module):
         factory: LayerFactory,
         *,
         out_size: int | Sequence[int] | None = None,
+        in_shape: Sequence[int] | None = None,
         groups: int = 1,
         bias: bool = True,
         device: torch.device | str | None = None,
@@ -66,6 +69,9 @@ class BlockStructured(nn.Module):
         self.in_channels = positive_size("in_channels", in_channels)
         self.out_channels = positive_size("out_channels", out_channels)
         self.size = positive_size("size", size)
+        self.in_shape = None if in_shape is None else tuple(positive_size("in_shape", entries) for entries in in_shape)
+        if self.in_shape is not None and prod(self.in_shape) != size:
+            raise ValueError(f"in_shape must have size={size} entries, but is {self.in_shape}")
         self.out_shape: tuple[int, ...] | None = None
         if out_size is not None:
             sizes = out_size if isinstance(out_size, Iterable) else (out_size,)
@@ -120,17 +126,20 @@ class BlockStructured(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The products: (batch, l, ...) for x (batch, k, ...); without the batch if x has none.
 
-        ... is (n,) or (height, width) of n entries, and comes out as ``out_size`` if that is given.
+        ... is ``in_shape``, or (n,) or (height, width) of n entries if that is None. It comes out as ``out_size`` if that
+        is given.
 
         Raises:
             ValueError: x has another shape.
         """
-        if x.dim() < 3 or x.shape[1] != self.in_channels or x.shape[2:].numel() != self.size:
-            if x.dim() > 1 and x.shape[0] == self.in_channels and x.shape[1:].numel() == self.size:
+        if x.dim() < 3 or x.shape[1] != self.in_channels or not self._takes(x.shape[2:]):
+            if x.dim() > 1 and x.shape[0] == self.in_channels and self._takes(x.shape[1:]):
                 return self.forward(x.unsqueeze(0)).squeeze(0)
+            image = f"{self.in_channels}, " + ("..." if self.in_shape is None else ", ".join(map(str, self.in_shape)))
+            entries = f" with {self.size} entries in a channel" if self.in_shape is None else ""
             raise ValueError(
-                f"BlockStructured takes (batch, {self.in_channels}, ...) or ({self.in_channels}, ...) with {self.size} "
-                f"entries in a channel, but the input has shape {tuple(x.shape)}"
+                f"BlockStructured takes (batch, {image}) or ({image}){entries}, but the input has shape "
+                f"{tuple(x.shape)}"
             )
         channels = x.flatten(2).unbind(1)
         products = [block(channels[self._channel(index)]) for index, block in enumerate(self.blocks)]
@@ -138,6 +147,9 @@ class BlockStructured(nn.Module):
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.unflatten(2, x.shape[2:] if self.out_shape is None else self.out_shape)
+
+    def _takes(self, image: torch.Size) -> bool:
+        return image.numel() == self.size if self.in_shape is None else image == self.in_shape
 
     def _channel(self, index: int) -> int:
         """The channel from which a block maps."""
@@ -153,6 +165,8 @@ class BlockStructured(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"in_channels={self.in_channels}, out_channels={self.out_channels}, size={self.size}"
+        if self.in_shape is not None:
+            text += f", in_shape={self.in_shape}"
         if self.out_shape is not None:
             text += f", out_size={self.out_shape}"
         return text if self.groups == 1 else f"{text}, groups={self.groups}"

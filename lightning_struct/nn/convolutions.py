@@ -148,7 +148,8 @@ def blocks_in_place_of(
     Args:
         name: of the convolution, for errors.
         layer: the convolution.
-        size: of the images that go in. It matters to a ``from_linear`` alone; other factories need their pixels.
+        size: of the images that go in. Where only their pixels are known, images of any size with as many are taken; a
+            ``from_linear`` needs the size.
         out_size: of those that come out; None: the same.
         factory: makes the blocks.
     """
@@ -170,6 +171,7 @@ def blocks_in_place_of(
         size.numel(),
         block,
         out_size=out_size,
+        in_shape=size if len(size) == len(layer.kernel_size) else None,
         groups=layer.groups,
         bias=layer.bias is not None,
         device=layer.weight.device,

@@ -82,7 +82,7 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
     """
     present = dict(model.named_modules(remove_duplicate=False))
     structure = {
-        name: entry for name, entry in structure.items() if name not in present or _entry(present[name]) != dict(entry)
+        name: entry for name, entry in structure.items() if name not in present or not _is_as(present[name], entry)
     }
     if not structure:
         return model
@@ -121,8 +121,15 @@ def _entry(layer: nn.Module) -> dict[str, Any] | None:
     first, *others = (_entry(block) for block in layer.blocks)
     if first is None or any(other != first for other in others):
         return None
+    in_shape = {} if layer.in_shape is None else {"in_shape": list(layer.in_shape)}
     out_size = {} if layer.out_shape is None else {"out_size": list(layer.out_shape)}
-    return {"class": "BlockStructured", "size": layer.size, **out_size, "blocks": first}
+    return {"class": "BlockStructured", "size": layer.size, **in_shape, **out_size, "blocks": first}
+
+
+def _is_as(layer: nn.Module, entry: Mapping[str, Any]) -> bool:
+    """Whether a layer is what a structure has in its place already. Older ones have no ``in_shape``."""
+    own = _entry(layer)
+    return own is not None and own == {**{key: own[key] for key in ("in_shape",) if key in own}, **entry}
 
 
 def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Module | None:
@@ -130,7 +137,7 @@ def _in_place_of(name: str, old: nn.Module, entry: Mapping[str, Any]) -> nn.Modu
     if entry["class"] == "BlockStructured":
         if type(old) not in CONVOLUTIONS:
             return None
-        size = torch.Size([entry["size"]])
+        size = torch.Size(entry.get("in_shape", [entry["size"]]))
         return blocks_in_place_of(name, old, size, entry.get("out_size"), _factory(entry["blocks"]))
     linear = as_matrix(old)
     return None if linear is None else in_place_of(old, replacement(name, linear, _factory(entry)))

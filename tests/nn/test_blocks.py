@@ -79,3 +79,5 @@ def test_wrong_inputs_are_named():
         BlockStructured(3, 2, 20, LowRank, groups=3)
     with pytest.raises(ValueError, match="out_size must be a positive integer, but is 0"):
         BlockStructured(3, 2, 20, LowRank, out_size=(4, 0))
+    with pytest.raises(ValueError, match=r"in_shape must have size=20 entries, but is \(4, 4\)"):
+        BlockStructured(3, 2, 20, LowRank, in_shape=(4, 4))

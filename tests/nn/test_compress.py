@@ -412,7 +412,12 @@ def test_structure_has_the_blocks_in_place_of_a_convolution(bias):
     replace_conv(model, partial(LowRank, rank=2), x)
     replace_linear(model, Circulant, include="1")
     structure = json.loads(json.dumps(layer_structure(model)))
-    blocks = {"class": "BlockStructured", "size": 24, "blocks": {"class": "LowRank", "rank": 2}}
+    blocks = {
+        "class": "BlockStructured",
+        "size": 24,
+        "in_shape": [4, 6],
+        "blocks": {"class": "LowRank", "rank": 2},
+    }
     assert structure == {"0": blocks, "1.0": {"class": "Circulant"}}
     again = apply_structure(network().double(), structure)
     assert again[0].bias is None or again[0].bias.dtype == torch.float64
@@ -421,6 +426,9 @@ def test_structure_has_the_blocks_in_place_of_a_convolution(bias):
     assert apply_structure(again, structure) is again
     assert layer_structure(again[0]) == {"": blocks}
     assert apply_structure(model, {"0.blocks.1": blocks["blocks"]}) is model  # as up to version 0.2
+    older = {"0": {key: value for key, value in blocks.items() if key != "in_shape"}}
+    assert apply_structure(again, older) is again and again[0].in_shape == (4, 6)
+    assert apply_structure(network(), older)[0](x.view(5, 2, 6, 4)).shape == (5, 3, 6, 4)
     assert layer_structure(freeze(model)) == {}
 
 
@@ -433,7 +441,8 @@ def test_structure_has_the_blocks_in_place_of_a_convolution_with_a_stride_and_gr
     model = replace_conv(network(), partial(LowRank, rank=2), x)
     structure = json.loads(json.dumps(layer_structure(model)))
     blocks = {"class": "LowRank", "rank": 2}
-    assert structure == {"0": {"class": "BlockStructured", "size": 42, "out_size": [3, 2], "blocks": blocks}}
+    sizes = {"size": 42, "in_shape": [7, 6], "out_size": [3, 2]}
+    assert structure == {"0": {"class": "BlockStructured", **sizes, "blocks": blocks}}
     again = apply_structure(network(), structure)
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(x), model(x))

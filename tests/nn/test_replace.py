@@ -556,8 +556,15 @@ def test_blocks_take_an_image_without_a_batch(convolution):
     x = torch.randn(2, *[5] * len(convolution.kernel_size))
     blocks = replace_conv(convolution, exactly, x)
     torch.testing.assert_close(blocks(x), convolution(x), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"takes \(batch, 2, \.\.\.\) or \(2, \.\.\.\)"):
+    with pytest.raises(ValueError, match=r"takes \(batch, 2, 5(, 5)?\) or \(2, 5(, 5)?\), but"):
         blocks(x[:1])
+
+
+def test_blocks_refuse_images_of_another_shape_with_as_many_pixels():
+    blocks = replace_conv(nn.Conv2d(2, 3, 3, padding=1), LowRank, torch.zeros(1, 2, 4, 6))
+    for shape in ((5, 2, 6, 4), (5, 2, 3, 8), (5, 2, 24), (2, 6, 4)):
+        with pytest.raises(ValueError, match=r"takes \(batch, 2, 4, 6\) or \(2, 4, 6\), but the input has shape"):
+            blocks(torch.zeros(shape))
 
 
 def test_no_name_is_advised_where_the_model_itself_is_refused():

@@ -126,8 +126,8 @@ class BlockStructured(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The products: (batch, l, ...) for x (batch, k, ...); without the batch if x has none.
 
-        ... is ``in_shape``, or (n,) or (height, width) of n entries if that is None. It comes out as ``out_size`` if that
-        is given.
+        ... is ``in_shape``, or (n,) or (height, width) of n entries if that is None. It comes out as ``out_size`` if
+        that is given.
 
         Raises:
             ValueError: x has another shape.

@@ -103,8 +103,8 @@ class StructuredLSTM(nn.Module):
             outputs: (steps, batch, directions * h), the batch as in x; and the last h and c, shaped as ``state``.
 
         Raises:
-            TypeError: x is a packed sequence.
-            ValueError: x has another shape.
+            TypeError: x is a packed sequence, or ``state`` is no pair.
+            ValueError: x or a state has another shape, or x has no steps.
         """
         if isinstance(x, PackedSequence):
             raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask what comes out")
@@ -116,12 +116,18 @@ class StructuredLSTM(nn.Module):
         batched = x.dim() == 3
         if not batched:
             x = x.unsqueeze(1)
-            state = None if state is None else (state[0].unsqueeze(1), state[1].unsqueeze(1))
         elif self.batch_first:
             x = x.transpose(0, 1)
+        steps, batch, _ = x.shape
+        if steps == 0:
+            raise ValueError("StructuredLSTM needs at least one step, but the input has none")
         if state is None:
-            zeros = x.new_zeros(len(self.directions), x.shape[1], self.hidden_size)
+            zeros = x.new_zeros(len(self.directions), batch, self.hidden_size)
             state = zeros, zeros
+        else:
+            _check_state(state, (len(self.directions), *((batch,) if batched else ()), self.hidden_size))
+            if not batched:
+                state = state[0].unsqueeze(1), state[1].unsqueeze(1)
         width = 2 if self.bidirectional else 1
         hidden, cells = [], []
         for level in range(self.num_layers):
@@ -172,6 +178,18 @@ class _Direction(nn.Module):
             h = torch.sigmoid(o) * torch.tanh(c)
             outputs.append(h)
         return torch.stack(outputs[::-1] if backwards else outputs), (h, c)
+
+
+def _check_state(state: State, expected: tuple[int, ...]) -> None:
+    """Refuse a state that is no pair of tensors of the expected shape."""
+    if isinstance(state, Tensor) or len(state) != 2:
+        raise TypeError("the state of StructuredLSTM is a pair (h, c), as it returns it")
+    for name, part in zip("hc", state, strict=True):
+        if part.shape != expected:
+            raise ValueError(
+                f"StructuredLSTM takes states {expected}, which are (levels * directions, batch, hidden_size) and "
+                f"without the batch if the input has none, but {name} has shape {tuple(part.shape)}"
+            )
 
 
 def _side_by_side(layers: nn.ModuleList, x: Tensor) -> Tensor:

@@ -100,3 +100,20 @@ def test_wrong_inputs_are_named():
         lstm(torch.randn(3, 2, 6))
     with pytest.raises(TypeError, match="packed"):
         lstm(nn.utils.rnn.pack_sequence([torch.randn(3, 5)]))
+    with pytest.raises(ValueError, match="at least one step"):
+        lstm(torch.randn(0, 2, 5))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_wrong_states_are_named(batch_first):
+    lstm = StructuredLSTM(5, 7, nn.Linear, num_layers=2, batch_first=batch_first)
+    x, right = torch.randn(3, 3, 5), torch.zeros(2, 3, 7)
+    for shape in ((2, 1, 7), (1, 3, 7), (3, 3, 7), (2, 3, 1), (2, 7), (2, 4, 7)):
+        for name, state in ("h", (torch.zeros(shape), right)), ("c", (right, torch.zeros(shape))):
+            with pytest.raises(ValueError, match=rf"takes states \(2, 3, 7\).* but {name} has shape") as error:
+                lstm(x, state)
+            assert str(error.value).endswith(str(shape))
+    with pytest.raises(ValueError, match=r"takes states \(2, 7\).* but h has shape \(2, 3, 7\)"):
+        lstm(x[0], (right, right))
+    with pytest.raises(TypeError, match=r"a pair \(h, c\)"):
+        lstm(x, right)

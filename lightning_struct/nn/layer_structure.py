@@ -19,7 +19,8 @@ from lightning_struct.nn.selection import Model
 from lightning_struct.nn.structured import StructuredLinear
 
 Structure = dict[str, dict[str, Any]]
-"""The class of each structured layer and its arguments, by the name of what it stands for."""
+"""The class of each structured layer and its arguments, by the name of what it stands for. A class from outside of this
+package has its module before its name, as ``"package.module:Name"``."""
 
 _NOT_ARGUMENTS = ("self", "in_features", "out_features", "bias", "device", "dtype")
 
@@ -115,7 +116,7 @@ def _entry(layer: nn.Module) -> dict[str, Any] | None:
     if isinstance(layer, ChannelLinear | PatchLinear):
         return _entry(layer.linear)
     if isinstance(layer, StructuredLinear):
-        return {"class": type(layer).__name__, **_arguments(layer)}
+        return {"class": _name_of(type(layer)), **_arguments(layer)}
     if not isinstance(layer, BlockStructured):
         return None
     first, *others = (_entry(block) for block in layer.blocks)
@@ -170,15 +171,33 @@ def _arguments(layer: StructuredLinear) -> dict[str, Any]:
 def _factory(entry: Mapping[str, Any]) -> LayerFactory:
     """Makes layers of the class and with the arguments of an entry."""
     arguments = {key: value for key, value in entry.items() if key != "class"}
-    known = {of.__name__: of for of in _classes(StructuredLinear)}  # type: ignore[type-abstract]
-    if entry["class"] not in known:
-        raise ValueError(f"the structure has the class {entry['class']}, which is not known: import its module first")
+    layer_class = _class_named(entry["class"])
 
     def factory(in_features: int, out_features: int, bias: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            return known[entry["class"]](in_features, out_features, bias=bias, **arguments)
+            return layer_class(in_features, out_features, bias=bias, **arguments)
 
     return factory
+
+
+def _name_of(layer_class: type[StructuredLinear]) -> str:
+    """The name of a class of this package; of others with the module, since they may be named alike."""
+    is_ours = layer_class.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return layer_class.__name__ if is_ours else f"{layer_class.__module__}:{layer_class.__qualname__}"
+
+
+def _class_named(name: str) -> type[StructuredLinear]:
+    """The class that a structure names; up to version 0.2 those from outside had no module before their names."""
+    known = {_name_of(of): of for of in _classes(StructuredLinear)}  # type: ignore[type-abstract]
+    meant = [name] if name in known else [full for full in known if full.replace(":", ".").endswith(f".{name}")]
+    if not meant:
+        raise ValueError(f"the structure has the class {name}, which is not known: import its module first")
+    if len(meant) > 1:
+        raise ValueError(
+            f"the structure has the class {name}, which may be {' or '.join(meant)}: put the one that is meant in its "
+            "place"
+        )
+    return known[meant[0]]
 
 
 def _classes(of: type[StructuredLinear]) -> Iterator[type[StructuredLinear]]:

@@ -455,6 +455,36 @@ def test_blocks_of_several_classes_are_listed_one_by_one():
     assert list(layer_structure(model)) == ["0.blocks.0", "0.blocks.1"]
 
 
+class OfLowRank(LowRank):
+    pass
+
+
+def test_classes_of_ones_own_may_have_names_that_others_have():
+    theirs = LowRank
+
+    class Doubled(LowRank):
+        pass
+
+    def of_the_same_name():
+        class LowRank(theirs):
+            pass
+
+        class Doubled(theirs):
+            pass
+
+        return LowRank, Doubled
+
+    like_theirs, other = of_the_same_name()
+    for layer_class in theirs, Doubled, like_theirs, other:
+        structure = json.loads(json.dumps(layer_structure(nn.Sequential(layer_class(4, 4, rank=2)))))
+        assert type(apply_structure(nn.Sequential(nn.Linear(4, 4)), structure)[0]) is layer_class
+    for layer_class in theirs, OfLowRank:  # up to version 0.2 there was only the name
+        older = apply_structure(nn.Sequential(nn.Linear(4, 4)), {"0": {"class": layer_class.__name__, "rank": 2}})
+        assert type(older[0]) is layer_class
+    with pytest.raises(ValueError, match=r"the class Doubled, which may be \S+:\S+ or \S+:\S+: put the one"):
+        apply_structure(nn.Sequential(nn.Linear(4, 4)), {"0": {"class": "Doubled"}})
+
+
 def test_structure_of_an_lstm_needs_the_lstm():
     model = nn.Sequential(StructuredLSTM(6, 8, Circulant))
     structure = layer_structure(model)

@@ -114,5 +114,5 @@ def gain_limits(states: Mapping[TrainedWeight, dict[str, Any]], max_gain: float)
     gains = {weight: weight.gain(state) for weight, state in states.items()}
     # Waiting for a device would cost more than it saves; processes must go on together.
     if world_size() == 1 and all(weight.parameter.device.type == "cpu" for weight in states):
-        gains = {w: g for w, g in gains.items() if w.forgetting < 1 or g.trace() > max_gain}
+        gains = {w: g for w, g in gains.items() if w.settings.forgetting < 1 or g.trace() > max_gain}
     return {weight: GainLimit(gain, max_gain, len(states)) for weight, gain in largest_gains(gains).items()}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_struct.optim.memory import bytes_as_text, check_memory
+from lightning_struct.optim.rls.forms import LARGEST_FULL
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 
@@ -24,6 +25,16 @@ def summary_table(weights: Sequence[TrainedWeight]) -> str:
         f"{name:<{widths[0]}}  {form:<{widths[1]}}  {size:>{widths[2]}}  {memory:>{widths[3]}}"
         for name, form, size, memory in rows
     )
+
+
+def memory_in_words(weights: Sequence[TrainedWeight]) -> str:
+    """What P of these weights takes, and how many have a form that was chosen by their size."""
+    memory = bytes_as_text(sum(weight.memory for weight in weights))
+    text = f"RLS takes {memory} for P; weights that it trains: {len(weights)}"
+    if not (number := sum(weight.settings.form is None and weight.form == "low_rank" for weight in weights)):
+        return text
+    chosen = f"{number} with more than {LARGEST_FULL:,} inputs have the low-rank form"
+    return f"{text}; {chosen} (form='full' for the exact one)"
 
 
 def check_inverses_fit(weights: Sequence[TrainedWeight]) -> None:

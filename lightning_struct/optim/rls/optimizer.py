@@ -22,8 +22,9 @@ from lightning_struct.optim.rls.all_weights import (
     mark_as_stepped,
     mean_inputs,
 )
+from lightning_struct.optim.rls.forms import InverseForm, InverseSettings
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
-from lightning_struct.optim.rls.memory import check_inverses_fit, summary_table
+from lightning_struct.optim.rls.memory import check_inverses_fit, memory_in_words, summary_table
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import (
     WeightTable,
@@ -32,14 +33,14 @@ from lightning_struct.optim.rls.selection import (
     linear_layer,
     modules_beside,
 )
-from lightning_struct.optim.rls.settings import GradientScales, InverseSettings, check_options
+from lightning_struct.optim.rls.settings import GradientScales, check_options
 from lightning_struct.optim.rls.state import (
     check_states,
     converted,
     reduce_statistics,
     refuse_rows_of_processes,
 )
-from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
+from lightning_struct.optim.rls.weights import TrainedWeight
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class RLS(torch.optim.Optimizer):
         self._membership = membership
         self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
         self._recorder.attach()
-        tell(_log, inverses.in_words(self._weights))
+        tell(_log, memory_in_words(self._weights))
 
     @classmethod
     def exact(
@@ -246,12 +247,10 @@ class RLS(torch.optim.Optimizer):
         check_module(module, "RLS", "whose layers it watches")
         check_options(regularization=regularization, forgetting=forgetting, gradient_scale={})
         chosen = linear_layer(module, layer)
-        inverses, scales = InverseSettings("full", forgetting), GradientScales(1 / regularization, module)
+        inverses, scales = InverseSettings("full", forgetting, by_rows=True), GradientScales(1 / regularization, module)
         options = {"lr": 1.0, "ratio": 1 / regularization, "momentum": 0.0, "l1": 0.0, "weight_decay": 0.0}
         optimizer = cls.__new__(cls)
         optimizer._begin(module, modules_beside(module, chosen), inverses, scales, options, auxiliary)
-        for weight in optimizer._weights:
-            weight.by_rows = True
         refuse_rows_of_processes(optimizer._weights)
         return optimizer
 

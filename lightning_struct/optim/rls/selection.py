@@ -16,8 +16,9 @@ from lightning_struct.functional.layers import (
     kind_of,
     plain_named_modules,
 )
+from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.layers import LayerReader, layer_reader
-from lightning_struct.optim.rls.settings import InverseSettings
+from lightning_struct.optim.rls.memory import check_inverses_fit
 from lightning_struct.optim.rls.statistics import Bias
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -81,24 +82,21 @@ class WeightTable:
             kind = kind_of(layer)
             assert kind is not None
             parameters = dict(layer.named_parameters(remove_duplicate=False))
-            weights = self.of_layers[layer]
+            weights, reads_sequences = self.of_layers[layer], layer in self._sequence_layers
             for matrix in kind.matrices(layer):
                 parameter = parameters.get(matrix.weight)
                 if parameter is not None and matrix.weight not in weights and is_trained(parameter):
                     weights[matrix.weight] = self._use(layer, parameter, matrix)
                     bias = parameters.get(matrix.bias or "")
                     if bias is None or not is_trained(bias) or (bias, matrix.bias_rows.start) in self._taken:
-                        weights[matrix.weight].add_layer(None)
+                        weights[matrix.weight].add_layer(None, reads_sequences)
                     else:
                         self._taken.add((bias, matrix.bias_rows.start))
-                        weights[matrix.weight].add_layer(Bias(bias, matrix.bias_rows))
+                        weights[matrix.weight].add_layer(Bias(bias, matrix.bias_rows), reads_sequences)
             if all(matrix.weight in weights for matrix in kind.matrices(layer)):
                 self.incomplete.discard(layer)
         new = list(self._of_parameter.values())[before:]
-        self._inverses.apply(new)
-        for layer in self._sequence_layers:
-            for weight in self.of_layers[layer].values():
-                weight.reads_sequences = True
+        check_inverses_fit(new)
         self.weights += new
         return new
 
@@ -115,7 +113,7 @@ class WeightTable:
         if parameter not in self._of_parameter:
             name = self._names[layer]
             self._of_parameter[parameter] = _new_weight(
-                f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, self._inverses.forgetting
+                f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, self._inverses
             )
         weight = self._of_parameter[parameter]
         if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
@@ -126,13 +124,13 @@ class WeightTable:
         return weight
 
 
-def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, forgetting: float) -> TrainedWeight:
+def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, inverses: InverseSettings) -> TrainedWeight:
     if parameter.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; for lower precision keep "
             "float32 weights and use autocast to bfloat16 (bf16-mixed)"
         )
-    return TrainedWeight(name, parameter, groups=matrix.groups, transposed=matrix.transposed, forgetting=forgetting)
+    return TrainedWeight(name, parameter, inverses, groups=matrix.groups, transposed=matrix.transposed)
 
 
 def affine_layers(

@@ -1,22 +1,16 @@
-"""Settings of RLS that are said once for all weights and decided for each."""
+"""Settings of RLS: the ranges of its numbers, and η by the names of modules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from torch import nn
 
 from lightning_struct.functional.layers import plain_name, plain_named_modules
-from lightning_struct.optim.memory import bytes_as_text
-from lightning_struct.optim.rls.memory import check_inverses_fit
-from lightning_struct.optim.rls.weights import InverseForm, TrainedWeight
+from lightning_struct.optim.rls.weights import TrainedWeight
 
-# A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the
-# rest of its step.
-LARGEST_FULL = 512
 # Of an option: whether a number is in it, and its text.
 _Range: TypeAlias = tuple[Callable[[float], bool], str]
 
@@ -61,61 +55,6 @@ _RANGES: dict[str, _Range] = {
     "max_size": _NOT_NEGATIVE,
     "regularization": _POSITIVE,
 }
-
-
-@dataclass(frozen=True)
-class InverseSettings:
-    """Settings of the P of all weights; see :class:`~lightning_struct.optim.RLS`.
-
-    Raises:
-        ValueError: there is no such form, or it does not forget.
-    """
-
-    form: InverseForm | None
-    forgetting: float
-    rank: int = 32
-    block_size: int | None = None
-    max_size: int | None = None
-    interval: int = 1
-    limits_gain: bool = False
-
-    def __post_init__(self) -> None:
-        if self.form not in (None, "full", "low_rank", "rank1"):
-            raise ValueError(f"form must be 'full', 'low_rank', 'rank1' or None, got {self.form!r}")
-        if self.form == "low_rank" and self.forgetting < 1:
-            raise ValueError("form='low_rank' does not forget: use forgetting=1, or form='full' or 'rank1'")
-
-    def apply(self, weights: Sequence[TrainedWeight]) -> None:
-        """Decide for weights that have no P yet.
-
-        Raises:
-            MemoryError: their P take more than is free.
-        """
-        for weight in weights:
-            weight.form = self._form_of(weight)
-            weight.rank, weight.interval, weight.limits_gain = self.rank, self.interval, self.limits_gain
-            if self.block_size is not None and weight.size > self.block_size:
-                weight.block_size = self.block_size
-        check_inverses_fit(weights)
-
-    def _form_of(self, weight: TrainedWeight) -> InverseForm:
-        if self.max_size is not None and weight.features > self.max_size:
-            return "rank1"
-        if self.form is None:
-            return "low_rank" if self._is_large(weight) else "full"
-        return self.form
-
-    def _is_large(self, weight: TrainedWeight) -> bool:
-        return weight.features > LARGEST_FULL and self.forgetting == 1 and self.block_size is None
-
-    def in_words(self, weights: Sequence[TrainedWeight]) -> str:
-        """What P of these weights takes, and whose form was chosen by their size."""
-        memory = bytes_as_text(sum(weight.memory for weight in weights))
-        text = f"RLS takes {memory} for P; weights that it trains: {len(weights)}"
-        if self.form is not None or not (number := sum(weight.form == "low_rank" for weight in weights)):
-            return text
-        chosen = f"{number} with more than {LARGEST_FULL:,} inputs have the low-rank form"
-        return f"{text}; {chosen} (form='full' for the exact one)"
 
 
 class GradientScales:

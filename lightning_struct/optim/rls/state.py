@@ -43,7 +43,7 @@ def refuse_rows_of_processes(weights: Sequence[TrainedWeight]) -> None:
     Raises:
         ValueError: see above.
     """
-    if world_size() > 1 and any(weight.by_rows for weight in weights):
+    if world_size() > 1 and any(weight.settings.by_rows for weight in weights):
         raise ValueError(
             "RLS.exact reads every row in one process, and there are several: train in one, or use RLS(...)"
         )
@@ -68,7 +68,7 @@ def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:
     if name not in state:
         raise ValueError(
             f"the state of {weight.name} is of another form of P than {weight.form!r} with "
-            f"forgetting={weight.forgetting}"
+            f"forgetting={weight.settings.forgetting}"
         )
     if tuple(state[name].shape) != weight.shape:
         raise ValueError(

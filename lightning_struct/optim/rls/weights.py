@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from lightning_struct.functional.recursive_least_squares import (
     gain,
 )
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
+from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.gain_limit import (
     LARGEST_CHANGE,
     TOGETHER,
@@ -34,8 +35,6 @@ from lightning_struct.optim.rls.gain_limit import (
 )
 from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics
 
-InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
-
 
 class TrainedWeight:
     """A weight that multiplies rows of inputs, as (groups, outputs, n), and the biases added to its products.
@@ -43,50 +42,38 @@ class TrainedWeight:
     Args:
         name: of the parameter below the module.
         parameter: of shape (groups·outputs, *features), each group reading inputs of its own.
+        settings: of P.
         groups: see ``parameter``.
         transposed: the shape of ``parameter`` is (groups·inputs, outputs, *kernel), and n is inputs times kernel.
-        forgetting: λ.
 
     Attributes:
         form: of P.
-        rank: r of the low-rank form.
-        block_size: P of more rows is block-diagonal; None: of none.
-        interval: P is updated in the first of so many steps.
-        limits_gain: whether samples of the rows are wanted.
+        layers: how many use the weight.
         reads_sequences: the positions of a linear layer's inputs are steps of sequences.
-        by_rows: P is updated by every row, not by their mean, and that before the step; for linear layers and the full
-            form.
     """
-
-    form: InverseForm = "full"
-    rank = 32
-    block_size: int | None = None
-    interval = 1
-    limits_gain = False
-    reads_sequences = False
-    by_rows = False
 
     def __init__(
         self,
         name: str,
         parameter: nn.Parameter,
+        settings: InverseSettings,
         *,
         groups: int = 1,
         transposed: bool = False,
-        forgetting: float = 1.0,
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
-        self.forgetting = forgetting
         self.biases: list[Bias] = []
-        self.layers = 0
+        self.layers, self.reads_sequences = 0, False
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
+        self.settings, self.form = settings, settings.form_of(self.features)
         self.statistics = Statistics(groups, 0)
         self._test_vector: Tensor | None = None
 
-    def add_layer(self, bias: Bias | None) -> None:
-        """A layer that uses the weight, with this bias."""
+    def add_layer(self, bias: Bias | None, reads_sequences: bool = False) -> None:
+        """A layer that uses the weight, with this bias; one that reads sequences is enough for the weight to do so."""
         self.layers += 1
+        self.reads_sequences = self.reads_sequences or reads_sequences
         if bias is not None:
             self.biases.append(bias)
             self.statistics = Statistics(self.groups, len(self.biases))
@@ -99,14 +86,14 @@ class TrainedWeight:
     @property
     def blocks(self) -> int:
         """Diagonal blocks of P in each group."""
-        if self.form != "full" or self.block_size is None:
+        if self.form != "full" or self.settings.block_size is None:
             return 1
-        return -(-self.size // self.block_size)
+        return -(-self.size // self.settings.block_size)
 
     @property
     def memory(self) -> int:
         """Bytes of P."""
-        rows = {"full": self.size / self.blocks, "low_rank": 2 * self.rank, "rank1": 1}[self.form]
+        rows = {"full": self.size / self.blocks, "low_rank": 2 * self.settings.rank, "rank1": 1}[self.form]
         return round(self.groups * self.size * rows) * self.dtype.itemsize
 
     @property
@@ -131,7 +118,7 @@ class TrainedWeight:
         """
         ends_pass = parameter is self.parameter or not self.parameter.requires_grad
         if ends_pass:
-            most_sampled = math.inf if self.by_rows else MOST_SAMPLED
+            most_sampled = math.inf if self.settings.by_rows else MOST_SAMPLED
             self.statistics.count_arrived(current_backward(), self.most_rows, most_sampled)
         self.statistics.note_gradient(parameter, ends_pass)
 
@@ -161,9 +148,9 @@ class TrainedWeight:
 
     def sample(self, rows: Tensor) -> Tensor | None:
         """(1, s, n) of the rows (r, n): all of them, or enough for the bound on the gain; None where there is none."""
-        if self.by_rows:
+        if self.settings.by_rows:
             return rows.to(self.dtype)[None]
-        return sample_rows(rows.to(self.dtype))[None] if self.limits_gain else None
+        return sample_rows(rows.to(self.dtype))[None] if self.settings.limits_gain else None
 
     def initial_state(self) -> dict[str, Any]:
         """P₀ = I, as tensors by name, and the number of steps."""
@@ -172,17 +159,19 @@ class TrainedWeight:
             rank1 = RankOneInverse.identity(self.groups, self.size, like)
             return {"steps": 0, "mean": rank1.mean, "mass": rank1.mass}
         if self.form == "low_rank":
-            low_rank = LowRankInverse.identity(self.groups, self.size, like, self.rank)
+            low_rank = LowRankInverse.identity(self.groups, self.size, like, self.settings.rank)
             return {"steps": 0, "factors": low_rank.factors, "count": low_rank.count}
         groups, _, size = self.shape
-        if self.forgetting < 1:
-            return {"steps": 0, "root": SquareRootInverse.identity(groups, size, like, self.forgetting).root}
+        if self.settings.forgetting < 1:
+            return {"steps": 0, "root": SquareRootInverse.identity(groups, size, like, self.settings.forgetting).root}
         return {"steps": 0, "P": FullInverse.identity(groups, size, like).matrix}
 
     @property
     def main_tensor(self) -> str:
         """Name in a state of P, its root, its factors or the mean of its inputs."""
-        return {"rank1": "mean", "low_rank": "factors", "full": "root" if self.forgetting < 1 else "P"}[self.form]
+        return {"rank1": "mean", "low_rank": "factors", "full": "root" if self.settings.forgetting < 1 else "P"}[
+            self.form
+        ]
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is where the weight is, and in the precision of its step."""
@@ -195,23 +184,27 @@ class TrainedWeight:
         if self.form == "rank1":
             return self.groups, self.size
         if self.form == "low_rank":
-            return self.groups, 2 * self.rank, self.size
+            return self.groups, 2 * self.settings.rank, self.size
         if self.blocks == 1:
             return self.groups, self.size, self.size
-        assert self.block_size is not None
-        return self.groups * self.blocks, self.block_size, self.block_size
+        assert self.settings.block_size is not None
+        return self.groups * self.blocks, self.settings.block_size, self.settings.block_size
 
     def inverse(self, state: Mapping[str, Any]) -> InverseAutocorrelation:
         """P of a state as :meth:`initial_state` made it."""
         if self.form == "rank1":
-            return RankOneInverse(state["mean"], state["mass"], self.forgetting)
+            return RankOneInverse(state["mean"], state["mass"], self.settings.forgetting)
         if self.form == "low_rank":
             return LowRankInverse(state["factors"], state["count"])
-        full = SquareRootInverse(state["root"], self.forgetting) if self.forgetting < 1 else FullInverse(state["P"])
+        full = (
+            SquareRootInverse(state["root"], self.settings.forgetting)
+            if self.settings.forgetting < 1
+            else FullInverse(state["P"])
+        )
         if self.blocks == 1:
             return full
-        assert self.block_size is not None
-        return BlockDiagonalInverse(full, self.groups, self.block_size)
+        assert self.settings.block_size is not None
+        return BlockDiagonalInverse(full, self.groups, self.settings.block_size)
 
     def gain(self, state: dict[str, Any]) -> Gain:
         """The gain of the coming step; its direction is kept in the state."""
@@ -249,58 +242,97 @@ class TrainedWeight:
             together: other weights step, too.
             bounded: whether the change is bounded; see :mod:`.gain_limit`.
         """
-        ratio, scale, lr, momentum = group["ratio"], group["gradient_scale"], group["lr"], group["momentum"]
-        inverse, weight = self.inverse(state), ratio * self.statistics.steps
-        if self.by_rows:
-            inverse = self._update_by_rows_(inverse, ratio)
+        inverse, weight = self.inverse(state), group["ratio"] * self.statistics.steps
+        if self.settings.by_rows:
+            inverse = self._update_by_rows_(inverse, group["ratio"])
             applied, h = mean, torch.ones_like(mean[:, 0])
-            scale = scale * self.statistics.samples_seen  # the loss is averaged over them
         else:
             applied = inverse.apply(mean)
-            h = gain(mean, applied, weight, self.forgetting)
-        rate = scale / h  # η/h
-        if limit is not None:
-            rate = rate * limit.coefficient(h, scale)
-        rate = rate * lr * clip * (TOGETHER if together else 1.0)
-        features = self._features(self.parameter.detach()).to(self.dtype)
-        constants = self._constants([bias.parameter for bias in self.biases])
-        if self.parameter.grad is None:
-            features = features.clone()  # it is frozen: only the biases are written
-        if decay := lr * group["weight_decay"]:
-            features.mul_(1 - decay)
-            constants.mul_(1 - decay)
-        most = None
-        if bounded:  # lr multiplies what the bounds leave
-            norm = get_total_norm([features, constants]).clamp(min=self.first_norm)
-            most = (1 - momentum) * lr * LARGEST_CHANGE * norm
-        if momentum:
-            if "velocity" not in state:
-                state["velocity"] = [torch.zeros_like(features), torch.zeros_like(constants)]
-            velocity = state["velocity"]
-            self._add_bounded_step_(velocity, momentum, inverse, -rate, most)  # Ω ← αΩ - (η/h) P ∇, equation (99)
-            features.add_(velocity[0])  # Θ ← Θ + Ω, equation (100)
-            constants.add_(velocity[1])
-        else:
-            # equations (62), (63) and (97)
-            self._add_bounded_step_([features, constants], 1.0, inverse, -rate, most)
-        if not self.by_rows and state["steps"] % self.interval == 0:  # equations (53), (84) and (94)
-            # A step that updates P does it for those that do not.
-            of_update = weight * self.interval
-            h_of_update = h if self.interval == 1 else gain(mean, applied, of_update, self.forgetting)
-            inverse.update_(mean, applied, h_of_update, of_update)
-            if isinstance(inverse, LowRankInverse):
-                state["count"] = inverse.count
+            h = gain(mean, applied, weight, self.settings.forgetting)
+        rate = self._rate(h, group, clip, limit, together)
+        theta = self._theta()
+        if decay := group["lr"] * group["weight_decay"]:
+            for part in theta:
+                part.mul_(1 - decay)
+        most = self._largest_step(theta, group) if bounded else None
+        self._move_(theta, state, group["momentum"], inverse, -rate, most)
+        if not self.settings.by_rows and state["steps"] % self.settings.interval == 0:
+            self._update_inverse_(state, inverse, mean, applied, h, weight)
         # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
         # it.
-        l1 = group["l1"]
-        if l1 and isinstance(inverse, LowRankInverse):
-            inverse.add_product_([features, constants], features.sign(), constants.sign(), torch.full_like(h, -l1))
-        elif l1:
-            shrinkages = inverse.multiply(features.sign(), constants.sign())
-            features.sub_(shrinkages[0], alpha=l1)
-            constants.sub_(shrinkages[1], alpha=l1)
+        if l1 := group["l1"]:
+            self._shrink_(theta, inverse, l1)
         state["steps"] += 1
-        self._write(features, constants)
+        self._write(*theta)
+
+    def _rate(
+        self, h: Tensor, group: Mapping[str, float], clip: float | Tensor, limit: GainLimit | None, together: bool
+    ) -> Tensor:
+        """The factor of ∇ P, (groups,): lr η/h, clipped and within the limit of the gain."""
+        scale = group["gradient_scale"]
+        if self.settings.by_rows:
+            scale = scale * self.statistics.samples_seen  # the loss is averaged over them
+        rate = scale / h
+        if limit is not None:
+            rate = rate * limit.coefficient(h, scale)
+        return rate * group["lr"] * clip * (TOGETHER if together else 1.0)
+
+    def _theta(self) -> list[Tensor]:
+        """θ: (groups, outputs, n), the weight itself where its dtype and strides allow it, and (groups, outputs, m)."""
+        features = self._features(self.parameter.detach()).to(self.dtype)
+        if self.parameter.grad is None:
+            features = features.clone()  # it is frozen: only the biases are written
+        return [features, self._constants([bias.parameter for bias in self.biases])]
+
+    def _largest_step(self, theta: Sequence[Tensor], group: Mapping[str, float]) -> Tensor:
+        """Bound on the norm of a step; lr multiplies what the bounds leave."""
+        norm = get_total_norm(theta).clamp(min=self.first_norm)
+        return (1 - group["momentum"]) * group["lr"] * LARGEST_CHANGE * norm
+
+    def _move_(
+        self,
+        theta: Sequence[Tensor],
+        state: dict[str, Any],
+        momentum: float,
+        inverse: InverseAutocorrelation,
+        factor: Tensor,
+        most: Tensor | None,
+    ) -> None:
+        """Θ ← Θ + Ω with Ω ← αΩ + ``factor`` ∇ P, of which the second part has the norm ``most`` at most."""
+        if not momentum:  # equations (62), (63) and (97)
+            self._add_bounded_step_(theta, 1.0, inverse, factor, most)
+            return
+        if "velocity" not in state:
+            state["velocity"] = [torch.zeros_like(part) for part in theta]
+        self._add_bounded_step_(state["velocity"], momentum, inverse, factor, most)  # equation (99)
+        for part, velocity in zip(theta, state["velocity"], strict=True):
+            part.add_(velocity)  # equation (100)
+
+    def _update_inverse_(
+        self,
+        state: dict[str, Any],
+        inverse: InverseAutocorrelation,
+        mean: Tensor,
+        applied: Tensor,
+        h: Tensor,
+        weight: float,
+    ) -> None:
+        """P ← P/λ - w/(λh) u uᵀ, equations (53), (84) and (94), for all steps of an interval at once."""
+        if self.settings.interval > 1:
+            weight = weight * self.settings.interval
+            h = gain(mean, applied, weight, self.settings.forgetting)
+        inverse.update_(mean, applied, h, weight)
+        if isinstance(inverse, LowRankInverse):
+            state["count"] = inverse.count
+
+    def _shrink_(self, theta: Sequence[Tensor], inverse: InverseAutocorrelation, l1: float) -> None:
+        """θ ← θ - γ sgn(θ) P."""
+        features, constants = (part.sign() for part in theta)
+        if isinstance(inverse, LowRankInverse):
+            inverse.add_product_(theta, features, constants, features.new_full((self.groups,), -l1))
+            return
+        for part, product in zip(theta, inverse.multiply(features, constants), strict=True):
+            part.sub_(product, alpha=l1)
 
     def _update_by_rows_(self, inverse: InverseAutocorrelation, ratio: float) -> FullInverse | SquareRootInverse:
         """P⁻¹ ← λ P⁻¹ + k XᵀX, one row after the other; returned is the P that forgets no more."""

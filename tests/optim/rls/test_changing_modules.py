@@ -15,8 +15,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_struct.optim import RLS
+from lightning_struct.optim.rls.forms import InverseForm
 from lightning_struct.optim.rls.statistics import MOST_WAITING, Arrival, Use
-from lightning_struct.optim.rls.weights import InverseForm
 from tests.optim.helpers import gaussian
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)

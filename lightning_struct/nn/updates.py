@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.layers import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear
@@ -168,6 +169,26 @@ class AdaptedLinear(nn.Module):
         """The bias of the base, if there is one; as a tensor, since the parameter is one of the base alone."""
         bias = linear_of(self.base).bias
         return None if bias is None else bias.view_as(bias)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A ``weight`` that is set, as to tie it to an embedding's, and a ``bias`` are those of the base.
+
+        Raises:
+            ValueError: the base has none that is stored alike.
+        """
+        if name not in ("weight", "bias", "weight_orig"):  # the last one is what torch.nn.utils.prune makes
+            super().register_parameter(name, param)
+            return
+        now, kind = self.base._parameters.get(name), kind_of(self.base)
+        is_transposed = kind is not None and any(matrix.transposed for matrix in kind.matrices(self.base))
+        if param is None or now is None or now.shape != param.shape or is_transposed:
+            given = "None" if param is None else f"a parameter {tuple(param.shape)}"
+            raise ValueError(
+                f"{name!r} of the adapted layer {self.base} cannot be {given}: only what its base stores alike can be "
+                "set, or tied to another module's. Leave the layer out of add_adapters by exclude=..., or do that "
+                "before, or to its base"
+            )
+        setattr(self.base, name, param)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features) for x (..., in_features); of images as the convolution."""

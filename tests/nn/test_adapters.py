@@ -277,6 +277,24 @@ def test_layer_at_two_places_has_one_adapter_and_is_merged_once():
     torch.testing.assert_close(model(inputs()), before)
 
 
+def test_a_weight_that_is_set_is_that_of_the_base():
+    embedding = nn.Embedding(8, 12).double()
+    model = train(add_adapters(made(), FACTORY))
+    model[2].weight, model[0].bias = embedding.weight, nn.Parameter(torch.ones(12).double())
+    assert model[2].base.weight is embedding.weight and torch.equal(model[0].bias, torch.ones(12).double())
+    torch.testing.assert_close(model[2].weight, embedding.weight + model[2].update.to_dense())
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_a_weight_that_the_base_stores_otherwise_is_refused(kind):
+    model = add_adapters(made(kind), FACTORY)
+    wrong = model[0].base.weight if kind == "conv1d" else nn.Parameter(torch.zeros(8, 12))
+    with pytest.raises(ValueError, match="'weight' of the adapted layer .* cannot be a parameter.*exclude"):
+        model[0].weight = wrong
+    with pytest.raises(ValueError, match="'weight_orig' of the adapted layer"):
+        nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+
+
 def test_merging_leaves_a_tied_weight_to_the_other_module():
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
     model[1].weight = model[0].weight

@@ -16,7 +16,7 @@ from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
+from lightning_struct.utilities.checkpoint_hooks import CheckpointHook, add_checkpoint_hooks, remove_checkpoint_hooks
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -70,7 +70,9 @@ class AdapterCheckpoint(Callback):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        _leave_out_base(pl_module, checkpoint, is_compressed=_compresses(trainer))  # also after the end of a run
+        leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))  # also after the end of a run
+        leave_out(pl_module, checkpoint)
+        _call_once_after(pl_module, leave_out)  # what is after this callback may put an average of the weights in
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")
@@ -81,6 +83,20 @@ class AdapterCheckpoint(Callback):
 
 def _compresses(trainer: Any) -> bool:
     return any(isinstance(callback, Compression) for callback in trainer.callbacks)
+
+
+def _call_once_after(pl_module: Any, hook: CheckpointHook) -> None:
+    """Call a hook once, after the module's ``on_save_checkpoint``, which Lightning calls after those of callbacks."""
+    name = "on_save_checkpoint"
+    before = {name: vars(pl_module)[name]} if name in vars(pl_module) else {}
+
+    def once(checkpoint: dict[str, Any]) -> None:
+        del vars(pl_module)[name]
+        vars(pl_module).update(before)
+        pl_module.on_save_checkpoint(checkpoint)
+        hook(pl_module, checkpoint)
+
+    vars(pl_module)[name] = once
 
 
 def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: bool) -> None:
@@ -100,7 +116,7 @@ def _leave_out_base(pl_module: Any, checkpoint: dict[str, Any], is_compressed: b
     norms = checkpoint.setdefault(_BASE_NORMS, {})  # of a second call there are none left to be added
     for key in _WEIGHTS & checkpoint.keys():
         weights = checkpoint[key]
-        norms.update({plain_name(n): _norm(weights[n]) for n in weights if plain_name(n) in frozen})
+        norms.update(_norms({plain_name(name): value for name, value in weights.items() if plain_name(name) in frozen}))
         checkpoint[key] = {name: value for name, value in weights.items() if plain_name(name) not in frozen}
 
 
@@ -114,20 +130,32 @@ def _names_in_structured_layers(model: nn.Module) -> set[str]:
 
 
 def _fill_in_base(pl_module: Any, checkpoint: dict[str, Any]) -> None:
-    """Put the frozen weights that the module has into a checkpoint that they were left out of."""
-    norms = checkpoint.get(_BASE_NORMS, {})
-    left_out = {name: value for name, value in pl_module.state_dict().items() if plain_name(name) in norms}
-    for name, value in left_out.items():
-        before = norms[plain_name(name)]
-        if abs(_norm(value) - before) > max(_TOLERANCE, 8 * _ROUNDING / math.sqrt(value.numel() or 1)) * before:
+    """Put the frozen weights that the module has into a checkpoint that they were left out of.
+
+    The others get the names that they have in the module, which may be compiled now, or no longer.
+    """
+    if _BASE_NORMS not in checkpoint:
+        return
+    before = checkpoint[_BASE_NORMS]
+    own = pl_module.state_dict()
+    left_out = {name: value for name, value in own.items() if plain_name(name) in before}
+    for name, norm in _norms(left_out).items():
+        norm_before, size = before[plain_name(name)], left_out[name].numel()
+        if abs(norm - norm_before) > max(_TOLERANCE, 8 * _ROUNDING / math.sqrt(size or 1)) * norm_before:
             raise MisconfigurationException(
                 f"AdapterCheckpoint: the adapters of this checkpoint were trained beside another base: {name} has norm "
-                f"{_norm(value):.6g} and had {before:.6g}. Load the weights of that base before the adapters are added"
+                f"{norm:.6g} and had {norm_before:.6g}. Load the weights of that base before the adapters are added"
             )
+    names = {plain_name(name): name for name in own}
+
+    def filled_in(weights: dict[str, Any], base: dict[str, Tensor]) -> dict[str, Any]:
+        return {**base, **{names.get(plain_name(name), name): value for name, value in weights.items()}}
+
     for key in _WEIGHTS & checkpoint.keys():
-        checkpoint[key] = {**left_out, **checkpoint[key]}
+        checkpoint[key] = filled_in(checkpoint[key], left_out)
     for state in _states_with_weights(checkpoint):
-        state[BEST_WEIGHTS] = {**{name: value.cpu() for name, value in left_out.items()}, **state[BEST_WEIGHTS]}
+        on_cpu = {name: value.cpu() for name, value in left_out.items()}
+        state[BEST_WEIGHTS] = filled_in(state[BEST_WEIGHTS], on_cpu)
 
 
 def _states_with_weights(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,5 +164,8 @@ def _states_with_weights(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
     return [state for state in states if isinstance(state, dict) and state.get(BEST_WEIGHTS)]
 
 
-def _norm(weight: Tensor) -> float:
-    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64))
+def _norms(weights: dict[str, Tensor]) -> dict[str, float]:
+    """The norm of each weight. They come from a device together, so there is one wait for it."""
+    norms = [torch.linalg.vector_norm(weight.detach(), dtype=torch.float64) for weight in weights.values()]
+    together = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
+    return dict(zip(weights, together, strict=True))

@@ -185,7 +185,7 @@ def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Mode
 
     Args:
         model: after :func:`add_adapters` with the same arguments.
-        state_dict: the names and the values.
+        state_dict: the names, of a compiled model or not, and the values.
 
     Returns:
         ``model``.
@@ -203,6 +203,7 @@ def load_adapter_state_dict(model: Model, state_dict: Mapping[str, Any]) -> Mode
         True
     """
     _require_adapters(model)
+    state_dict = {plain_name(name): value for name, value in state_dict.items()}
     expected = adapter_state_dict(model).keys()
     differing = {
         "are missing in the state_dict": sorted(expected - state_dict.keys()),

@@ -119,6 +119,25 @@ def test_resumed_run_goes_on_as_if_it_had_not_stopped(pl, stopped):
     assert all(torch.equal(v, again.state_dict()[name]) for name, v in straight.state_dict().items())
 
 
+def compiled(model):
+    model.net = torch.compile(model.net, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("change", [(compiled, lambda model: model), (lambda model: model, compiled)])
+def test_a_compiled_module_and_a_plain_one_resume_from_each_other(pl, tmp_path, change):
+    first, then = change
+    fit(pl, saved := first(module(pl)), 1).save_checkpoint(tmp_path / "half.ckpt")
+    weights = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
+    loaded = load_adapter_state_dict(then(module(pl)), weights)
+    for value, other in zip(saved.state_dict().values(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(value, other)
+    fit(pl, saved, 2, tmp_path / "half.ckpt")
+    fit(pl, resumed := then(module(pl)), 2, tmp_path / "half.ckpt")
+    for value, other in zip(saved.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(value, other)
+
+
 @pytest.mark.parametrize("precisions", [("bf16-true", "bf16-true"), ("bf16-true", "32-true"), ("32-true", "bf16-true")])
 def test_the_same_base_in_another_precision_is_no_other_one(pl, tmp_path, precisions):
     file = tmp_path / "half.ckpt"
@@ -216,12 +235,16 @@ def test_averaged_weights_are_kept_and_resumed_without_the_base(pl, tmp_path, fi
         last = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
         run, model = trainer(pl, epochs, [*callbacks[first:], *callbacks[:first], last], checkpointing=True), module(pl)
         run.fit(model, loader(), ckpt_path=path)
+        run.save_checkpoint(tmp_path / "after.ckpt")
+        assert "on_save_checkpoint" not in vars(model)
         return model.state_dict()
 
     whole = averaged_fit(3)
-    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)
-    for weights in (saved["state_dict"], saved["current_model_state"]):
-        assert "net.0.update.adapter.G" in weights and "net.0.base.weight" not in weights
+    for file in "epoch=1.ckpt", "after.ckpt":
+        saved = torch.load(tmp_path / file, weights_only=False)
+        for weights in (saved["state_dict"], saved["current_model_state"]):
+            assert "net.0.update.adapter.G" in weights and "net.0.base.weight" not in weights
+        assert saved["own"] == "kept"
     resumed = averaged_fit(3, tmp_path / "epoch=1.ckpt")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 

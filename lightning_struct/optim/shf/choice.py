@@ -25,8 +25,10 @@ _FIRST_DAMPING = 1.5
 _POWER_ITERATIONS = 12
 
 
-def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> OutputSettings:
-    """The settings with values for all that was left, but for λ₁ and its bounds, where λ₁ was not given.
+def chosen_settings(
+    settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> tuple[OutputSettings, KroneckerFactors | None]:
+    """The settings with values for all that was left, but for λ₁ and its bounds, and the Kronecker factors, if any.
 
     With λ₁ given, the rest is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few
     iterations, and the damping rule of the next batch.
@@ -37,34 +39,31 @@ def chosen_settings(settings: Settings, module: nn.Module, parameters: Mapping[s
         parameters: name -> parameter, those that are trained.
     """
     if settings.damping is not None:
-        return OutputSettings.of(settings.filled(PAPER))
+        settings = settings.filled(PAPER)
+        return OutputSettings.of(settings), _factors(settings, module, parameters)
     of_y = settings.damping_space == "y"  # impossible with CG and with Kronecker factors
     settings = settings.filled(
         {"preconditioner": "diagonal" if of_y else "kronecker", "solver": "lsmr" if of_y else "cg"}
     )
-    factored = settings.preconditioner == "kronecker"
-    largest, interval = settings.max_factor_size, 1
-    if largest == AUTO:
-        largest = _largest_factor(settings, module, parameters) if factored else None
-    if factored:
-        interval = _factor_interval(settings, largest, module, parameters)
-    return OutputSettings.of(
+    factors = _factors(settings, module, parameters)
+    chosen = OutputSettings.of(
         settings.filled(
             {
                 "drop": 0.85,
                 "damping_rule": "next_batch",
                 "warm_start": 0.9,
                 "warm_start_growth": 1.0,
-                "maxiter": 20 if factored else 50,
+                "maxiter": 50 if factors is None else 20,
                 "scale_maxiter": False,
                 "progress_tolerance": 0.05,
                 "progress_window": 1,
-                "factor_interval": interval,
-                "max_factor_size": largest,
+                "factor_interval": 1 if factors is None else _factor_interval(factors, parameters),
+                "max_factor_size": None if factors is None else factors.max_size,
                 "single_samples": False,
             }
         )
     )
+    return chosen, factors
 
 
 def with_first_damping(settings: OutputSettings, damping: float, dtype: torch.dtype) -> OutputSettings:
@@ -101,24 +100,29 @@ def first_damping(model: BatchModel, seed: int) -> float:
     return _FIRST_DAMPING * math.sqrt(largest) if largest > 0.0 and math.isfinite(largest) else 1.0
 
 
-def _largest_factor(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> int:
-    """The most rows of a Kronecker factor, halved until all factors find room."""
-    size = _LARGEST_FACTOR
-    while size > 1:
+def _factors(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KroneckerFactors | None:
+    """The Kronecker factors, if the settings ask for them; where their largest size is left, halved until they fit."""
+    if not (isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker"):
+        return None
+    given = settings.max_factor_size
+    size = _LARGEST_FACTOR if given == AUTO else given
+    while True:
         try:
-            KroneckerFactors(module, parameters, max_size=size, exclude=settings.exclude_factors)
+            return KroneckerFactors(
+                module,
+                parameters,
+                max_size=size,
+                exclude=settings.exclude_factors,
+                inverted=settings.solver == "cg",
+            )
         except MemoryError:
+            if given != AUTO or size is None or size == 1:
+                raise
             size //= 2
-        else:
-            break
-    return size
 
 
-def _factor_interval(
-    settings: Settings, largest: int | None, module: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> int:
+def _factor_interval(factors: KroneckerFactors, parameters: Mapping[str, nn.Parameter]) -> int:
     """Steps from one factorisation to the next, at most ten, for which these take about a fifth of the operations."""
-    factors = KroneckerFactors(module, parameters, max_size=largest, exclude=settings.exclude_factors)
     factorisation = 1.5 * factors.cubed_rows
     # Forward and backward of 6 operations a weight and sample, and three products with the curvature of 8.
     step = 30.0 * _TYPICAL_BATCH * sum(p.numel() for p in parameters.values())

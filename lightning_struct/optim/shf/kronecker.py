@@ -64,6 +64,7 @@ class KroneckerFactors:
         parameters: name -> parameter, those that are trained, in the order of the flat vector.
         max_size: a side of a block with more rows is kept as a diagonal.
         exclude: modules, or their names, whose parameters have a diagonal.
+        inverted: whether conjugate gradients use the preconditioner, which keep the inverses of the factors too.
 
     Raises:
         ValueError: ``exclude`` has what is no module below ``module``.
@@ -78,7 +79,9 @@ class KroneckerFactors:
         *,
         max_size: int | None = None,
         exclude: Sequence[str | nn.Module] = (),
+        inverted: bool = False,
     ) -> None:
+        self.max_size, self._inverted = max_size, inverted
         self._blocks = curvature_blocks(
             module, parameters, max_size, excluded_modules(module, exclude, "exclude_factors")
         )
@@ -93,7 +96,7 @@ class KroneckerFactors:
         self._check_memory(first.device)
 
     def summary(self) -> str:
-        """A table: the parameters of each block, its form, and the memory of its factors and their roots."""
+        """A table: the parameters of each block, its form, and the memory of its factors, their roots and inverses."""
         rows = [("parameters", "form", "memory")]
         rows += [(", ".join(b.parameters), b.description, bytes_as_text(self._memory(b))) for b in self._blocks]
         rows.append(("total", "", bytes_as_text(sum(map(self._memory, self._blocks)))))
@@ -175,7 +178,8 @@ class KroneckerFactors:
         return {name: {k: t.to(like) for k, t in block.items()} for name, block in factors.items()}
 
     def _memory(self, block: CurvatureBlock) -> int:
-        return 2 * block.numbers * self._itemsize
+        copies = 3 if self._inverted and not isinstance(block, DiagonalBlock) else 2  # factors, roots, inverses
+        return copies * block.numbers * self._itemsize
 
     def _check_memory(self, device: torch.device) -> None:
         needed = {block.name: (self._memory(block), block.description) for block in self._blocks}
@@ -201,5 +205,5 @@ class KroneckerFactors:
 
 
 def averaged(old: Factors, new: Factors, decay: float) -> Factors:
-    """decay · old + (1 - decay) · new."""
-    return {name: {k: torch.lerp(t, old[name][k], decay) for k, t in block.items()} for name, block in new.items()}
+    """decay · old + (1 - decay) · new, written over ``new``."""
+    return {name: {k: t.lerp_(old[name][k], decay) for k, t in block.items()} for name, block in new.items()}

@@ -27,7 +27,6 @@ from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
 from lightning_struct.optim.shf.complete_settings import check_settings_of_outputs
-from lightning_struct.optim.shf.kronecker import KroneckerFactors
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.preconditioner import (
     KroneckerAverages,
@@ -86,12 +85,11 @@ class OutputSteps:
     ) -> None:
         check_settings_of_outputs(given)
         self._module, self.loss = module, loss
-        self._chosen = self.settings = settings = chosen_settings(given, module, named)
+        settings, factors = chosen_settings(given, module, named)
+        self._chosen = self.settings = settings
         self._adapts_tolerance = given.is_left("damping") and given.is_left("progress_tolerance")
         self.kronecker: KroneckerAverages | None = None
-        if isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker":
-            size, excluded = settings.max_factor_size, settings.exclude_factors
-            factors = KroneckerFactors(module, named, max_size=size, exclude=excluded)
+        if factors is not None:
             self.kronecker = KroneckerAverages(
                 factors, decay=settings.factor_decay, interval=settings.factor_interval, l2=settings.l2
             )

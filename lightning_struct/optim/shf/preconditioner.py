@@ -110,6 +110,7 @@ class KroneckerAverages:
             old = self._measured.taken_over(old, model.gradient)
             if memory["steps"] % self._interval:
                 return self._with(old, memory["factor_damping"])
+        self._cache = None  # makes room for the new ones
         new = self._measured.measure(model, seed)
         return self._with(new if old is None else averaged(old, new, self._decay), damping)
 
@@ -119,5 +120,6 @@ class KroneckerAverages:
     def _at(self, factors: Factors, factor_damping: float, damping: float) -> BlockPreconditioner:
         strength = math.sqrt(max(factor_damping, damping) ** 2 + self._l2)  # μ; a step that is tried again raises λ
         if self._cache is None or self._cache[0] is not factors or self._cache[1] != strength:
+            self._cache = None
             self._cache = factors, strength, self._measured.preconditioner(factors, strength)
         return self._cache[2]

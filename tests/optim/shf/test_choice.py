@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.losses import SquaredError
 from lightning_struct.optim import memory
-from lightning_struct.optim.shf import SHF, StepReport
+from lightning_struct.optim.shf import SHF, StepReport, kronecker
 from tests.cases import First, SelfAttention, flat, gaussian, mlp
 from tests.optim.shf.test_shf import Borrowing, batch, network, take, weights, without_seconds
 
@@ -147,6 +147,21 @@ def test_factors_that_find_no_room_are_made_smaller(monkeypatch: pytest.MonkeyPa
     optimizer = SHF(nn.Linear(40, 4), "mse")
     assert optimizer.settings.max_factor_size < 40  # type: ignore[operator]
     take(optimizer, (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"damping": 1.0, "preconditioner": "kronecker"}], ids=["chosen", "given"])
+def test_the_blocks_of_the_factors_are_found_once(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    blocks = kronecker.curvature_blocks
+
+    def counted(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return blocks(*args)
+
+    monkeypatch.setattr(kronecker, "curvature_blocks", counted)
+    SHF(network(), "mse", **settings)
+    assert made == 1
 
 
 def test_with_a_damping_all_else_is_the_papers() -> None:

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_struct.functional.kronecker import KroneckerRoot
 from lightning_struct.optim import SHF, StepReport, memory
-from lightning_struct.optim.shf.kronecker import KroneckerFactors
+from lightning_struct.optim.shf.kronecker import BlockPreconditioner, Factors, KroneckerFactors
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable
 from tests.optim.helpers import RecordingLoss, dense_direction, dense_model, gaussian
 from tests.optim.shf.waits import waits_of
@@ -573,6 +575,35 @@ def test_too_little_memory_is_an_error_that_names_the_largest(monkeypatch: pytes
         MemoryError, match=r"take 1\.8 KiB, but 0\.5 KiB are free on cpu; the largest: 0\.weight 0\.8 KiB"
     ):
         make(network())
+
+
+@pytest.mark.parametrize(("solver", "copies"), [("lsmr", 2), ("cg", 3)])
+def test_the_memory_of_the_summary_is_what_is_held_after_a_step(
+    solver: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2))
+    optimizer = SHF(module, "mse", solver=solver, preconditioner="kronecker")
+    made: list[weakref.ref[BlockPreconditioner]] = []
+    preconditioner = KroneckerFactors.preconditioner
+
+    def recorded(self: KroneckerFactors, factors: Factors, damping: float) -> BlockPreconditioner:
+        assert all(reference() is None for reference in made)  # the one of the step before has made room
+        new = preconditioner(self, factors, damping)
+        made.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(KroneckerFactors, "preconditioner", recorded)
+    for seed in range(2):
+        optimizer.step(inputs=gaussian(12, 40, seed=seed).float(), targets=gaussian(12, 2, seed=seed + 1).float())
+    last = made[-1]()
+    assert len(made) == 2 and last is not None
+    kept = [t for block in factors(optimizer).values() for t in block.values()]
+    for root in last._roots:
+        assert isinstance(root, KroneckerRoot)
+        kept += [root.inputs, root.outputs, *(root.inverses or ())]
+    held = sum(t.numel() * t.element_size() for t in kept)
+    assert held == copies * 4 * (41**2 + 30**2 + 31**2 + 2**2)
+    assert optimizer.summary().splitlines()[-1].split() == ["total", f"{held / 1024:.1f}", "KiB"]
 
 
 def test_only_kronecker_factors_have_a_summary() -> None:

@@ -67,7 +67,7 @@ class ProjectedLeastSquares:
         self.product, self._method = matvec, method
         product = rmatvec(b) if gradient is None else -gradient
         self.gradient = -product if gradient is None else gradient
-        self._left, self._right = _Basis(b, all_reduce), _Basis(product, lambda tensor: tensor)
+        self._left, self._right = _Basis(b, steps + 1, all_reduce), _Basis(product, steps + 1, lambda tensor: tensor)
         beta = self._left.append(b)
         alpha = self._right.append(product / beta if beta > 0.0 else product)
         self._betas, self._alphas = [beta], [alpha]
@@ -142,11 +142,13 @@ class _Basis:
 
     Args:
         like: a vector as they are.
+        most: bound on their number.
         all_reduce: sums a tensor over processes that hold parts of the vectors.
     """
 
-    def __init__(self, like: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> None:
-        self._storage, self._count, self._sum = like.new_empty(_ROOM, len(like)), 0, all_reduce
+    def __init__(self, like: Tensor, most: int, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self._storage, self._count = like.new_empty(min(_ROOM, most), len(like)), 0
+        self._most, self._sum = most, all_reduce
 
     @property
     def rows(self) -> Tensor:
@@ -176,7 +178,9 @@ class _Basis:
         else:
             norm = norm if not self._count else 0.0
         if self._count == len(self._storage):
-            self._storage = torch.cat([self._storage, torch.empty_like(self._storage)])
+            larger = vector.new_empty(min(2 * self._count, self._most), len(vector))
+            larger[: self._count] = self._storage
+            self._storage = larger
         self._storage[self._count] = vector / norm if norm > 0.0 else 0.0
         self._count += 1
         return norm

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,21 @@ def test_it_ends_where_the_gradient_has_fallen_to_the_tolerance() -> None:
     gradient = jacobian.mT @ (b - jacobian @ d) - 25.0 * d
     assert gradient.norm() <= 1e-3 * (jacobian.mT @ b).norm()
     assert solver.steps < 40
+
+
+@pytest.mark.parametrize("steps", [1, 20, 40])
+def test_the_bases_have_room_for_no_more_than_the_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[int] = []
+    new_empty = Tensor.new_empty
+
+    def recorded(self: Tensor, *size: int, **options: Any) -> Tensor:
+        rooms.append(size[0])
+        return new_empty(self, *size, **options)
+
+    monkeypatch.setattr(Tensor, "new_empty", recorded)
+    solver = project(gaussian(60, 50, seed=0), gaussian(60, seed=1), steps)
+    assert solver.steps == steps
+    assert max(rooms) == steps + 1
 
 
 @pytest.mark.parametrize("method", ["lsmr", "lsqr"])

@@ -154,7 +154,7 @@ class KrylovSolver(ResidualSolver):
         self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
         form = model.form_for_products
         self._products: Products | RowProducts
-        fits = _fits_everywhere(model, _memory_of_products(model, form))  # asked on all processes
+        fits = _fits_everywhere(model, _memory_of_products(model, form, maxiter))  # asked on all processes
         if form is not None and fits:
             jacobian = model.jacobian(form)
             self._products, self.variance = RowProducts(jacobian), model.variance_from_rows(jacobian)
@@ -265,10 +265,15 @@ def _fits_everywhere(model: ResidualModel, needed: dict[str, tuple[int, str]]) -
     return all_reduce(torch.tensor([not fits_memory(needed, device)], dtype=torch.int, device=device)).item() == 0
 
 
-def _memory_of_products(model: ResidualModel, form: JacobianForm | None) -> dict[str, tuple[int, str]]:
-    """What J takes; more than there is where it is larger than its bound, or has no form."""
-    size = sys.maxsize if form is None else form.numbers * model.residual.element_size()
-    return {"J": (2 * size if size <= _LARGEST_JACOBIAN else sys.maxsize, "and as much while it is made")}
+def _memory_of_products(model: ResidualModel, form: JacobianForm | None, maxiter: int) -> dict[str, tuple[int, str]]:
+    """What J takes beside the solver's bases; more than there is where it is beyond its bound, or has no form."""
+    element, rows, columns = model.residual.element_size(), len(model.residual), len(model.weights.vector)
+    size = sys.maxsize if form is None else form.numbers * element
+    steps = min(maxiter, model.rows, columns)
+    return {
+        "J": (2 * size if size <= _LARGEST_JACOBIAN else sys.maxsize, "and as much while it is made"),
+        "the bases": ((steps + 1) * (rows + columns) * element, f"{steps + 1} vectors of each side"),
+    }
 
 
 def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, str]], torch.device, str]:
@@ -292,5 +297,5 @@ def _memory_of_exact(model: ResidualModel) -> tuple[str, dict[str, tuple[int, st
         f"The matrices of solver='exact' for {rows:,} residuals and {columns:,} parameters",
         needed,
         model.residual.device,
-        "Take fewer points in a step, or solver='lsmr', which forms no matrix",
+        "Take fewer points in a step, or solver='lsmr', which keeps two vectors for each of its iterations instead",
     )

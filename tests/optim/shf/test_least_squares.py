@@ -18,10 +18,11 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
+from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
-from lightning_struct.optim.shf.residual_model import RowProducts
-from lightning_struct.optim.shf.residual_solvers import ExactSolver
+from lightning_struct.optim.shf.residual_model import ResidualModel, RowProducts
+from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver
 from tests.cases import flat, gaussian, trainable
 
 
@@ -675,6 +676,18 @@ def test_a_solver_that_is_not_named_fits_into_memory(monkeypatch: pytest.MonkeyP
     assert SHF(Equation(), "least_squares").step(inputs=points()).stop_reason == "exact"
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: 1000)
     assert SHF(Equation(), "least_squares").step(inputs=points()).solver_iterations > 0
+
+
+@pytest.mark.parametrize(("maxiter", "is_formed"), [(2, True), (19, False)])
+def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
+    maxiter: int, is_formed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Fit()
+    model = ResidualModel(RowRecords(module), LeastSquares(), trainable(module), measurements())
+    assert model.form_for_products is not None
+    free = (2 * model.form_for_products.numbers + 10 * (len(model.residual) + 17)) * 8
+    monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: free)
+    assert isinstance(KrylovSolver(model, "lsmr", maxiter)._products, RowProducts) == is_formed
 
 
 def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:

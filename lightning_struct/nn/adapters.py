@@ -13,15 +13,21 @@ from torch.nn.utils import parametrize
 
 from lightning_struct.functional.layers import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
-from lightning_struct.nn.channels import has_linear_weight, is_pointwise, linear_of
+from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
+from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.parametrizations import add_parametrization, remove_parametrizations
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
+from lightning_struct.nn.report import reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, updated
+from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, check_options, updated
 
 _log = logging.getLogger(__name__)
+
+
+Trained = str | nn.Module | type[nn.Module]
+"""A name or a pattern of modules or parameters, a module, or a class of modules."""
 
 
 class _Place(NamedTuple):
@@ -38,7 +44,7 @@ def add_adapters(
     *,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
-    train: str | nn.Module | Iterable[str | nn.Module] = (),
+    train: Trained | Iterable[Trained] = (),
     scale: float | None = None,
     dropout: float = 0.0,
     learned_diagonals: Sides = "none",
@@ -70,14 +76,16 @@ def add_adapters(
         include: names ("encoder.0"), patterns ("encoder.*.up"), modules, classes of modules, or functions of (name,
             module). All except functions include everything below them. None: all layers.
         exclude: layers that get no adapter, given likewise.
-        train: what else is trained: names or patterns of modules ("head") and of parameters ("*.bias"), and modules.
+        train: what else is trained: names or patterns of modules ("head") and of parameters ("*.bias"), modules, and
+            classes of modules.
         scale, dropout, learned_diagonals: as for :class:`AdaptedLinear`. Updates of attention weights have no dropout.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: the factory is a layer, or makes something other than a :class:`StructuredLinear`.
+        TypeError: the factory is a layer, or makes something other than a :class:`StructuredLinear`; ``train`` has
+            something else.
         ValueError: no layer gets an adapter; a layer, which is named, cannot have one; an argument has something that
             is not in the model.
 
@@ -93,6 +101,7 @@ def add_adapters(
         raise ValueError(
             "an adapter starts at zero, and is near to no weight: give the class instead of its from_linear"
         )
+    check_options(scale, learned_diagonals, dropout)
     selection = Selection(model, include, exclude)
     trained = _parameters_named(model, train)
     places = _places(model, selection)
@@ -100,7 +109,7 @@ def add_adapters(
         raise ValueError(
             "add_adapters adds nothing: no nn.Linear, 1 x 1 convolution or nn.MultiheadAttention that is included, not "
             f"excluded and without an adapter is in {type(model).__name__}; lightning_struct.functional.register_layer "
-            "declares layers of other types to be linear"
+            f"declares layers of other types to be linear{reasons_as_text(_reasons(model, selection))}"
         )
     adapted = _adapted_layers(places, factory, dropout, scale=scale, learned_diagonals=learned_diagonals)
 
@@ -292,16 +301,26 @@ def _require_adapters(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no adapters: call add_adapters first")
 
 
-def _parameters_named(model: nn.Module, selectors: Any) -> list[nn.Parameter]:
-    """The parameters that names, patterns and modules stand for."""
+def _parameters_named(model: nn.Module, selectors: Trained | Iterable[Trained]) -> list[nn.Parameter]:
+    """The parameters that names, patterns, modules and classes stand for."""
+    if isinstance(selectors, str | nn.Module | type) or not isinstance(selectors, Iterable):
+        selectors = [selectors]
     selected: list[nn.Parameter] = []
-    for selector in [selectors] if isinstance(selectors, str | nn.Module) else selectors:
-        if isinstance(selector, nn.Module):
-            below = {id(parameter) for parameter in selector.parameters()}
-            found = [parameter for parameter in model.parameters() if id(parameter) in below]
-        else:
+    for selector in selectors:
+        if isinstance(selector, str):
             named = model.named_parameters(remove_duplicate=False)  # tied ones have several names
             found = [parameter for name, parameter in named if is_at_or_below(name, selector)]
+        elif isinstance(selector, nn.Module) or (isinstance(selector, type) and issubclass(selector, nn.Module)):
+            modules = [
+                m for m in model.modules() if m is selector or isinstance(selector, type) and isinstance(m, selector)
+            ]
+            below = {id(parameter) for module in modules for parameter in module.parameters()}
+            found = [parameter for parameter in model.parameters() if id(parameter) in below]
+        else:
+            raise TypeError(
+                "train takes names of modules and parameters, patterns, modules and their classes, but has "
+                f"{selector!r}"
+            )
         if not found:
             raise ValueError(f"train names {selector!r}, which has no parameters in {type(model).__name__}")
         selected += found
@@ -325,6 +344,31 @@ def _places(model: nn.Module, selection: Selection) -> list[_Place]:
         if parts:
             places.append(_Place(name, layer, parts))
     return places
+
+
+def _reasons(model: nn.Module, selection: Selection) -> dict[str, str]:
+    """Why layers with matrices get no adapter, by their names."""
+    adapters = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear)]
+    left = {below for layer in adapters for below in layer.modules()} - set(adapters)
+    left |= hidden_layers(model, of_other_forwards=True)
+    named = model.named_modules()
+    reasons = {name: _why_not(name, layer, selection) for name, layer in named if layer not in left}
+    return {name or "the model": reason for name, reason in reasons.items() if reason is not None}
+
+
+def _why_not(name: str, layer: nn.Module, selection: Selection) -> str | None:
+    """The reason for which a layer gets no adapter; None for what has no matrix."""
+    if isinstance(layer, AdaptedLinear) or _has_updated_weights(layer):
+        return "it has an adapter"
+    if isinstance(layer, StructuredLinear | FrozenLinear):
+        return "it is structured"
+    if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+        return "it is recurrent"
+    if ".quantized." in type(layer).__module__ and hasattr(layer, "weight"):
+        return "it is quantised"
+    if has_linear_weight(layer) or is_pointwise(layer) or isinstance(layer, nn.MultiheadAttention):
+        return selection.why_not(name, layer)
+    return "it is a convolution of more than single pixels" if isinstance(layer, CONVOLUTIONS) else None
 
 
 def _selected_projections(name: str, layer: nn.MultiheadAttention, selection: Selection) -> list[str]:
@@ -458,6 +502,13 @@ def _put(model: Model, name: str, layer: nn.Module) -> Model:
 
 
 def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
+    is_structured = isinstance(layer.base, StructuredLinear)
+    if is_structured:
+        raise ValueError(
+            f"the adapter of {name or 'the model'} cannot be added to its weight: its base is a "
+            f"{type(layer.base).__name__}, whose matrix is made of few numbers. Leave the adapter in, or merge it "
+            "before the base is replaced"
+        )
     kind = kind_of(layer.base)
     weight = None if kind is None else layer.base._parameters.get(kind.matrices(layer.base)[0].weight)
     own = layer.base._parameters.get("weight")

@@ -61,9 +61,7 @@ class StructuredUpdate(nn.Module):
             raise ValueError(
                 "an adapter has no bias: make it with bias=False; train= has the model's own biases trained"
             )
-        if scale is not None and (scale == 0 or not math.isfinite(scale)):
-            raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale}")
-        require_one_of("learned_diagonals", learned_diagonals, get_args(Sides))
+        check_options(scale, learned_diagonals)
         self.adapter = adapter
         self.given_scale = scale
         reference = adapter._reference
@@ -144,8 +142,7 @@ class AdaptedLinear(nn.Module):
         learned_diagonals: Sides = "none",
     ) -> None:
         super().__init__()
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout}")
+        check_options(scale, learned_diagonals, dropout)
         update = StructuredUpdate(adapter, scale, learned_diagonals)
         linear = linear_of(base)
         if (linear.in_features, linear.out_features) != (adapter.in_features, adapter.out_features):
@@ -229,6 +226,19 @@ class UpdatedWeight(nn.Module):
             blocks += [weight[end:start], updated(weight[start : start + len(delta)], delta)]
             end = start + len(delta)
         return torch.cat([*blocks, weight[end:]])
+
+
+def check_options(scale: float | None, learned_diagonals: Sides, dropout: float = 0.0) -> None:
+    """Refuse options of :class:`AdaptedLinear` that no layer can have.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if scale is not None and (scale == 0 or not math.isfinite(scale)):
+        raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale}")
+    require_one_of("learned_diagonals", learned_diagonals, get_args(Sides))
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout}")
 
 
 def rudin_shapiro_signs(size: int) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_struct.nn import (
     add_adapters,
     load_adapter_state_dict,
     merge_adapters,
+    replace_linear,
 )
 from tests.nn.layers import FACTORIES, NAMES
 from tests.processes import in_two_processes
@@ -429,9 +430,13 @@ class OwnForward(nn.MultiheadAttention):
         (made, partial(add_adapters, factory=LowRank.from_linear), "starts at zero"),
         (made, partial(add_adapters, factory=LowRank, include="head"), "include names 'head', which is not in"),
         (made, partial(add_adapters, factory=LowRank, train="head"), "train names 'head', which has no parameters"),
-        (made, partial(add_adapters, factory=LowRank, dropout=1), "dropout must be"),
-        (made, partial(add_adapters, factory=LowRank, scale=0.0), "no adapter for 0: scale must be finite and not 0"),
-        (made, partial(add_adapters, factory=LowRank, learned_diagonals="all"), "one of 'none', 'outputs', 'both'"),
+        (made, partial(add_adapters, factory=LowRank, dropout=1), "^dropout must be"),
+        (made, partial(add_adapters, factory=LowRank, scale=0.0), "^scale must be finite and not 0"),
+        (
+            made,
+            partial(add_adapters, factory=LowRank, learned_diagonals="all"),
+            "^learned_diagonals must be one of 'none', 'outputs', 'both'",
+        ),
         (made, merge_adapters, "Sequential has no adapters: call add_adapters"),
         (made, adapter_state_dict, "Sequential has no adapters: call add_adapters"),
         (lambda: nn.Sequential(nn.LazyLinear(8)), partial(add_adapters, factory=LowRank), "no shape yet"),
@@ -448,6 +453,45 @@ def test_errors_say_what_is_wrong_and_leave_the_model_as_it_was(model, call, mes
     with pytest.raises(ValueError, match=message):
         call(model)
     assert model.state_dict().keys() == names and all(parameter.requires_grad for parameter in model.parameters())
+
+
+LEFT = {
+    "it has an adapter": lambda: add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank),
+    "it is structured": lambda: nn.Sequential(LowRank(8, 8)),
+    "it is recurrent": lambda: nn.Sequential(nn.LSTM(8, 8)),
+    "it is quantised": lambda: nn.Sequential(torch.ao.nn.quantized.dynamic.Linear(8, 8)),
+    "it is a convolution of more than single pixels": lambda: nn.Sequential(nn.Conv2d(3, 3, 3)),
+    "exclude has it": lambda: nn.Sequential(nn.Linear(8, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("reason", LEFT)
+def test_error_where_nothing_gets_an_adapter_says_why(reason):
+    exclude = nn.Linear if reason == "exclude has it" else None
+    with pytest.raises(ValueError, match=f"add_adapters adds nothing: .*; 0: {reason}$"):
+        add_adapters(LEFT[reason](), LowRank, exclude=exclude)
+
+
+def test_classes_of_modules_are_trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    assert trainable(add_adapters(model, Circulant, train=nn.LayerNorm)) == {
+        "0.update.adapter.column",
+        "1.weight",
+        "1.bias",
+    }
+    for wrong in 5, [int]:
+        with pytest.raises(TypeError, match="train takes names of modules and parameters.*, but has"):
+            add_adapters(made(), FACTORY, train=wrong)
+
+
+@pytest.mark.filterwarnings("ignore:0.base. frozen weights")
+def test_adapter_beside_a_structured_base_is_not_merged():
+    model = replace_linear(add_adapters(made(), FACTORY), LowRank, include="0.base")
+    with pytest.raises(
+        ValueError, match="the adapter of 0 cannot .*: its base is a LowRank.*before the base is replaced"
+    ):
+        merge_adapters(model)
 
 
 def test_factory_of_something_else_is_an_error():

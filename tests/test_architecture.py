@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -175,3 +176,23 @@ def test_private_names_of_lightning_are_used_in_one_file():
     }
     assert {name: names for name, names in found.items() if names} == {}
     assert private_names_of_others(modules()[internals], ours), "the one file that uses them is read as such"
+
+
+def private_names_of_torch(tree: ast.Module) -> set[str]:
+    """Names with a leading underscore that are imported from torch or read off it, such as ``torch._C``."""
+    found = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch"
+        for alias in node.names
+    }
+    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {name for name in found if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*", name)}
+
+
+def test_private_names_of_torch_are_used_in_one_file():
+    internals = f"{PACKAGE}.functional.torch_internals"
+    found = {name: private_names_of_torch(tree) for name, tree in modules().items()}
+    assert found.pop(internals), "the one file that uses them is read as such"
+    assert {name: names for name, names in found.items() if names} == {}

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
+from lightning_struct.functional.torch_internals import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
 from lightning_struct.functional.jacobians import DenseJacobian, FactoredJacobian, Jacobian, OuterProducts
 from lightning_struct.functional.recorded_batch import (
@@ -33,6 +32,7 @@ from lightning_struct.functional.recorded_batch import (
 )
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
+from lightning_struct.functional.torch_internals import tree_leaves
 from lightning_struct.functional.weight_products import Example, WeightProducts
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
 from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.resizable import rounded_size
+from lightning_struct.functional.torch_internals import tree_leaves
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import lightning_classes

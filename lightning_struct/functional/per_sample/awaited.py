@@ -12,6 +12,7 @@ from lightning_struct.functional.layer_call import LayerCall, map_items, tensors
 from lightning_struct.functional.per_sample.projections import ParameterUse
 from lightning_struct.functional.per_sample.rules import compares_outputs, keeps_outputs, may_run_again
 from lightning_struct.functional.randomness import RandomState
+from lightning_struct.functional.torch_internals import current_backward
 
 
 @dataclass
@@ -63,11 +64,6 @@ def awaited_call(call: LayerCall, parameters: dict[str, nn.Parameter], state: Ra
         autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         awaited.rerun = Rerun(autocast, state)
     return awaited
-
-
-def current_backward() -> int:
-    """A number for the backward pass that is going on, rising from one to the next; -1 outside of one."""
-    return torch._C._current_graph_task_id()
 
 
 def _detached(value: Any, seen: dict[int, Tensor] | None = None, *, copy: bool = False) -> Any:

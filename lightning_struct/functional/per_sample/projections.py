@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from lightning_struct.functional.layer_call import LayerCall, Samples
 from lightning_struct.functional.layers import has_plain_parameters, kind_of, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered, at_least_float32
 from lightning_struct.functional.per_sample.rerun import by_sample
+from lightning_struct.functional.torch_internals import FakeTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import LayerCall, Samples, tensors_in
 from lightning_struct.functional.layers import base_call, couples_samples, owned_parameters
-from lightning_struct.functional.per_sample.awaited import AwaitedCall, awaited_call, current_backward
+from lightning_struct.functional.per_sample.awaited import AwaitedCall, awaited_call
 from lightning_struct.functional.per_sample.checksums import Checksums, checksum_of_shares, checksums
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
 from lightning_struct.functional.per_sample.inner_calls import InnerCalls, has_inner_calls
@@ -36,6 +36,7 @@ from lightning_struct.functional.randomness import (
     random_state,
     restored_random_state,
 )
+from lightning_struct.functional.torch_internals import current_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layer_call import LayerCall, tensors_in
-from lightning_struct.functional.per_sample.awaited import current_backward
+from lightning_struct.functional.torch_internals import current_backward, is_functorch_wrapped_tensor
 from lightning_struct.optim.rls.layers import LayerReader
 from lightning_struct.optim.rls.selection import WeightTable
 from lightning_struct.optim.rls.statistics import Arrival

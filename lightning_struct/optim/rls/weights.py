@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
-from lightning_struct.functional.per_sample.awaited import current_backward
 from lightning_struct.functional.recursive_least_squares import (
     BlockDiagonalInverse,
     FullInverse,
@@ -22,6 +21,7 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
+from lightning_struct.functional.torch_internals import current_backward
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.gain_limit import (

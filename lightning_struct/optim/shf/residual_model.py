@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_struct.collective import all_gather_rows, all_reduce, rank, world_size
 from lightning_struct.functional.finite import NotFinite
@@ -20,6 +19,7 @@ from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, Jacob
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.functional.torch_internals import tree_leaves
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.objective import FlatWeights
 from lightning_struct.optim.shf.samples import arguments

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_struct.functional.torch_internals import numbers_of_outputs
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
@@ -40,7 +42,7 @@ def moved_in_backward(loss: Tensor) -> int:
         stack += [following for following, _ in node.next_functions]
         name = node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
         if name not in VIEWS:
-            total += sum(math.prod(output.shape) for output in node._input_metadata)
+            total += numbers_of_outputs(node)
     return total
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
+from lightning_struct.functional.torch_internals import norms_of_each
 
 
 def local(tensor: Any) -> Tensor:
@@ -36,16 +37,6 @@ def share(parameter: nn.Parameter, in_parts: bool = False) -> float:
     return shards / world_size()
 
 
-def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy dense tensors into others."""
-    torch._foreach_copy_(list(targets), list(sources))
-
-
-def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Subtract dense tensors from others, in place."""
-    torch._foreach_sub_(list(tensors), list(others))
-
-
 def squared_norm(tensors: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
     """Σ w‖t‖², a scalar on ``device``, see :func:`sum_of_squares`.
 
@@ -57,7 +48,7 @@ def squared_norm(tensors: Sequence[Tensor], weights: Sequence[float], device: to
         values = tensor.values() if tensor.is_sparse else tensor
         groups.setdefault((weight, values.device, values.dtype), []).append(values)
     for (weight, _, dtype), group in groups.items():
-        norms = torch._foreach_norm(group, 2, torch.float32 if dtype.itemsize < 4 else None)
+        norms = norms_of_each(group, torch.float32 if dtype.itemsize < 4 else None)
         total += weight * sum_of_squares([torch.stack(norms)], device)
     return total
 

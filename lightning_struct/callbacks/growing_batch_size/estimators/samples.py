@@ -3,7 +3,8 @@
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_struct.functional.torch_internals import tree_leaves
 
 
 def samples_in(batch: Any, expected_sizes: list[int]) -> int:

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.estimators.cadence import Cadence
 from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults, check_finite
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
-    copy_,
     local_gradient,
     share,
     squared_norm,
-    subtract_,
     sum_of_squares,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
+from lightning_struct.functional.torch_internals import copy_each_, subtract_each_
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import gradient_scale
 from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights
@@ -225,7 +224,7 @@ class StepPairs:
         norms.append(self._squared_norm(second, gradients))
         dense = [i for i in both if not (first[i].is_sparse or second[i].is_sparse)]
         if dense:
-            subtract_([first[i] for i in dense], [second[i] for i in dense])
+            subtract_each_([first[i] for i in dense], [second[i] for i in dense])
         differences = {i: first[i] if i in dense else (first[i] - second[i]).coalesce() for i in both}
         norms.append(self._squared_norm(differences, gradients))
         return torch.stack(norms)
@@ -255,4 +254,4 @@ def _keep(memory: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
         else:
             copied.append(i)
     if copied:
-        copy_([memory[i] for i in copied], [gradients[i] for i in copied])
+        copy_each_([memory[i] for i in copied], [gradients[i] for i in copied])

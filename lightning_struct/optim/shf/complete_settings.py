@@ -11,7 +11,7 @@ from torch import nn
 from lightning_struct.functional.damping import MAX_DAMPING, levenberg_marquardt
 from lightning_struct.functional.gradient_norms import required_batch_size
 from lightning_struct.functional.least_squares import RightPreconditioner
-from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.settings import Settings, damped_space
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +39,7 @@ class CompleteSettings:
     seed: int
 
     def __post_init__(self) -> None:
-        self._as_given()
+        Settings(**vars(self))  # the same as it could be given, which checks it
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -57,10 +57,6 @@ class CompleteSettings:
         # The paper's min(1.002 γ, .95) would lower a γ that was given above the bound, as SPRING has it, in the first
         # step. That one stays: the bound is where growth ends.
         return min(warm_start * self.warm_start_growth, max(self.max_warm_start, warm_start))
-
-    def _as_given(self) -> Settings:
-        """The same as it could be given, which checks it."""
-        return Settings(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,7 @@ class OutputSettings(CompleteSettings):
     @property
     def damped_space(self) -> str:
         """``damping_space``, or where it is not given the one that the other settings allow."""
-        return self._as_given().damped_space
+        return damped_space(self.damping_space, self.solver, self.preconditioner, self.damping_center, self.l2)
 
     @property
     def damping_bounds(self) -> tuple[float, float]:

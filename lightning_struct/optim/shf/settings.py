@@ -124,14 +124,7 @@ class Settings:
     @property
     def damped_space(self) -> str:
         """``damping_space``, or where it is not given the one that the other settings allow."""
-        return self.damping_space or ("x" if self._damps_x_only else "y")
-
-    @property
-    def _damps_x_only(self) -> bool:
-        # Damping on y around another point than the start needs C itself; an object has only its inverse.
-        is_object = self.preconditioner is not None and not isinstance(self.preconditioner, str)
-        off_start = self.damping_center == "origin" and is_object
-        return self.solver == "cg" or self.l2 > 0 or off_start or self.preconditioner == "kronecker"
+        return damped_space(self.damping_space, self.solver, self.preconditioner, self.damping_center, self.l2)
 
     def _check_choices(self) -> None:
         _check_choice("solver", self.solver, (*SOLVERS, None))
@@ -183,11 +176,25 @@ class Settings:
                 "warm_start and max_warm_start must be in [0, 1) and warm_start_growth >= 1, got "
                 f"{self.warm_start}, {self.max_warm_start} and {self.warm_start_growth}"
             )
-        if self.damping_space == "y" and self._damps_x_only:
-            raise ValueError(
-                "damping_space='y' is possible with LSMR and LSQR only, without l2, not with Kronecker factors, and "
-                "with a preconditioner object only around the start; leave it out"
-            )
+        damped_space(self.damping_space, self.solver, self.preconditioner, self.damping_center, self.l2)
+
+
+def damped_space(given: str | None, solver: str | None, preconditioner: Any, damping_center: str, l2: float) -> str:
+    """``damping_space``, or where it is not given the one that the other settings allow.
+
+    Raises:
+        ValueError: it is given, and they do not allow it.
+    """
+    # Damping on y around another point than the start needs C itself; an object has only its inverse.
+    is_object = preconditioner is not None and not isinstance(preconditioner, str)
+    off_start = damping_center == "origin" and is_object
+    x_only = solver == "cg" or l2 > 0 or off_start or preconditioner == "kronecker"
+    if given == "y" and x_only:
+        raise ValueError(
+            "damping_space='y' is possible with LSMR and LSQR only, without l2, not with Kronecker factors, and "
+            "with a preconditioner object only around the start; leave it out"
+        )
+    return given or ("x" if x_only else "y")
 
 
 def check_damping(damping: float) -> None:

@@ -202,3 +202,9 @@ def test_each_setting_is_described_where_the_optimizer_is() -> None:
     described = inspect.getdoc(SHF) or ""
     missing = [field.name for field in fields(Settings) if f"    {field.name}: " not in described]
     assert missing == []
+
+
+def test_the_space_of_the_damping_is_known_without_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SHF.paper(nn.Linear(2, 2), "mse")
+    monkeypatch.setattr(Settings, "__post_init__", lambda self: pytest.fail("settings were made"))
+    assert optimizer.settings.damped_space == "y"  # type: ignore[union-attr]

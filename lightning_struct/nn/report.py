@@ -11,6 +11,7 @@ from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
 from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.updates import StructuredUpdate
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WITH_MATRICES = (nn.MultiheadAttention, *CONVOLUTIONS, *_TRANSPOSED, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
@@ -38,7 +39,7 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
 
     Its columns are the name, the class with what it was made with, the parameters of the matrix, those of a dense one,
     the compression ratio, and the relative error of those that were made from a trained layer. The last row has all
-    parameters of the model, biases and other layers too.
+    parameters of the model, biases and other layers too; adapters have taken the place of nothing there.
 
     Args:
         model: any.
@@ -65,7 +66,9 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
         rows.append((name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error))
     if structured:
         now = sum(parameter.numel() for parameter in model.parameters())
-        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in structured.values())
+        adapters = {update.adapter for update in model.modules() if isinstance(update, StructuredUpdate)}
+        replacing = set(structured.values()) - adapters
+        saved = sum(layer.in_features * layer.out_features - layer.weight_parameters for layer in replacing)
         rows.append(("the whole model", "", f"{now:,}", f"{now + saved:,}", f"{(now + saved) / now:.1f}", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

@@ -515,6 +515,14 @@ def convolutions():
     )
 
 
+def test_adapters_take_the_place_of_nothing():
+    model = add_adapters(nn.Sequential(nn.Linear(8, 8), LowRank(8, 8, bias=False)), partial(LowRank, rank=2))
+    rows = [line.split() for line in replacement_report(model).splitlines()[1:4]]
+    assert [row[0] for row in rows[:2]] == ["0.update.adapter", "1"]
+    now = 72 + 32 + 16
+    assert rows[2] == ["the", "whole", "model", str(now), str(now + 64 - 16), f"{(now + 48) / now:.1f}"]
+
+
 def test_convolutions_are_replaced_by_blocks(caplog):
     model = convolutions()
     model[3].weight.requires_grad_(False)

@@ -16,8 +16,8 @@ def freeze(model: Model, *, dense: bool = False) -> Model:
     """A copy of the model whose structured layers have nothing left to train: for inference, for files, for export.
 
     Each becomes a :class:`~lightning_struct.nn.FrozenLinear`. ``torch.export.export`` takes the copy, and
-    ``torch.onnx.export`` with ``dynamo=True``. Hooks of the layers are copied with them, and tensors that the
-    model has kept from a computation without their history.
+    ``torch.onnx.export`` with ``dynamo=True``. Other layers stay as they are, trainable and in their mode. Hooks of the
+    layers are copied with them, and tensors that the model has kept from a computation without their history.
 
     Args:
         model: stays as it is.

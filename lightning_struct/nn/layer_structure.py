@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_struct.nn.attention import PROJECTIONS, called_attention
 from lightning_struct.nn.blocks import BlockStructured
 from lightning_struct.nn.channels import CONVOLUTIONS, ChannelLinear, PatchLinear, as_matrix, in_place_of
 from lightning_struct.nn.convolutions import blocks_in_place_of
+from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.replace import LayerFactory, put_in_place, replacement
 from lightning_struct.nn.selection import Model
@@ -36,7 +38,8 @@ def layer_structure(model: nn.Module) -> Structure:
 
     A :class:`~lightning_struct.nn.BlockStructured` in place of a convolution is listed. Of modules of your own, such as
     a :class:`~lightning_struct.nn.StructuredLSTM`, the structured layers in them are, but they are not: the code that
-    makes the network has to make them.
+    makes the network has to make them. Layers that :func:`~lightning_struct.nn.freeze` has made are left out, with a
+    warning.
 
     Args:
         model: any.
@@ -58,6 +61,12 @@ def layer_structure(model: nn.Module) -> Structure:
         if layer not in parts and (entry := _entry(layer)) is not None:
             structure[name] = entry
             parts |= set(layer.modules()) - {layer}
+    if frozen := [name or "the model" for name, layer in model.named_modules() if isinstance(layer, FrozenLinear)]:
+        warnings.warn(
+            f"layer_structure leaves out {len(frozen)} frozen layers, such as {frozen[0]}: what they were made with is "
+            "not known any more. Call it on the model from before freeze",
+            stacklevel=2,
+        )
     return structure
 
 

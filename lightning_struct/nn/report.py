@@ -10,11 +10,13 @@ from torch import nn
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
+from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import StructuredUpdate
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_WITH_MATRICES = (nn.MultiheadAttention, *CONVOLUTIONS, *_TRANSPOSED, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_WITH_MATRICES = (nn.MultiheadAttention, *CONVOLUTIONS, *_TRANSPOSED, *_RECURRENT, nn.Bilinear, FrozenLinear)
 _left: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why a layer was left by what has looked at it last."""
 
@@ -107,6 +109,8 @@ def _has_matrices(layer: nn.Module) -> bool:
 
 def _why_not(layer: nn.Module) -> str | None:
     """The reason for which a layer with matrices cannot be replaced, or not by replace_linear; None if it can."""
+    if isinstance(layer, FrozenLinear):
+        return f"it is a frozen {layer.class_name}: the report from before freeze has its parameters"
     if isinstance(layer, nn.MultiheadAttention):
         return why_not_called(layer)
     if isinstance(layer, CONVOLUTIONS):
@@ -115,7 +119,7 @@ def _why_not(layer: nn.Module) -> str | None:
         return "it is a transposed convolution"
     if isinstance(layer, nn.LSTM):
         return "it is recurrent: put a StructuredLSTM in its place"
-    if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+    if isinstance(layer, _RECURRENT):
         return "it is recurrent"
     if isinstance(layer, nn.Bilinear):
         return "it is bilinear: it has a matrix for each output"

@@ -515,6 +515,11 @@ def convolutions():
     )
 
 
+def test_report_names_frozen_layers():
+    report = replacement_report(freeze(nn.Sequential(LowRank(8, 8), nn.ReLU())))
+    assert report.skipped == {"0": "it is a frozen LowRank: the report from before freeze has its parameters"}
+
+
 def test_adapters_take_the_place_of_nothing():
     model = add_adapters(nn.Sequential(nn.Linear(8, 8), LowRank(8, 8, bias=False)), partial(LowRank, rank=2))
     rows = [line.split() for line in replacement_report(model).splitlines()[1:4]]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.layers import linear_with
 from lightning_struct.nn.hooks import take_hooks
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The names of the layers of :class:`StructuredAttention`."""
@@ -102,6 +103,9 @@ class StructuredAttention(nn.Module):
         Raises:
             ValueError: ``is_causal`` without ``attn_mask``.
         """
+        if is_traced(query):
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return whole_call(self, query, key, value, *masks)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal says that attn_mask is the causal mask, but attn_mask is None: give it")
         batched = query.dim() == 3

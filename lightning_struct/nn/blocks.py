@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_struct.nn.replace import LayerFactory
 from lightning_struct.nn.structured import StructuredLinear, positive_size
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 
 class BlockStructured(nn.Module):
@@ -123,30 +124,32 @@ class BlockStructured(nn.Module):
         in_group = self.out_channels // self.groups
         return torch.block_diag(*(torch.cat(rows[at : at + in_group]) for at in range(0, len(rows), in_group)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The products: (batch, l, ...) for x (batch, k, ...); without the batch if x has none.
+    def forward(self, input: Tensor) -> Tensor:
+        """The products: (batch, l, ...) for an input (batch, k, ...); without the batch if the input has none.
 
         ... is ``in_shape``, or (n,) or (height, width) of n entries if that is None. It comes out as ``out_size`` if
         that is given.
 
         Raises:
-            ValueError: x has another shape.
+            ValueError: the input has another shape.
         """
-        if x.dim() < 3 or x.shape[1] != self.in_channels or not self._takes(x.shape[2:]):
-            if x.dim() > 1 and x.shape[0] == self.in_channels and self._takes(x.shape[1:]):
-                return self.forward(x.unsqueeze(0)).squeeze(0)
+        if is_traced(input):
+            return whole_call(self, input)
+        if input.dim() < 3 or input.shape[1] != self.in_channels or not self._takes(input.shape[2:]):
+            if input.dim() > 1 and input.shape[0] == self.in_channels and self._takes(input.shape[1:]):
+                return self.forward(input.unsqueeze(0)).squeeze(0)
             image = f"{self.in_channels}, " + ("..." if self.in_shape is None else ", ".join(map(str, self.in_shape)))
             entries = f" with {self.size} entries in a channel" if self.in_shape is None else ""
             raise ValueError(
                 f"BlockStructured takes (batch, {image}) or ({image}){entries}, but the input has shape "
-                f"{tuple(x.shape)}"
+                f"{tuple(input.shape)}"
             )
-        channels = x.flatten(2).unbind(1)
+        channels = input.flatten(2).unbind(1)
         products = [block(channels[self._channel(index)]) for index, block in enumerate(self.blocks)]
         y = torch.stack(products, 1).unflatten(1, (self.out_channels, self.blocks_in_row)).sum(2)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return y.unflatten(2, x.shape[2:] if self.out_shape is None else self.out_shape)
+        return y.unflatten(2, input.shape[2:] if self.out_shape is None else self.out_shape)
 
     def _takes(self, image: torch.Size) -> bool:
         return image.numel() == self.size if self.in_shape is None else image == self.in_shape

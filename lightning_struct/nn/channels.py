@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.layers import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -49,9 +50,9 @@ class ChannelLinear(nn.Module):
         """The bias of the layer within, for such code."""
         return self.linear.bias  # type: ignore[return-value]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., out_channels, height, width) for x (..., in_channels, height, width); a dimension for each stride."""
-        return of_channels(self.linear, x, self.stride)
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., out_channels, height, width) for (..., in_channels, height, width); a dimension for each stride."""
+        return of_channels(self.linear, input, self.stride)
 
     def extra_repr(self) -> str:
         return f"stride={self.stride}"
@@ -108,17 +109,19 @@ class PatchLinear(nn.Module):
         """The bias of the layer within, for such code."""
         return self.linear.bias  # type: ignore[return-value]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, out_channels, height, width) for x (n, in_channels, height, width), or with the kernel's dimensions."""
+    def forward(self, input: Tensor) -> Tensor:
+        """(n, out_channels, height, width) for (n, in_channels, height, width), or with the kernel's dimensions."""
+        if is_traced(input):
+            return whole_call(self, input)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
         factors = low_rank_factors(self.linear)
         if factors is None:
-            with torch.autocast(x.device.type, enabled=False):  # structured products need the dtype of their parameters
+            with torch.autocast(input.device.type, enabled=False):  # products need the dtype of their parameters
                 filters = self.weight
-            return convolve(x, filters, self.bias, self.stride, self.padding, self.dilation)
+            return convolve(input, filters, self.bias, self.stride, self.padding, self.dilation)
         G, H = factors
-        x = convolve(x, self._filters(H.T), None, self.stride, self.padding, self.dilation)
-        return convolve(x, G.view(*G.shape, *[1] * len(self.kernel_size)), self.bias)
+        between = convolve(input, self._filters(H.T), None, self.stride, self.padding, self.dilation)
+        return convolve(between, G.view(*G.shape, *[1] * len(self.kernel_size)), self.bias)
 
     def _filters(self, rows: Tensor) -> Tensor:
         """(filters, in_channels, *kernel_size) of the rows of a matrix."""

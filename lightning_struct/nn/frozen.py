@@ -19,6 +19,7 @@ from lightning_struct.functional.structured.prepared import (
 )
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.nn.precision import HALF_PRECISION, restore_precision
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 
 class FrozenLinear(nn.Module):
@@ -75,22 +76,24 @@ class FrozenLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.dtype = dtype or self._reference.dtype
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., out_features) for x (..., in_features), of any floating-point dtype.
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., out_features) for an input (..., in_features), of any floating-point dtype.
 
         Raises:
-            TypeError: x does not hold real floating-point numbers.
-            ValueError: the last dimension of x is not ``in_features``.
+            TypeError: the input does not hold real floating-point numbers.
+            ValueError: the last dimension of the input is not ``in_features``.
         """
-        if x.shape[-1:] != (self.in_features,):
+        if is_traced(input):
+            return whole_call(self, input)
+        if input.shape[-1:] != (self.in_features,):
             raise ValueError(
-                f"FrozenLinear takes inputs (..., {self.in_features}), but the input has shape {tuple(x.shape)}"
+                f"FrozenLinear takes inputs (..., {self.in_features}), but the input has shape {tuple(input.shape)}"
             )
-        if not x.is_floating_point():
-            raise TypeError(f"the input of FrozenLinear has dtype {x.dtype}: use real floating-point numbers")
+        if not input.is_floating_point():
+            raise TypeError(f"the input of FrozenLinear has dtype {input.dtype}: use real floating-point numbers")
         if torch.jit.is_tracing():
-            return recorded(self, lambda: affine(self._multiplying(x), x, self.bias))
-        return affine(self._multiplying(x), x, self.bias)
+            return recorded(self, lambda: affine(self._multiplying(input), input, self.bias))
+        return affine(self._multiplying(input), input, self.bias)
 
     def to_dense(self) -> Tensor:
         """M, (out_features, in_features)."""

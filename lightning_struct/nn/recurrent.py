@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory
 from lightning_struct.nn.structured import positive_size
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 Gates = Literal["separate", "joint"]
 State = tuple[Tensor, Tensor]
@@ -106,6 +107,8 @@ class StructuredLSTM(nn.Module):
             TypeError: x is a packed sequence, or ``state`` is no pair.
             ValueError: x or a state has another shape, or x has no steps.
         """
+        if is_traced(x):
+            return whole_call(self, x, state)
         if isinstance(x, PackedSequence):
             raise TypeError("StructuredLSTM takes no packed sequences: pad them, and mask what comes out")
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:

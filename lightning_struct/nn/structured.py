@@ -15,6 +15,7 @@ from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -229,39 +230,44 @@ class StructuredLinear(nn.Module, ABC):
         with torch.autocast(reference.device.type, enabled=False):
             return self._dense()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., out_features) for x (..., in_features).
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., out_features) for an input (..., in_features).
 
         Raises:
-            TypeError: x has not the dtype of the parameters.
-            ValueError: the last dimension of x is not ``in_features``.
+            TypeError: the input has not the dtype of the parameters.
+            ValueError: the last dimension of the input is not ``in_features``.
         """
+        if is_traced(input):
+            return whole_call(self, input)
         if not torch.compiler.is_compiling() and self._cached is not None:
-            matrix = self._kept(self._cached, x)
+            matrix = self._kept(self._cached, input)
             if matrix is not None:
                 own = self._parameters  # where the bias is found four times as fast
-                return affine(matrix, x, own["bias"] if "bias" in own else self.bias)  # noqa: SIM401
+                return affine(matrix, input, own["bias"] if "bias" in own else self.bias)  # noqa: SIM401
         dtype = getattr(self, self.weight_names[0]).dtype
-        if x.shape[-1:] != (self.in_features,):
+        if input.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"{type(self).__name__} takes inputs (..., {self.in_features}), but the input has shape "
-                f"{tuple(x.shape)}"
+                f"{tuple(input.shape)}"
             )
-        device = x.device.type
+        device = input.device.type
         autocast = (
-            not x.is_meta and torch.is_autocast_enabled(device) and x.is_floating_point() and dtype == torch.float32
+            not input.is_meta
+            and torch.is_autocast_enabled(device)
+            and input.is_floating_point()
+            and dtype == torch.float32
         )
-        if not autocast and x.dtype != dtype:
+        if not autocast and input.dtype != dtype:
             raise TypeError(
-                f"the input of {type(self).__name__} has dtype {x.dtype}, its parameters have {dtype}: convert one of "
-                "them"
+                f"the input of {type(self).__name__} has dtype {input.dtype}, its parameters have {dtype}: convert one "
+                "of them"
             )
         if not autocast:
-            return self._add_bias(self._matmul(x))
+            return self._add_bias(self._matmul(input))
         if self._is_of_matmuls:
-            return self._add_bias(self._multiply(x))
+            return self._add_bias(self._multiply(input))
         with torch.autocast(device, enabled=False):
-            y = self._add_bias(self._matmul(x.to(dtype)))
+            y = self._add_bias(self._matmul(input.to(dtype)))
         return y.to(torch.get_autocast_dtype(device))
 
     def freeze(self, *, dense: bool = False) -> FrozenLinear:

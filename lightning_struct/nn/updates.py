@@ -187,10 +187,10 @@ class AdaptedLinear(nn.Module):
             )
         setattr(self.base, name, param)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., out_features) for x (..., in_features); of images as the convolution."""
-        y = self.base(x)
-        x = F.dropout(x, self.dropout, self.training)
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., out_features) for an input (..., in_features); of images as the convolution."""
+        y = self.base(input)
+        x = F.dropout(input, self.dropout, self.training)
         if isinstance(self.base, CONVOLUTIONS):
             return y + of_channels(self.update, x, self.base.stride).to(y.dtype)
         return y + self.update(x).to(y.dtype)

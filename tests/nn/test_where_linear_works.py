@@ -10,7 +10,18 @@ import torch.nn.utils.prune
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_struct.nn import BlockStructured, LDRSubdiagonal, LDRTridiagonal, StructuredLSTM
+from lightning_struct.nn import (
+    BlockStructured,
+    LDRSubdiagonal,
+    LDRTridiagonal,
+    LowRank,
+    StructuredLSTM,
+    add_adapters,
+    freeze,
+    replace_conv,
+    replace_linear,
+)
+from lightning_struct.nn.channels import in_place_of
 from tests.nn.layers import FACTORIES, NAMES
 from tests.processes import in_two_processes
 
@@ -348,3 +359,44 @@ def test_torchscript_records_the_right_numbers_or_says_what_to_do_instead(name):
             torch.jit.trace(layer.freeze(), x)
     else:
         torch.testing.assert_close(torch.jit.trace(layer.freeze(), x)(others), layer(others), rtol=1e-4, atol=1e-5)
+
+
+class Mixed(nn.Module):
+    """Of each kind of layer one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = replace_conv(nn.Conv2d(3, 4, 3, padding=1), LowRank, torch.zeros(1, 3, 4, 4))
+        self.patches = in_place_of(nn.Conv2d(4, 4, 2, stride=2), LDRSubdiagonal(16, 4))
+        self.pixels = replace_linear(nn.Conv2d(4, 12, 1), LowRank)
+        self.lstm = StructuredLSTM(12, 12, LowRank)
+        self.attention = replace_linear(nn.MultiheadAttention(12, 2), LowRank)
+        self.adapted = add_adapters(nn.Linear(12, 12), LDRSubdiagonal)
+        self.layers = nn.ModuleDict({name: factory(12, 12) for name, factory in FACTORIES.items()})
+
+    def forward(self, x):
+        x = self.pixels(self.patches(self.blocks(x))).flatten(2).permute(2, 0, 1)
+        x, _ = self.lstm(x)
+        x = self.adapted(x + self.attention(x, x, x)[0])
+        for layer in self.layers.values():
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [lambda model: model, freeze], ids=["trained", "frozen"])
+def test_torch_fx_records_layers_as_a_whole(make):
+    model, x = make(Mixed().eval()), torch.randn(2, 3, 4, 4)
+    graph = torch.fx.symbolic_trace(model)
+    assert torch.equal(graph(x), model(x))
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+    assert {"blocks", "patches", "lstm", "attention", *(f"layers.{name}" for name in NAMES)} < set(targets)
+    with pytest.raises(RuntimeError, match="torch.fx does not look into LowRank.*nn.Sequential"):
+        torch.fx.symbolic_trace(LowRank(4, 4))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_may_be_given_by_the_name_that_linear_has_for_them(name):
+    layer, x = FACTORIES[name](12, 7), torch.randn(3, 12)
+    for module in layer, layer.freeze(), add_adapters(nn.Sequential(nn.Linear(12, 7)), FACTORIES[name])[0]:
+        assert torch.equal(module(input=x), module(x))

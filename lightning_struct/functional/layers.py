@@ -237,7 +237,7 @@ def excluded_modules(
         ValueError: one of them is no module of ``module``; the message calls what was given by ``argument``.
         TypeError: one of them is neither a module nor a name.
     """
-    by_name = dict(plain_named_modules(module))
+    by_name, known = dict(plain_named_modules(module)), set(module.modules())
     several = isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module)
     excluded: set[nn.Module] = set()
     for item in exclude if several else [exclude]:
@@ -245,7 +245,7 @@ def excluded_modules(
             what = f"{type(item).__name__} {getattr(item, '__name__', '')}".rstrip()
             raise TypeError(f"{argument} has this {what}, but takes modules or the full names of modules")
         found = by_name.get(plain_name(item)) if isinstance(item, str) else item
-        if found is None or not any(found is child for child in module.modules()):
+        if found is None or found not in known:
             what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
             raise ValueError(
                 f"{argument} has {what}, which is no module of {type(module).__name__}: it takes modules or the full "

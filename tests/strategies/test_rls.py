@@ -289,11 +289,13 @@ def test_a_resumed_run_is_bitwise_that_without_a_break(network, stop, tmp_path):
 
 @pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
 def test_mixed_precision_keeps_p_in_float32(network, tmp_path):
-    module = network()
+    module, reference = network(), network()
+    start = weights(module)
     trainer = fit(module, tmp_path, precision="bf16-mixed")
+    fit(reference, tmp_path)
     state = trainer.optimizers[0].state["rls"]["layers.0.weight"]
     assert state["P"].dtype == torch.float32 and state["steps"] == 12
-    assert weights(module).isfinite().all()
+    assert (weights(module) - weights(reference)).norm() <= 0.01 * (weights(reference) - start).norm()
 
 
 def test_hooks_are_gone_after_fit(tmp_path):
@@ -307,10 +309,12 @@ def test_nan_stops_the_run_before_it_reaches_the_weights(network, tmp_path):
     inputs, targets = regression_data().tensors
     targets = targets.clone()
     targets[25, 0] = float("nan")
-    module = network()
+    module, batches = network(), DataLoader(TensorDataset(inputs, targets), batch_size=10)
     with pytest.raises(ValueError, match=r"RLS step 3: NaN or infinity in the gradient of layers.0.weight"):
-        fit(module, tmp_path, DataLoader(TensorDataset(inputs, targets), batch_size=10))
-    assert weights(module).isfinite().all()
+        fit(module, tmp_path, batches)
+    reference = network()
+    make_trainer(tmp_path, max_steps=2).fit(reference, batches)
+    assert torch.equal(weights(module), weights(reference))
 
 
 def test_the_batch_of_an_error_is_named(tmp_path):

@@ -390,11 +390,6 @@ def test_max_size_counts_inputs_and_block_size_the_rows_of_p() -> None:
     assert rows == [["2", "x", "20", "x", "20"], ["21", "x", "21"]]  # the blocks are of rows of P, with the bias
 
 
-def test_free_memory_of_this_machine_is_known() -> None:
-    free = memory.available_memory(torch.device("cpu"))
-    assert free is None or 2**20 < free < 2**50
-
-
 # --- state -----------------------------------------------------------------------------------------------------------
 
 FORMS: list[dict[str, Any]] = [{}, {"form": "rank1"}, {"forgetting": 0.99}, {"max_size": 16}]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_struct.functional.layers import hidden_layers, kind_of, plain_name
@@ -17,7 +16,7 @@ from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_poi
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.parametrizations import add_parametrization, remove_parametrizations
-from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
+from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear
 from lightning_struct.nn.report import reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
@@ -413,7 +412,7 @@ def _adapted(
 
     if not isinstance(layer, nn.MultiheadAttention):
         linear = linear_of(layer)
-        _check_has_shape(linear.weight)
+        check_has_shape(linear.weight)
         made = adapter(linear.weight, linear.in_features, linear.out_features)
         return AdaptedLinear(layer, made, dropout=dropout, **options).train(layer.training)
     if kind_of(layer) is None:
@@ -480,11 +479,6 @@ def _put_in_place(
         if isinstance(new, AdaptedLinear):
             model = _put(model, name, new)
     return model
-
-
-def _check_has_shape(weight: Tensor) -> None:
-    if is_lazy(weight):
-        raise ValueError("its weight has no shape yet: run the model once")
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.functional.layers import hidden_layers
@@ -88,7 +89,7 @@ def compress(
         ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; ``loss``
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; a name is not in the model; a parameter has no values, on the meta
-            device.
+            device, or no shape yet.
         TypeError: ``loss`` is not given, and the outputs are not a tensor, the model needs more arguments, or a batch
             is neither a tensor nor a sequence.
 
@@ -100,9 +101,9 @@ def compress(
         >>> sum(parameter.numel() for parameter in model.parameters()) <= 0.5 * 4810
         True
     """
+    _check_has_values(model)
     parameters = _count(model)
     allowed = _checked_budget(budget, max_loss_increase, parameters)
-    _check_has_values(model)
     batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
@@ -175,6 +176,8 @@ def _checked_budget(budget: float | None, max_loss_increase: float | None, param
 
 def _check_has_values(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} of {type(model).__name__} has no shape yet: run the model once")
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} of {type(model).__name__} is on the meta device, where it has no values: compress "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from lightning_struct.nn.structured import StructuredLinear
 
 
-def jacobian_norms(layer: StructuredLinear, iterations: int = 20) -> dict[str, float]:
-    """Spectral norms ‖∂M/∂θ‖ of the Jacobian of the matrix M by each parameter θ. An ``nn.Linear`` would have 1.
+def jacobian_norms(layer: StructuredLinear | nn.Linear, iterations: int = 20) -> dict[str, float]:
+    """Spectral norms ‖∂M/∂θ‖ of the Jacobian of the matrix M by each parameter θ. An ``nn.Linear`` has 1.
 
     A small step of θ moves M by up to that many times as much (Frobenius norms). Gradients are larger than those of a
     dense weight by up to the same factor: a step of SGD moves M by up to its square more than that of a dense weight at
@@ -18,7 +19,7 @@ def jacobian_norms(layer: StructuredLinear, iterations: int = 20) -> dict[str, f
     By power iteration from a fixed start, in O(mn) memory. The norms are those at the present weights.
 
     Args:
-        layer: any structured layer. Parameters that need no gradient are left out.
+        layer: any structured layer, or an ``nn.Linear``. Parameters that need no gradient are left out.
         iterations: products with the Jacobian and its transpose. Twenty find the norms to a few per cent.
 
     Returns:
@@ -29,6 +30,8 @@ def jacobian_norms(layer: StructuredLinear, iterations: int = 20) -> dict[str, f
         >>> {name: round(norm, 4) for name, norm in jacobian_norms(Circulant(16, 16)).items()}
         {'column': 4.0}
     """
+    if isinstance(layer, nn.Linear):
+        return {"weight": 1.0} if layer.weight.requires_grad else {}
     weights = {name: getattr(layer, name) for name in layer.weight_names}
     trained = {name: weight for name, weight in weights.items() if weight is not None and weight.requires_grad}
     norms = {}

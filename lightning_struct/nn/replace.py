@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
@@ -209,15 +210,17 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
     """The layer in place of an ``nn.Linear``: on its device, in its dtype and mode, trained where that one is.
 
     Raises:
-        TypeError: a layer is given as the factory.
-        TypeError, ValueError: the factory refuses the layer, which is named.
+        TypeError: a layer is given as the factory, or it makes none.
+        TypeError, ValueError: the factory refuses the layer, which is named, or makes one that does not fit.
     """
     check_makes_layers(factory)
     try:
+        check_has_shape(linear.weight)
         if is_from_linear(factory):
             layer = factory(linear)
         else:
             layer = factory(linear.in_features, linear.out_features, bias=linear.bias is not None)
+            _check_fits(layer, linear)
             layer = layer.to(linear.weight.device, linear.weight.dtype).train(linear.training)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -227,6 +230,24 @@ def replacement(name: str, linear: nn.Linear, factory: LayerFactory) -> nn.Modul
         of_linear = linear.bias if of_layer == "bias" and linear.bias is not None else linear.weight
         parameter.requires_grad_(parameter.requires_grad and of_linear.requires_grad)
     return layer
+
+
+def check_has_shape(weight: Tensor) -> None:
+    """Raise a ValueError for the weight of a lazy layer that was not called yet."""
+    if is_lazy(weight):
+        raise ValueError("its weight has no shape yet: run the model once")
+
+
+def _check_fits(layer: object, linear: nn.Linear) -> None:
+    """Raise an error for what a factory has made if it cannot stand in place of a layer."""
+    if not isinstance(layer, nn.Module):
+        raise TypeError(f"the factory has made no layer, but {layer!r}: let it return one")
+    for name in ("in_features", "out_features"):
+        made, asked = getattr(layer, name, None), getattr(linear, name)
+        if isinstance(made, int) and made != asked:
+            raise ValueError(f"the factory was asked for {name}={asked}, but has made {layer}")
+    if linear.bias is not None and getattr(layer, "bias", linear.bias) is None:
+        raise ValueError(f"the factory was asked for bias=True, but has made {layer}: let it hand bias on")
 
 
 def log_replacement(name: str, old: nn.Module, new: nn.Module) -> None:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 
 from lightning_struct.nn import jacobian_norms
 from tests.nn.layers import FACTORIES, NAMES
@@ -34,3 +35,7 @@ def test_frozen_parameters_are_left_out_and_random_numbers_are_left_alone():
     state = torch.get_rng_state()
     assert list(jacobian_norms(layer)) == ["G"]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_dense_weight_moves_its_matrix_as_far_as_itself():
+    assert jacobian_norms(nn.Linear(4, 4)) == {"weight": 1.0}

@@ -14,6 +14,7 @@ from lightning_struct.nn import (
     PrunedLinear,
     StructuredLinear,
     add_adapters,
+    compress,
     freeze,
     replace_conv,
     replace_linear,
@@ -103,6 +104,38 @@ def test_layer_in_place_of_a_factory_is_an_error_that_says_so(put):
 def test_factory_without_bias_is_an_error_that_says_how_it_is_called(put):
     with pytest.raises(TypeError, match=r"^the factory cannot be called as .*bias=...\): .*'bias'. Give a class"):
         put(Net(), lambda in_features, out_features: LowRank(in_features, out_features, rank=2))
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        (lambda n, m, bias: None, TypeError, "^0: the factory has made no layer, but None"),
+        (
+            lambda n, m, bias: LowRank(n, m + 1, bias=bias),
+            ValueError,
+            "^0: .* asked for out_features=8, but has made Low",
+        ),
+        (
+            lambda n, m, bias: LowRank(m, 9 * n, bias=bias),
+            ValueError,
+            "^0: .* asked for in_features=4, but has made Low",
+        ),
+        (lambda n, m, bias: LowRank(n, m, bias=False), ValueError, "^0: .* asked for bias=True.*let it hand bias on"),
+    ],
+)
+def test_what_a_factory_makes_must_fit(factory, error, message):
+    model = nn.Sequential(nn.Linear(4, 8))
+    with pytest.raises(error, match=message):
+        replace_linear(model, factory)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "change", [partial(replace_linear, factory=LowRank), lambda model: compress(model, torch.zeros(3, 4), budget=0.5)]
+)
+def test_lazy_layers_are_to_be_run_before(change):
+    with pytest.raises(ValueError, match="0.* has no shape yet: run the model once"):
+        change(nn.Sequential(nn.LazyLinear(8)))
 
 
 def test_shared_layer_stays_shared():

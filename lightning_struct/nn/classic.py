@@ -116,15 +116,15 @@ class ToeplitzLike(GeneratorLinear):
         return made_matrix_is_faster(self.rows, self.columns, self.rank, x.shape[:-1].numel(), x.device)
 
     def _square_to_dense(self) -> Tensor:
-        return self._shifted_to_dense(self.H)
+        return self._shifted_to_dense(*self._generators())
 
-    def _shifted_to_dense(self, H: Tensor) -> Tensor:
+    def _shifted_to_dense(self, G: Tensor, H: Tensor) -> Tensor:
         """Σ_i K(Z_1, g_i) K(Z_-1, h_i)ᵀ: equation (2) with A = Z_1 and B = Z_-1ᵀ."""
-        ones_a, ones_b, one = self.G.new_ones(self.rows - 1), self.G.new_ones(self.columns - 1), self.G.new_ones(())
-        return subdiagonal_to_dense(ones_a, one, ones_b, -one, self.G, H)
+        ones_a, ones_b, one = G.new_ones(self.rows - 1), G.new_ones(self.columns - 1), G.new_ones(())
+        return subdiagonal_to_dense(ones_a, one, ones_b, -one, G, H)
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return toeplitz_like_matmul(self.G, self.H, x)
+        return toeplitz_like_matmul(*self._generators(), x)
 
     def _keeps_dense(self, batch: int) -> bool:
         return kept_matrix_is_faster(self.out_features, self.in_features, self.rank, batch)
@@ -169,10 +169,11 @@ class HankelLike(ToeplitzLike):
     """
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return hankel_like_matmul(self.G, self.H, x, 1.0, -1.0)
+        return hankel_like_matmul(*self._generators(), x, 1.0, -1.0)
 
     def _square_to_dense(self) -> Tensor:
-        return self._shifted_to_dense(self.H.flip(0)).flip(1)
+        G, H = self._generators()
+        return self._shifted_to_dense(G, H.flip(0)).flip(1)
 
     def _prepare_square(self) -> ReversedColumns:
         return ReversedColumns(prepare_toeplitz_like(self.G, self.H.flip(0)))
@@ -289,7 +290,7 @@ class VandermondeLike(_FixedNodesLinear):
         return float(powers.cumsum(1).sum())
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return VandermondeFactors(self.nodes, self.G, self.H).matmul(x)
+        return VandermondeFactors(self.nodes, *self._generators()).matmul(x)
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(VandermondeFactors(self.nodes, self.G, self.H))

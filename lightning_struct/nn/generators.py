@@ -106,6 +106,12 @@ class GeneratorLinear(StructuredLinear):
         """``weight`` filled up with zeros to (rows, columns)."""
         return F.pad(weight, (0, self.columns - self.in_features, 0, self.rows - self.out_features))
 
+    def _generators(self) -> tuple[Tensor, Tensor]:
+        """G and H. A column alone is a view, so that its gradient has the strides of the parameter, as DDP wants it."""
+        if self.rank > 1:
+            return self.G, self.H
+        return self.G.flatten().unsqueeze(1), self.H.flatten().unsqueeze(1)
+
     def _set_generators(self, R: Tensor) -> None:
         """Make G Hᵀ the matrix of rank r nearest to R (rows, columns)."""
         G, H = truncated_factors(R, self.rank)

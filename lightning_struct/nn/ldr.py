@@ -278,7 +278,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _all_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         corner_a, corner_b = self._corners()
-        return self.subdiagonal_a, corner_a, self.subdiagonal_b, corner_b, self.G, self.H
+        return self.subdiagonal_a, corner_a, self.subdiagonal_b, corner_b, *self._generators()
 
     def _square_to_dense(self) -> Tensor:
         return subdiagonal_to_dense(*self._all_weights())
@@ -416,10 +416,10 @@ class LDRTridiagonal(LearnedOperatorLinear):
                 self.register_parameter(f"{entries}_{name}", parameter)
 
     def _square_to_dense(self) -> Tensor:
-        return tridiagonal_to_dense(*self.operators, self.G, self.H, self.method)
+        return tridiagonal_to_dense(*self.operators, *self._generators(), self.method)
 
     def _square_multiply(self, x: Tensor) -> Tensor:
-        return tridiagonal_matmul(*self.operators, self.G, self.H, x, self.method)
+        return tridiagonal_matmul(*self.operators, *self._generators(), x, self.method)
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(TridiagonalFactors.of(*self.operators, self.G, self.H))

@@ -90,6 +90,18 @@ def test_float32_is_as_exact_as_it_can_be(name):
     assert (layer(x) - exact).norm() < 1e-5 * exact.norm()
 
 
+@pytest.mark.parametrize("sizes", [(12, 12), (300, 200)])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_have_the_strides_of_their_parameters(name, sizes):
+    """DDP warns of others, in each run."""
+    factory = FACTORIES[name]
+    options = {**factory.keywords, **({"rank": 1} if "rank" in factory.keywords else {})}
+    layer = factory.func(*sizes, **options)
+    layer(torch.randn(5, sizes[0])).sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives(name):
     layer = make(name, 4, 3, dtype=torch.float64) if name != "pruned" else make(name, 8, 6, dtype=torch.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_poi
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.nn.parametrizations import add_parametrization, remove_parametrizations
-from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear
+from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear, set_modules
 from lightning_struct.nn.report import reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
@@ -151,11 +151,11 @@ def merge_adapters(model: Model) -> Model:
     for name, layer in linear:
         _check_can_merge(name, layer)
     merged: set[int] = set()
-    for name, layer in linear:
+    for _, layer in linear:
         if id(layer) not in merged:
             _merge(layer)
             merged.add(id(layer))
-        model = _put(model, name, layer.base)
+    model = set_modules(model, [(name, layer.base) for name, layer in linear])
     for _, layer in named:
         if _has_updated_weights(layer):
             remove_parametrizations(layer)
@@ -474,25 +474,13 @@ def _put_in_place(
                     add_parametrization(module, attribute, added)
                 else:
                     present.add(added)
-    for name, layer, _ in places:
-        new = adapted[layer]
-        if isinstance(new, AdaptedLinear):
-            model = _put(model, name, new)
-    return model
+    new_layers = [(name, adapted[layer]) for name, layer, _ in places]
+    return set_modules(model, [(name, new) for name, new in new_layers if isinstance(new, AdaptedLinear)])
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
-
-
-def _put(model: Model, name: str, layer: nn.Module) -> Model:
-    """``model`` with ``layer`` at the place ``name``; ``layer`` where that is the model."""
-    if not name:
-        return cast("Model", layer)
-    parent, attribute = _owner(model, name)
-    setattr(parent, attribute, layer)
-    return model
 
 
 def _check_can_merge(name: str, layer: AdaptedLinear) -> None:

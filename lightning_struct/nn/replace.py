@@ -117,13 +117,11 @@ def put_in_place(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
     """
     for message in [*_lost_ties(model, [name for name, _ in places]), *_lost_of_layers(model, places)]:
         warnings.warn(message, stacklevel=3)  # where the function was called that calls this one
-    set_modules(model, places)
-    itself = next((module for name, module in places if not name), model)
-    return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same
+    return set_modules(model, places)
 
 
-def set_modules(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
-    """Put modules at places of the model, by their names; nothing for the model itself."""
+def set_modules(model: Model, places: list[tuple[str, nn.Module]]) -> Model:
+    """The model with modules at places, by their names, without warnings; the one without a name in place of it."""
     for name, replacement in places:  # only when all are made: an error leaves the model as it was
         if name:
             parent, _, attribute = name.rpartition(".")
@@ -133,6 +131,8 @@ def set_modules(model: nn.Module, places: list[tuple[str, nn.Module]]) -> None:
             isinstance(module, StructuredAttention) for module in encoder.modules()
         ):
             encoder.use_nested_tensor = False  # nested tensors are for the path that reads the weights
+    itself = next((module for name, module in places if not name), model)
+    return cast("Model", itself)  # another class for a layer that is no part of a model: to type checkers the same
 
 
 def _replacement_of(name: str, layer: nn.Module, factory: LayerFactory, selection: Selection) -> nn.Module | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -173,14 +175,28 @@ class _Direction(nn.Module):
         """The outputs (steps, batch, h) for x (steps, batch, features), and the last h and c."""
         h, c = state
         from_inputs = _side_by_side(self.input_hidden, x)
+        from_hidden = self._hidden_product()
         outputs = []
         for from_input in reversed(from_inputs.unbind()) if backwards else from_inputs.unbind():
             # Appendix F.2: i, f, g, o; then c' = f * c + i * g and h' = o * tanh(c').
-            i, f, g, o = (from_input + _side_by_side(self.hidden_hidden, h)).chunk(4, -1)
+            i, f, g, o = (from_input + from_hidden(h)).chunk(4, -1)
             c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
             h = torch.sigmoid(o) * torch.tanh(c)
             outputs.append(h)
         return torch.stack(outputs[::-1] if backwards else outputs), (h, c)
+
+    def _hidden_product(self) -> Callable[[Tensor], Tensor]:
+        """Maps h to what goes from it to all gates: by one matrix where their layers are what ``nn.Linear`` is."""
+        if len(self.hidden_hidden) == 1 or not all(_is_plain(layer) for layer in self.hidden_hidden):
+            return partial(_side_by_side, self.hidden_hidden)
+        weights: list[Any] = [layer.weight for layer in self.hidden_hidden]
+        return partial(nn.functional.linear, weight=torch.cat(weights))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is an ``nn.Linear`` without a bias that nobody watches."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and layer.bias is None and not any(hooks)
 
 
 def _check_state(state: State, expected: tuple[int, ...]) -> None:

@@ -1,10 +1,28 @@
+import copy
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_struct.nn import LowRank, StructuredLSTM
+
+
+@contextmanager
+def count_of_calls(layer_class):
+    calls = []
+
+    def note(module, args):
+        if isinstance(module, layer_class):
+            calls.append(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
 def dense_weights_of(lstm, ours):
@@ -71,6 +89,25 @@ def test_each_input_hidden_product_is_taken_once_for_all_steps():
         layer.register_forward_hook(lambda module, inputs, outputs: calls.append(inputs[0].shape))
     lstm(torch.randn(9, 2, 5))
     assert calls == [(9, 2, 5)] * 4
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_hidden_matrices_are_multiplied_at_once_unless_their_layers_are_watched(bidirectional):
+    torch.manual_seed(0)
+    at_once = StructuredLSTM(5, 7, nn.Linear, bidirectional=bidirectional, dtype=torch.float64)
+    watched, x, calls = copy.deepcopy(at_once), torch.randn(3, 2, 5, dtype=torch.float64), []
+    for direction in watched.directions:
+        for layer in direction.hidden_hidden:
+            layer.register_forward_hook(lambda module, *_: calls.append(module))
+    torch.testing.assert_close(at_once(x), watched(x))
+    assert len(calls) == 3 * 4 * len(watched.directions)
+    for lstm in at_once, watched:
+        lstm(x)[0].square().sum().backward()
+    for ours, theirs in zip(at_once.parameters(), watched.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    with count_of_calls(nn.Linear) as calls:
+        at_once(x)
+    assert len(calls) == 4 * len(at_once.directions)  # of the inputs alone
 
 
 def test_dropout_is_between_the_levels_alone():

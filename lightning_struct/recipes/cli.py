@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -314,7 +315,7 @@ def run_recipe(
     """
     for package in ("jsonargparse", "rich"):
         require(package, "The command line of a recipe")
-    given = sys.argv[1:] if args is None else list(args)
+    given = _config_first(sys.argv[1:] if args is None else args)
     program = f"python -m lightning_struct.recipes.{name}"
     parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
     with ExitStack() as stack:
@@ -382,6 +383,21 @@ def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None
     if text is None:
         return None
     return {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
+
+
+def _config_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with ``--config`` directly behind the subcommand: options win over it wherever they stand."""
+    if not arguments or arguments[0] not in SUBCOMMANDS:
+        return list(arguments)
+    configs: list[str] = []
+    options: list[str] = []
+    rest = iter(arguments[1:])
+    for argument in rest:
+        if argument in ("-c", "--config"):
+            configs += [argument, *islice(rest, 1)]
+        else:
+            (configs if argument.startswith(("-c", "--config=")) else options).append(argument)
+    return [arguments[0], *configs, *options]
 
 
 def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[str]:

@@ -91,6 +91,13 @@ def test_options_and_a_named_config_win_over_the_checkpoint(capsys):
     assert other["model"]["class_path"] == "lightning_struct.models.RLSClassifier"
 
 
+@pytest.mark.parametrize("config", [("--config", "adam"), ("--config=adam",), ("-c", "adam"), ("-cadam",)])
+def test_options_win_over_a_config_that_is_named_behind_them(config, capsys):
+    printed = printed_config(capsys, "usps_autoencoder", "--trainer.max_epochs=1", *config, "--data.batch_size=7")
+    assert printed["model"]["class_path"] == "lightning_struct.models.Autoencoder"
+    assert (printed["trainer"]["max_epochs"], printed["data"]["batch_size"]) == (1, 7)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_pictures")
 def test_a_checkpoint_of_another_recipe_is_refused_by_name():

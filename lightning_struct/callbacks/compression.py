@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
 from lightning_struct.functional.layer_call import tensors_in
-from lightning_struct.nn.compress import compress
+from lightning_struct.nn.compress import check_goal, compress
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.report import replacement_report
 from lightning_struct.utilities import namespaces as L
@@ -72,10 +72,10 @@ class Compression(Callback):
         exclude: list[str] | None = None,
         candidates: Callable[[nn.Linear], list[Callable[..., nn.Module]]] | None = None,
     ) -> None:
-        if (budget is None) == (max_loss_increase is None):
-            raise MisconfigurationException(
-                "Compression needs one goal: budget=0.25 for a quarter of the parameters, or max_loss_increase=0.02"
-            )
+        try:
+            check_goal(budget, max_loss_increase)
+        except ValueError as error:
+            raise MisconfigurationException(f"Compression: {error}") from None
         if epoch < 0 or samples < 1:
             raise MisconfigurationException(
                 f"Compression needs epoch >= 0 and samples >= 1, but they are {epoch} and {samples}"

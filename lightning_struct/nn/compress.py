@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -102,8 +103,9 @@ def compress(
         True
     """
     _check_has_values(model)
+    check_goal(budget, max_loss_increase)
     parameters = _count(model)
-    allowed = _checked_budget(budget, max_loss_increase, parameters)
+    allowed = _allowed(budget, parameters)
     batches = [data] if isinstance(data, Tensor) else list(data)
     if not batches:
         raise ValueError("compress measures losses on data, but data has no batches")
@@ -156,7 +158,12 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _checked_budget(budget: float | None, max_loss_increase: float | None, parameters: int) -> int | None:
+def check_goal(budget: float | None, max_loss_increase: float | None) -> None:
+    """Check the goal of a compression.
+
+    Raises:
+        ValueError: neither or both are given, or one is out of range or no number.
+    """
     if (budget is None) == (max_loss_increase is None):
         both = "both are" if budget is not None else "neither is"
         raise ValueError(
@@ -164,13 +171,18 @@ def _checked_budget(budget: float | None, max_loss_increase: float | None, param
             "max_loss_increase=0.02 for the smallest model whose loss has risen by no more"
         )
     if budget is None:
-        if not (max_loss_increase is not None and max_loss_increase >= 0):
-            raise ValueError(f"max_loss_increase must not be negative, but is {max_loss_increase}")
-        return None
-    if not 0 < budget < float("inf"):
+        if not (isinstance(max_loss_increase, Real) and max_loss_increase >= 0):
+            raise ValueError(f"max_loss_increase must be a number that is not negative, but is {max_loss_increase!r}")
+    elif not (isinstance(budget, Real) and 0 < budget < float("inf")):
         raise ValueError(
-            f"budget must be positive and finite, a number of parameters or a part of them, but is {budget}"
+            f"budget must be positive and finite, a number of parameters or a part of them, but is {budget!r}"
         )
+
+
+def _allowed(budget: float | None, parameters: int) -> int | None:
+    """The number of parameters that a budget leaves; None without one."""
+    if budget is None:
+        return None
     return int(budget * parameters) if budget <= 1 else int(budget)
 
 

@@ -114,9 +114,19 @@ def test_goal_out_of_reach_is_named(pl, tmp_path):
         fit(pl, tmp_path, 1, callback=Compression(budget=10, epoch=0))
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.5, "max_loss_increase": 0.1}, {"budget": 0.5, "epoch": -1}])
-def test_options_that_cannot_be(options):
-    with pytest.raises(MisconfigurationException, match="Compression needs"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs one goal, but neither is given"),
+        ({"budget": 0.5, "max_loss_increase": 0.1}, "needs one goal, but both are given"),
+        ({"budget": 0}, "budget must be positive and finite, .*, but is 0"),
+        ({"budget": "0.5"}, "budget must be positive and finite, .*, but is '0.5'"),
+        ({"max_loss_increase": -1}, "max_loss_increase must be a number that is not negative, but is -1"),
+        ({"budget": 0.5, "epoch": -1}, "needs epoch >= 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_the_fit(options, message):
+    with pytest.raises(MisconfigurationException, match=f"Compression.*{message}"):
         Compression(**options)
 
 

@@ -221,7 +221,7 @@ def test_the_candidates_are_ranks_to_a_64th_and_monarch_matrices_of_2_to_16_bloc
         ({"budget": 0.5, "loss": lambda model, batch: model(batch[0])}, r"loss returns a tensor \(16, 3\) for a batch"),
         ({}, "needs one goal, but neither is given"),
         ({"budget": 0.5, "max_loss_increase": 0.1}, "needs one goal, but both are given"),
-        ({"max_loss_increase": -0.1}, "max_loss_increase must not be negative"),
+        ({"max_loss_increase": -0.1}, "max_loss_increase must be a number that is not negative"),
         ({"budget": 0.5, "loss": lambda model, batch: torch.tensor(torch.nan)}, "is not finite"),
         ({"budget": 100}, "allows 100 parameters, but .* smallest model has 174 of 1,275"),
         ({"budget": 0.5, "include": "head"}, "include names 'head', which is not in Sequential"),

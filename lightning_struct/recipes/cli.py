@@ -19,6 +19,7 @@ from zipfile import is_zipfile
 import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -87,6 +88,13 @@ class RunConfigCallback(SaveConfigCallback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint |= {CONFIG_IN_CHECKPOINT: self.text, RECIPE_IN_CHECKPOINT: self.recipe}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the best scores for a resumed run: Lightning drops them where the folder of checkpoints is another."""
+        for callback in trainer.checkpoint_callbacks:
+            state = checkpoint["callbacks"].get(callback.state_key)
+            if isinstance(callback, ModelCheckpoint) and state:
+                _keep_what_is_there(state, callback)
 
 
 class RecipeCLI(LightningCLI):
@@ -258,6 +266,34 @@ class RecipeCLI(LightningCLI):
         else:
             command = f"python -m lightning_struct.recipes.{self.recipe} fit --ckpt_path {shlex.quote(str(newest))}"
             print(f"to resume        {command}", file=sys.stderr)
+
+
+def _keep_what_is_there(state: dict[str, Any], callback: ModelCheckpoint) -> None:
+    """Make the saved state of a ModelCheckpoint one of its present folder, with the files that have not been removed.
+
+    Nor are they removed for better ones: Lightning removes files of the present folder only.
+    """
+    best, scores = state["best_model_path"], state["best_k_models"]
+    if best and not _exists(best):
+        state["best_model_path"] = ""
+        if callback.monitor is not None:
+            rank_zero_warn(f"The best checkpoint so far, {best}, is not there any more: the best of the others counts.")
+    there = sorted(filter(_exists, scores), key=scores.__getitem__, reverse=callback.mode == "max")
+    kept = there[: callback.save_top_k] if callback.save_top_k >= 0 else there  # -1 keeps all
+    if kept:
+        state |= {
+            "dirpath": callback.dirpath,
+            "best_k_models": {path: scores[path] for path in kept},
+            "best_model_path": kept[0],
+            "best_model_score": scores[kept[0]],
+            "kth_best_model_path": kept[-1],
+            "kth_value": scores[kept[-1]],
+        }
+
+
+def _exists(path: str) -> bool:
+    """Whether there is such a file; those of remote file systems are taken to be there."""
+    return "://" in path or Path(path).exists()
 
 
 def _raise_what_a_class_has_said(error: ValueError) -> None:

@@ -1,14 +1,17 @@
 """Every recipe is resumed by its checkpoint alone: to the config and the weights of the uninterrupted run."""
 
 from importlib import import_module
+from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
-from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
+from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT, _keep_what_is_there
 
 SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
 POINTS = [
@@ -96,6 +99,59 @@ def test_options_win_over_a_config_that_is_named_behind_them(config, capsys):
     printed = printed_config(capsys, "usps_autoencoder", "--trainer.max_epochs=1", *config, "--data.batch_size=7")
     assert printed["model"]["class_path"] == "lightning_struct.models.Autoencoder"
     assert (printed["trainer"]["max_epochs"], printed["data"]["batch_size"]) == (1, 7)
+
+
+class Worse(L.Callback):
+    """A validation loss that is worst at last."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.log("val_loss", float(trainer.current_epoch))
+
+
+def best_of_run_and_of_its_resumption(conf, between=lambda: None):
+    """The best checkpoints of a run and of its resumption, in which the loss is higher."""
+    one = [*QUIET, "--trainer.limit_test_batches=0"]
+    callbacks = "--trainer.callbacks+=tests.recipes.test_resume.Worse"
+    main = import_module("lightning_struct.recipes.curves_autoencoder").main
+    first = main(["fit", "--config", conf("adam"), "--trainer.max_epochs=1", callbacks, *one])
+    between()
+    last = "results/curves_autoencoder/version_0/checkpoints/last.ckpt"
+    resumed = main(["fit", "--ckpt_path", last, "--trainer.max_epochs=3"])
+    return first.trainer.checkpoint_callback, resumed.trainer.checkpoint_callback
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_resumed_run_remembers_the_best_score(conf, capsys):
+    first, resumed = best_of_run_and_of_its_resumption(conf)
+    assert resumed.best_model_path == first.best_model_path and resumed.best_model_score == first.best_model_score == 0
+    assert f"best checkpoint  {first.best_model_path}\n" in capsys.readouterr().out.partition("best checkpoint")[2]
+    assert Path(first.best_model_path).exists()
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_resumed_run_says_that_the_best_checkpoint_is_gone(conf):
+    best = "results/curves_autoencoder/version_0/checkpoints/epoch=0-step=2.ckpt"
+    with pytest.warns(UserWarning, match=f"The best checkpoint so far, {best}, is not there any more"):
+        _, resumed = best_of_run_and_of_its_resumption(conf, between=Path(best).unlink)
+    assert Path(resumed.best_model_path).parent == Path("results/curves_autoencoder/version_1/checkpoints")
+    assert resumed.best_model_score == 1
+
+
+@pytest.mark.parametrize(
+    ("gone", "save_top_k", "kept"), [(None, -1, "abc"), (None, 2, "ab"), ("a", 2, "bc"), ("b", 1, "a"), ("c", 3, "ab")]
+)
+@pytest.mark.filterwarnings("ignore:The best checkpoint so far")
+def test_scores_of_checkpoints_that_are_there_are_kept(gone, save_top_k, kept):
+    scores = {name: torch.tensor(float(number)) for number, name in enumerate("abc")}
+    for name in scores:
+        Path(name).touch()
+    if gone is not None:
+        Path(gone).unlink()
+    state = {"best_model_path": "a", "best_k_models": scores}
+    _keep_what_is_there(state, ModelCheckpoint("here", monitor="val_loss", save_top_k=save_top_k))
+    assert "".join(state["best_k_models"]) == kept
+    assert (state["best_model_path"], state["kth_best_model_path"]) == (kept[0], kept[-1])
+    assert (state["best_model_score"], state["kth_value"]) == (scores[kept[0]], scores[kept[-1]])
 
 
 @pytest.mark.slow

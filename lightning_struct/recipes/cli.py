@@ -27,6 +27,7 @@ from lightning_struct import __version__
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.denormals import denormals_flushed
 from lightning_struct.recipes.catalogue import RECIPES, default_config, did_you_mean
+from lightning_struct.recipes.checkpoints import LastCheckpoint, keep_what_is_there
 from lightning_struct.recipes.quiet import noise_filtered
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
@@ -94,7 +95,7 @@ class RunConfigCallback(SaveConfigCallback):
         for callback in trainer.checkpoint_callbacks:
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state:
-                _keep_what_is_there(state, callback)
+                keep_what_is_there(state, callback)
 
 
 class RecipeCLI(LightningCLI):
@@ -180,7 +181,10 @@ class RecipeCLI(LightningCLI):
             self.save_config_callback = None
             if self._logger_is_the_default():
                 kwargs.setdefault("logger", False)
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        if self.subcommand == "fit" and trainer.checkpoint_callbacks:
+            trainer.callbacks.append(LastCheckpoint())  # type: ignore[attr-defined]
+        return trainer
 
     def _logger_is_the_default(self) -> bool:
         default, chosen = self.trainer_defaults["logger"], self.config[self.subcommand].trainer.logger
@@ -222,6 +226,8 @@ class RecipeCLI(LightningCLI):
                 console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
         console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
         console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
+        if not best and (last := self._newest_checkpoint()):
+            console.print(f"last checkpoint  {last}", markup=False)
         for picture in sorted(self._log_dir.glob("*.png")):
             console.print(f"picture          {picture}", markup=False)
         console.print(f"log              {self._log_dir}", markup=False)
@@ -253,47 +259,23 @@ class RecipeCLI(LightningCLI):
         if Path(path).is_file() and not is_zipfile(path):
             raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
 
+    def _newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint in the folders of this run."""
+        folders = {str(getattr(callback, "dirpath", None)) for callback in self.trainer.checkpoint_callbacks}
+        written = [path for folder in folders for path in Path(folder).glob("*.ckpt") if is_zipfile(path)]
+        return max(written, key=lambda path: path.stat().st_mtime, default=None)
+
     def _say_how_to_resume(self) -> None:
         """Tell where the results of an unfinished fit are, and the command that goes on with it."""
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        folders = {str(getattr(callback, "dirpath", None)) for callback in self.trainer.checkpoint_callbacks}
-        written = [path for folder in folders for path in Path(folder).glob("*.ckpt") if is_zipfile(path)]  # complete
-        newest = max(written, key=lambda path: path.stat().st_mtime, default=self._checkpoint)
+        newest = self._newest_checkpoint() or self._checkpoint
         print(f"\nresults so far   {self._log_dir}", file=sys.stderr)
         if newest is None:
             print("No checkpoint was written yet: start again to train.", file=sys.stderr)
         else:
             command = f"python -m lightning_struct.recipes.{self.recipe} fit --ckpt_path {shlex.quote(str(newest))}"
             print(f"to resume        {command}", file=sys.stderr)
-
-
-def _keep_what_is_there(state: dict[str, Any], callback: ModelCheckpoint) -> None:
-    """Make the saved state of a ModelCheckpoint one of its present folder, with the files that have not been removed.
-
-    Nor are they removed for better ones: Lightning removes files of the present folder only.
-    """
-    best, scores = state["best_model_path"], state["best_k_models"]
-    if best and not _exists(best):
-        state["best_model_path"] = ""
-        if callback.monitor is not None:
-            rank_zero_warn(f"The best checkpoint so far, {best}, is not there any more: the best of the others counts.")
-    there = sorted(filter(_exists, scores), key=scores.__getitem__, reverse=callback.mode == "max")
-    kept = there[: callback.save_top_k] if callback.save_top_k >= 0 else there  # -1 keeps all
-    if kept:
-        state |= {
-            "dirpath": callback.dirpath,
-            "best_k_models": {path: scores[path] for path in kept},
-            "best_model_path": kept[0],
-            "best_model_score": scores[kept[0]],
-            "kth_best_model_path": kept[-1],
-            "kth_value": scores[kept[-1]],
-        }
-
-
-def _exists(path: str) -> bool:
-    """Whether there is such a file; those of remote file systems are taken to be there."""
-    return "://" in path or Path(path).exists()
 
 
 def _raise_what_a_class_has_said(error: ValueError) -> None:

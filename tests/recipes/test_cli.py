@@ -94,6 +94,50 @@ def test_without_a_checkpoint_the_errors_are_those_of_the_last_weights(conf, cap
     assert "Averages over samples, the last weights" in capsys.readouterr().out
 
 
+RARE_VALIDATIONS = ("--trainer.max_epochs=-1", "--trainer.check_val_every_n_epoch=4", "--trainer.limit_test_batches=0")
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize(("steps", "best"), [(3, "none was kept"), (9, "checkpoints/epoch=3-step=8.ckpt")])
+def test_fit_that_ends_between_two_validations_leaves_its_last_checkpoint(steps, best, conf, capsys):
+    cli = main(["fit", "--config", conf("adam"), f"--trainer.max_steps={steps}", *RARE_VALIDATIONS])
+    last = RUN / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(last)
+    assert checkpoint["global_step"] == steps
+    assert all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in cli.model.state_dict().items())
+    printed = capsys.readouterr().out
+    assert f"{best}\n" in printed and (f"last checkpoint  {last}\n" in printed) == (steps == 3)
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_last_checkpoint_has_the_last_weights_where_the_best_are_put_back(conf):
+    stopping = [
+        "--trainer.callbacks+=lightning_struct.callbacks.ValidationMeritStopping",
+        "--trainer.callbacks.monitor=val_loss",
+        "--model.optimizer.lr=3",
+    ]
+    cli = main(["fit", "--config", conf("adam"), "--trainer.max_steps=9", *RARE_VALIDATIONS, *stopping])
+    last, best = (torch.load(RUN / "checkpoints" / f"{name}.ckpt") for name in ("last", "epoch=3-step=8"))
+    name, value = next(iter(cli.model.state_dict().items()))
+    assert torch.equal(value, best["state_dict"][name]) and not torch.equal(value, last["state_dict"][name])
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_fit_goes_on_from_a_last_checkpoint_between_two_validations(conf):
+    whole = main(["fit", "--config", conf("adam"), *RARE_VALIDATIONS, "--trainer.max_epochs=5"])
+    main(["fit", "--config", conf("adam"), *RARE_VALIDATIONS, "--trainer.max_epochs=3"])
+    last = "results/curves_autoencoder/version_1/checkpoints/last.ckpt"
+    resumed = main(["fit", "--ckpt_path", last, "--trainer.max_epochs=5"])
+    assert resumed.trainer.global_step == 10 and torch.equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("option", ["--trainer.enable_checkpointing=false", "--trainer.callbacks.save_top_k=0"])
+def test_no_checkpoint_is_written_where_none_is_wanted(option, conf):
+    callbacks = ["--trainer.callbacks=ModelCheckpoint"] if "callbacks" in option else ["--trainer.callbacks=null"]
+    main(["fit", "--config", conf("adam"), *callbacks, option, "--trainer.max_steps=3", *RARE_VALIDATIONS])
+    assert not list(RUN.rglob("*.ckpt"))
+
+
 def test_without_test_batches_there_are_no_errors_to_show(conf, capsys):
     main(["fit", "--config", conf("adam"), "--trainer.limit_test_batches=0"])
     printed = capsys.readouterr().out

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
-from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT, _keep_what_is_there
+from lightning_struct.recipes.checkpoints import keep_what_is_there
+from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
 
 SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
 POINTS = [
@@ -148,7 +149,7 @@ def test_scores_of_checkpoints_that_are_there_are_kept(gone, save_top_k, kept):
     if gone is not None:
         Path(gone).unlink()
     state = {"best_model_path": "a", "best_k_models": scores}
-    _keep_what_is_there(state, ModelCheckpoint("here", monitor="val_loss", save_top_k=save_top_k))
+    keep_what_is_there(state, ModelCheckpoint("here", monitor="val_loss", save_top_k=save_top_k))
     assert "".join(state["best_k_models"]) == kept
     assert (state["best_model_path"], state["kth_best_model_path"]) == (kept[0], kept[-1])
     assert (state["best_model_score"], state["kth_value"]) == (scores[kept[0]], scores[kept[-1]])

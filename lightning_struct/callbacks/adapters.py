@@ -57,10 +57,13 @@ class AdapterCheckpoint(Callback):
         >>> trainer = Trainer(callbacks=[AdapterCheckpoint()], logger=False, accelerator="cpu")
     """
 
+    _runs = False  # between setup and teardown, when the hooks of the module do it
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_sharded_weights(trainer, "AdapterCheckpoint")
         leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))
         add_checkpoint_hooks(pl_module, "AdapterCheckpoint", save=leave_out, load=_fill_in_base)
+        self._runs = True
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not has_adapters(pl_module):
@@ -72,13 +75,15 @@ class AdapterCheckpoint(Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         leave_out = partial(_leave_out_base, is_compressed=_compresses(trainer))  # also after the end of a run
         leave_out(pl_module, checkpoint)
-        _call_once_after(pl_module, leave_out)  # what is after this callback may put an average of the weights in
+        if not self._runs:
+            _call_once_after(pl_module, leave_out)  # what is after this callback may put an average of the weights in
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._runs = False
         remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        remove_checkpoint_hooks(pl_module, "AdapterCheckpoint")  # there is no teardown
+        self.teardown(trainer, pl_module, "")  # which Lightning does not call then
 
 
 def _compresses(trainer: Any) -> bool:

@@ -12,7 +12,7 @@ from lightning_struct.data.norb import NORBDataModule
 from lightning_struct.data.points import PointDraws, PointsDataModule
 from lightning_struct.data.rectangles import RectanglesDataModule
 from lightning_struct.data.regions import Box, Faces, Region
-from lightning_struct.data.sampling import DrawLoader, IndependentDraws
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch
 from lightning_struct.data.text_corpus import TextCorpusDataModule
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "Region",
     "TextCorpusDataModule",
     "USPSDataModule",
+    "keep_batch",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch
+from lightning_struct.data.sampling import DrawLoader, IndependentDraws, Samples, keep_batch
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
@@ -46,17 +46,20 @@ class LoaderOptions(SamplingOptions, total=False):
 class BatchedTensorDataset(TensorDataset):
     """A ``TensorDataset`` whose batches are one indexing of each tensor, not a stack of single samples.
 
-    A ``DataLoader`` finds ``__getitems__`` by itself; its ``collate_fn`` then has nothing left to do
-    (:func:`keep_batch`). Any sampler works, Lightning's own under DDP too.
+    A ``DataLoader`` finds ``__getitems__`` by itself. With ``collate_fn=keep_batch``, which the data modules take, the
+    batch stays as it is; any other ``collate_fn`` gets the samples of it, as of a ``TensorDataset``. Any sampler works,
+    Lightning's own under DDP too, and so do ``Subset`` and ``random_split``.
 
     Example:
         >>> dataset = BatchedTensorDataset(torch.arange(10), torch.arange(10) % 2)
         >>> next(iter(DataLoader(dataset, batch_size=4, collate_fn=keep_batch)))
         (tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1]))
+        >>> next(iter(DataLoader(dataset, batch_size=4)))
+        [tensor([0, 1, 2, 3]), tensor([0, 1, 0, 1])]
     """
 
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return self[indices]
+    def __getitems__(self, indices: list[int]) -> Samples:
+        return Samples(self[indices])
 
 
 class Splits(NamedTuple):

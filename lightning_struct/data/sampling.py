@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
 from lightning_struct.collective import rank as current_rank
@@ -249,9 +250,36 @@ class DrawLoader(DataLoader):
         self.sampler.load_state_dict(state_dict)  # type: ignore[attr-defined]
 
 
+class Samples(Sequence[tuple[Tensor, ...]]):
+    """The samples of a batch that is there as a whole already, one row of each tensor a sample.
+
+    To any ``collate_fn`` it is the list of samples that a ``DataLoader`` fetches; :func:`keep_batch` takes the tensors.
+
+    Example:
+        >>> samples = Samples((torch.arange(3), torch.zeros(3)))
+        >>> len(samples), samples[2]
+        (3, (tensor(2), tensor(0.)))
+        >>> keep_batch(samples)
+        (tensor([0, 1, 2]), tensor([0., 0., 0.]))
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = tuple(tensor[index] for tensor in self.tensors)
+        return Samples(rows) if isinstance(index, slice) else rows
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(tensor.unbind() for tensor in self.tensors), strict=True)
+
+
 def keep_batch(batch: Any) -> Any:
     """The ``collate_fn`` for batches that come whole from the data set."""
-    return batch
+    return batch.tensors if isinstance(batch, Samples) else batch
 
 
 class _IndexedByLists(Dataset):

@@ -2,10 +2,17 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, random_split
 
-from lightning_struct.data import BatchedTensorDataset, CurvesDataModule, DrawLoader, MNISTDataModule
-from lightning_struct.data.in_memory import image_dataset, keep_batch, split_at_random
+from lightning_struct.data import (
+    BatchedTensorDataset,
+    CurvesDataModule,
+    DrawLoader,
+    IndependentDraws,
+    MNISTDataModule,
+    keep_batch,
+)
+from lightning_struct.data.in_memory import image_dataset, split_at_random
 from lightning_struct.models import Autoencoder
 
 
@@ -28,6 +35,25 @@ def test_batches_come_whole_from_an_ordinary_loader(dataset):
 def test_batches_come_whole_from_a_subset(dataset):
     (_, labels), *_ = DataLoader(Subset(dataset, [7, 8, 9]), batch_size=2, collate_fn=keep_batch)
     assert labels.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_samples_are_collated_by_default_as_of_a_tensor_dataset(dataset, workers):
+    for data in (dataset, Subset(dataset, [7, 8, 1]), random_split(dataset, [0.5, 0.5])[1], dataset + dataset):
+        batches = list(DataLoader(data, batch_size=2, num_workers=workers))
+        assert all(isinstance(batch, list) for batch in batches)
+        for column in (0, 1):
+            expected = torch.stack([data[index][column] for index in range(len(data))])
+            assert torch.equal(torch.cat([batch[column] for batch in batches]), expected)
+
+
+def test_own_collate_fn_gets_the_samples(dataset):
+    def labels(samples):
+        return [int(label) for _, label in samples], len(samples), [int(label) for _, label in samples[1:]]
+
+    assert next(iter(DataLoader(dataset, batch_size=3, collate_fn=labels))) == ([0, 1, 2], 3, [1, 2])
+    draws = IndependentDraws(dataset, 3, 1)
+    assert next(iter(DrawLoader(dataset, draws, collate_fn=labels)))[1] == 3
 
 
 def test_pixels_that_are_not_numbers_are_refused():

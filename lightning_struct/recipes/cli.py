@@ -181,10 +181,24 @@ class RecipeCLI(LightningCLI):
             self.save_config_callback = None
             if self._logger_is_the_default():
                 kwargs.setdefault("logger", False)
+        elif self.config[self.subcommand].trainer.logger is False:
+            kwargs.setdefault("default_root_dir", self._folder_without_logger())
         trainer = super().instantiate_trainer(**kwargs)
         if self.subcommand == "fit" and trainer.checkpoint_callbacks:
             trainer.callbacks.append(LastCheckpoint())  # type: ignore[attr-defined]
         return trainer
+
+    def _folder_without_logger(self) -> str:
+        """A folder that is not there yet, as a logger makes one: ``version_0``, ``version_1`` and so on.
+
+        It is in the folder that was named for what is written without a logger, else where the recipe logs.
+        """
+        named = self.config[self.subcommand].trainer.default_root_dir
+        if "://" in str(named):  # where folders cannot be listed in this way
+            return str(named)
+        root = Path("results", self.recipe) if named is None else Path(named)
+        versions = (path.name.removeprefix("version_") for path in root.glob("version_*"))
+        return str(root / f"version_{max((int(number) + 1 for number in versions if number.isdecimal()), default=0)}")
 
     def _logger_is_the_default(self) -> bool:
         default, chosen = self.trainer_defaults["logger"], self.config[self.subcommand].trainer.logger

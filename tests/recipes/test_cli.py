@@ -239,6 +239,22 @@ def test_validate_and_test_leave_no_folder(conf):
         assert cli.trainer.callback_metrics and not Path("results").exists()
 
 
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize("named", [None, "elsewhere"])
+def test_runs_without_a_logger_have_folders_of_their_own(named, conf, capsys):
+    root = Path(named or "results/curves_autoencoder")
+    options = ["--trainer.logger=false", "--trainer.max_epochs=1", "--trainer.limit_test_batches=0"]
+    options += [] if named is None else [f"--trainer.default_root_dir={named}"]
+    (root / "version_8_copied").mkdir(parents=True)
+    for number in (0, 1):
+        main(["fit", "--config", conf("adam"), *options])
+        files = {path.name for path in (root / f"version_{number}").iterdir()}
+        assert {"checkpoints", "config.yaml", "training_curves.csv"} <= files
+        assert f"log              {root / f'version_{number}'}\n" in capsys.readouterr().out
+    main(["predict", "--ckpt_path", f"{root}/version_0/checkpoints/last.ckpt"])
+    assert (root / "version_2" / "reconstructions.pt").exists()
+
+
 def test_logger_that_is_named_is_used_in_a_test(conf):
     main(["test", "--config", conf("adam"), "--trainer.logger.init_args.save_dir=tested"])
     assert [path.name for path in Path("tested").rglob("metrics.csv")] == ["metrics.csv"]

@@ -74,13 +74,14 @@ class CrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
-        classes = outputs.shape[-1]
-        flat = (
-            targets.reshape(-1, classes).to(outputs.dtype)
-            if targets.is_floating_point()
-            else targets.reshape(-1).long()
-        )
-        return _mean(F.cross_entropy(outputs.reshape(-1, classes), flat, reduction="none"))
+        logits = outputs.reshape(-1, outputs.shape[-1])
+        if targets.is_floating_point():
+            return F.cross_entropy(logits.double(), targets.reshape(logits.shape).double())
+        labels = targets.reshape(-1).long()
+        # 1 - p, the sum of the other classes: where it is small, so is -log p, which loses no digits by log1p
+        others = logits.softmax(-1).scatter(-1, labels[:, None], 0.0).sum(-1)
+        small, large = -torch.log1p(-others.clamp_max(0.5)), F.cross_entropy(logits, labels, reduction="none")
+        return _mean(torch.where(others < 0.5, small, large))
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
@@ -142,7 +143,8 @@ class BinaryCrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
-        return _mean(F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none"))
+        probabilities = targets.to(outputs.dtype)  # no term is negative, so that small losses keep all their digits
+        return _mean(probabilities * F.softplus(-outputs) + (1 - probabilities) * F.softplus(outputs))
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)

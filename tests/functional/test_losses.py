@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -137,6 +138,21 @@ def test_the_sum_over_a_large_float32_batch_is_better_than_float32(loss: GaussNe
     value = loss.value(outputs, targets)
     assert value.dtype == torch.float64
     assert value.item() == pytest.approx(loss.value(outputs.double(), targets.double()).item(), rel=5e-9)
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "expected"),
+    [
+        (CrossEntropy(), [[30.0, 0.0, 1.0]], [0], math.log1p(math.exp(-30) + math.exp(-29))),
+        (CrossEntropy(), [[-2000.0, 0.0, 1.0]], [0], 2000 + math.log(1 + math.e)),
+        (BinaryCrossEntropy(), [[30.0, -25.0]], [[1, 0]], (math.log1p(math.exp(-30)) + math.log1p(math.exp(-25))) / 2),
+        (BinaryCrossEntropy(), [[-2000.0]], [[1]], 2000.0),
+    ],
+)
+def test_float32_keeps_the_digits_of_tiny_and_of_large_losses(
+    loss: GaussNewtonLoss, outputs: Any, targets: Any, expected: float
+) -> None:
+    assert loss.value(torch.tensor(outputs), torch.tensor(targets)).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["value", "residual"])

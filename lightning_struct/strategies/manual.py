@@ -40,6 +40,11 @@ class ManualOptimization(L.LightningModule):
         inherited = getattr(super(), "inputs_and_targets", None)  # of the module that the mixin was put before
         return self._requirements.pair_of_tensors(self, batch) if inherited is None else inherited(batch)
 
+    def configure_callbacks(self) -> Any:
+        if self.trainer.state.fn == "fit":
+            self._requirements.check_gradient_options(self)  # the first hook of a fit: Lightning's check is the next
+        return super().configure_callbacks()
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +59,31 @@ class Requirements:
             raise MisconfigurationException(
                 f"{type(module).__name__} sets automatic_optimization=True, but {self.mixin} is manual optimization: "
                 f"{self.automatic}"
+            )
+
+    def check_gradient_options(self, module: L.LightningModule) -> None:
+        """Refuse options of the Trainer for gradients, before Lightning does and names automatic optimization.
+
+        Raises:
+            MisconfigurationException: ``gradient_clip_val`` or ``accumulate_grad_batches`` is set.
+        """
+        trainer: Any = module.trainer
+        if module.automatic_optimization:
+            return
+        if trainer.gradient_clip_val:
+            name = self.optimizer.__name__
+            raise MisconfigurationException(
+                f"{self.mixin} does not work with Trainer(gradient_clip_val={trainer.gradient_clip_val!r}): "
+                + (
+                    f"leave it out and clip by {name}(max_grad_norm=...)"
+                    if "max_grad_norm" in signature(self.optimizer).parameters
+                    else f"leave it out, a step of {name} is no gradient that could be clipped"
+                )
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"{self.mixin} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
+                f"leave it out and make the batches {trainer.accumulate_grad_batches} times as large, each is one step"
             )
 
     def check_trained(self, module: L.LightningModule) -> None:

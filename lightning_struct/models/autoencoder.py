@@ -52,7 +52,8 @@ class Autoencoder(L.LightningModule):
             needs a metric gets ``val_loss``.
 
     Raises:
-        MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.
+        MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive; in a
+            step, if it begins with another number of pixels than the images have.
 
     Example:
         >>> Autoencoder([784, 30, 6])(torch.zeros(5, 784)).shape
@@ -91,6 +92,12 @@ class Autoencoder(L.LightningModule):
     def inputs_and_targets(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The images of a batch, twice. ``batch`` is a tensor (n, pixels) or a sequence that begins with it."""
         images = batch if isinstance(batch, Tensor) else batch[0]
+        pixels = self.hparams["layer_sizes"][0]
+        if images.shape[-1] != pixels:
+            raise MisconfigurationException(
+                f"The images have {images.shape[-1]} pixels, but layer_sizes begins with {pixels}: "
+                f"begin it with {images.shape[-1]}"
+            )
         return images, images
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -145,7 +152,8 @@ class SHFAutoencoder(SHFOptimization, Autoencoder):
             ``lambda module: SHF(module, "mse")`` chooses its settings instead.
 
     Raises:
-        MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive.
+        MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive; in a
+            step, if it begins with another number of pixels than the images have.
 
     Example:
         >>> model = SHFAutoencoder([784, 30, 6], sparse_connections=20)

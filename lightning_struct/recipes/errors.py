@@ -5,9 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
+from traceback import walk_tb
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+
+from lightning_struct.utilities.namespaces import NAMESPACES
 
 INTERRUPTED, TERMINATED = 130, 143  # exit statuses of SIGINT and SIGTERM, as shells have them
 ELSEWHERE = "write elsewhere by --trainer.logger.init_args.save_dir=FOLDER"
@@ -23,10 +26,18 @@ REMEDIES = {
 }
 
 
+PARTS_OF_LIGHTNING = tuple(
+    f"{namespace}.{part}."
+    for namespace in NAMESPACES
+    for part in ("trainer", "callbacks", "loops", "strategies", "loggers", "plugins", "profilers", "accelerators")
+)
+
+
 def run_command(main: Callable[[], Any]) -> None:
     """Run ``main`` as a command.
 
-    Errors that the user can put right, a training that diverges among them, end it with one message and exit status 1;
+    Errors that the user can put right, a training that diverges among them, end it with one message and exit status 1,
+    and so does what the Trainer and Lightning's callbacks say of their arguments by a ValueError or a RuntimeError;
     SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
@@ -35,6 +46,10 @@ def run_command(main: Callable[[], Any]) -> None:
         main()
     except (MisconfigurationException, FloatingPointError) as error:  # the latter: NaN or infinity in a step
         sys.exit(f"error: {error}")
+    except (ValueError, RuntimeError) as error:
+        if not _said_by_lightning(error):
+            raise
+        sys.exit(f"error: {str(error).strip()}")
     except OSError as error:
         if error.errno not in REMEDIES:
             raise
@@ -49,3 +64,9 @@ def run_command(main: Callable[[], Any]) -> None:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning ends an interrupted run with status 1
             sys.exit(INTERRUPTED)
         raise
+
+
+def _said_by_lightning(error: Exception) -> bool:
+    """Whether the error was raised by Lightning's Trainer, its callbacks and so on, not by what they call."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return type(error) in (ValueError, RuntimeError) and frame.f_globals["__name__"].startswith(PARTS_OF_LIGHTNING)

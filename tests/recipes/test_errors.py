@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.models import Classifier, RLSClassifier
-from lightning_struct.recipes import mnist_fnn
+from lightning_struct.recipes import curves_autoencoder, mnist_fnn
 from lightning_struct.recipes.errors import run_command
 
 SMALL_DATA = ("--data.synthetic=true", "--data.train_size=40", "--data.val_size=20", "--data.test_size=30")
@@ -172,6 +172,36 @@ def test_training_that_diverges_ends_with_the_step_and_the_remedy(arguments, mes
     with pytest.raises(SystemExit) as end:
         run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *arguments]))
     assert re.match(f"error: {message}", end.value.code) and len(end.value.code.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`"),
+        (["--trainer.val_check_interval=1000"], "`val_check_interval` (1000) must be less than or equal"),
+        (["--trainer.barebones=true"], "`Trainer(barebones=True, logger="),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing"],
+            "Early stopping conditioned on metric `nothing` which is not available",
+        ),
+        (
+            2 * ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=some"],
+            "Found more than one stateful callback of type `ModelCheckpoint`",
+        ),
+    ],
+    ids=["strategy", "val_check_interval", "barebones", "EarlyStopping", "ModelCheckpoint"],
+)
+def test_what_lightning_says_of_its_arguments_is_one_message(arguments, message, conf):
+    options = ["--trainer.max_epochs=1", "--trainer.limit_test_batches=0", *arguments]
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: mnist_fnn.main(["fit", "--config", conf("classifier"), *options]))
+    assert end.value.code.startswith(f"error: {message}") and len(end.value.code.splitlines()) == 1
+
+
+def test_images_of_another_size_are_one_message(conf):
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: curves_autoencoder.main(["fit", "--config", conf("adam"), "--model.layer_sizes=[100,20]"]))
+    assert end.value.code == ("error: The images have 784 pixels, but layer_sizes begins with 100: begin it with 784")
 
 
 class Misled(Classifier):

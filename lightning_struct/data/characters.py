@@ -7,7 +7,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import DamagedFileError, naming_file, read_or_explain
+from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedFileError, naming_file, read_or_explain
 from lightning_struct.data.in_memory import (
     BatchedTensorDataset,
     InMemoryDataModule,
@@ -79,6 +79,7 @@ class CharactersDataModule(InMemoryDataModule):
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size, steps=steps)
+        self.text_file = text_file
         self.path = Path(data_dir, FILE) if text_file is None else Path(text_file)
         self.steps = steps
         self.synthetic = synthetic
@@ -92,7 +93,8 @@ class CharactersDataModule(InMemoryDataModule):
                 "The text",
                 lambda: read_characters(self.path),
                 data_dir=str(self.path.parent),
-                files=f"{self.path.name}, or any text by --data.text_file=FILE,",
+                files=self.path.name,
+                elsewhere=NAME_TEXT_FILE if self.text_file else f"{NAME_DIRECTORY}, or any text (--data.text_file)",
             )
         windows = text[: len(text) // (self.steps + 1) * (self.steps + 1)].view(-1, self.steps + 1)
         first, second = round(SHARES[0] * len(windows)), round(sum(SHARES) * len(windows))

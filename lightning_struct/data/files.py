@@ -15,6 +15,8 @@ from torch import Tensor
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
+NAME_DIRECTORY = "name the directory that has them (--data.data_dir)"
+NAME_TEXT_FILE = "name another file (--data.text_file)"
 SYNTHETIC_REMEDY = "train on procedurally made data of the same shapes (--data.synthetic=true)"
 
 # what the readers of text, archives and images raise about content
@@ -89,6 +91,7 @@ def read_or_explain(
     download: bool | None = None,
     prepares: bool = False,
     generate: bool = False,
+    elsewhere: str = NAME_DIRECTORY,
 ) -> T:
     """``read()``, with any failure of files or network turned into one error that names the remedies.
 
@@ -100,6 +103,7 @@ def read_or_explain(
         download: whether ``read`` may download; None if files like those that are there are never downloaded.
         prepares: whether ``prepare_data`` downloads what is missing.
         generate: whether a generator of this package can make the data set anew.
+        elsewhere: how other files are named.
 
     Raises:
         MisconfigurationException: if the files are missing, damaged, or cannot be downloaded.
@@ -112,14 +116,14 @@ def read_or_explain(
             problem = f"{name} is damaged: {error}"
             path = error.path.absolute()
             remedies = [
-                f"put a whole copy in place of {path}"
+                f"put a whole copy in place of {path}, or {elsewhere}"
                 if download is None
                 else f"delete {path}, so that it is downloaded again (--data.download=true), or put a whole copy there"
             ]
         else:
             tried = "could not be downloaded to" if download else "is not in"
             problem = f"{name} {tried} {directory}, or is damaged there ({type(error).__name__}: {error})"
-            remedies = [f"put {files} there, or name the directory that has them (--data.data_dir)"]
+            remedies = [f"put {files} there, or {elsewhere}"]
             if download is False:
                 remedies.append(
                     "call prepare_data(), which downloads it, before setup(), as a Trainer does"

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,12 +10,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_struct.data.files import naming_file, read_or_explain
+from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedFileError, naming_file, read_or_explain
 from lightning_struct.utilities.checks import check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
-PARTS = ("train", "val", "test")
+TITLES = {"train": "training", "val": "validation", "test": "test"}
+PARTS = tuple(TITLES)
 LAYOUTS = (
     {"train": "wiki.train.tokens", "val": "wiki.valid.tokens", "test": "wiki.test.tokens"},
     {"train": "train.txt", "val": "valid.txt", "test": "test.txt"},
@@ -54,12 +55,15 @@ class ColumnLoader:
         steps: words of a column in a batch, the last batch excepted.
         processes: number of processes that share the columns.
         rank: rank of this process.
+        title: names the text in errors.
 
     Raises:
         MisconfigurationException: if the columns cannot be shared, or have less than two words.
     """
 
-    def __init__(self, words: Tensor, columns: int, steps: int, processes: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, words: Tensor, columns: int, steps: int, processes: int = 1, rank: int = 0, title: str = "The text"
+    ) -> None:
         if columns % processes:
             raise MisconfigurationException(
                 f"{columns} columns cannot be shared by {processes} processes: make the batch size a multiple of them."
@@ -67,7 +71,8 @@ class ColumnLoader:
         length = len(words) // columns
         if length < 2:
             raise MisconfigurationException(
-                f"A text of {len(words)} words is too short for {columns} columns: make the batch size smaller."
+                f"{title} has {len(words)} words, too few for {columns} columns of two: make the batch size smaller, "
+                "or take a longer text."
             )
         table = words[: length * columns].view(columns, length).T
         self.table = table[:, rank * (columns // processes) : (rank + 1) * (columns // processes)].contiguous()
@@ -190,7 +195,7 @@ class TextCorpusDataModule(LightningDataModule):
         self._corpus = self.corpus
 
     def train_dataloader(self) -> ColumnLoader:
-        return self._loader(self.corpus.train, self.batch_size)
+        return self._loader("train", self.batch_size)
 
     def val_dataloader(self) -> ColumnLoader:
         return self.evaluation_dataloader("val")
@@ -203,7 +208,7 @@ class TextCorpusDataModule(LightningDataModule):
 
     def evaluation_dataloader(self, part: Literal["train", "val", "test"]) -> ColumnLoader:
         """All of one of the parts, in the columns of validation."""
-        return self._loader(getattr(self.corpus, part), self.eval_batch_size)
+        return self._loader(part, self.eval_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"vocabulary": self.corpus.vocabulary}
@@ -223,11 +228,13 @@ class TextCorpusDataModule(LightningDataModule):
         sizes = (f"{part} {len(getattr(self._corpus, part)):,}" for part in PARTS)
         return f"{type(self).__name__}: words {', '.join(sizes)}; vocabulary {self.vocabulary_size:,}"
 
-    def _loader(self, words: Tensor, columns: int) -> ColumnLoader:
+    def _loader(self, part: Literal["train", "val", "test"], columns: int) -> ColumnLoader:
         processes, rank = (
             (data_parallel_size(self.trainer), data_parallel_rank(self.trainer)) if self.trainer else (1, 0)
         )
-        return ColumnLoader(words, columns, self.steps, processes, rank)
+        source = "the synthetic text" if self.synthetic else self.text_file or f"the text in {self.data_dir}"
+        title = f"The {TITLES[part]} part of {source}"
+        return ColumnLoader(getattr(self.corpus, part), columns, self.steps, processes, rank, title)
 
     def _load(self) -> Corpus:
         if self.synthetic:
@@ -239,15 +246,22 @@ class TextCorpusDataModule(LightningDataModule):
             return Corpus([f"word{number}" for number in range(self.synthetic_vocabulary)], *words.split(sizes))
         if self.text_file is not None:
             path = Path(self.text_file)
-            return self._explaining(
-                lambda: number_words(*cut_text(read_words(path), self.least_count)), str(path.parent), path.name
+            return read_or_explain(
+                "The text",
+                lambda: number_words(*cut_text(read_text(path), self.least_count)),
+                data_dir=str(path.parent),
+                files=path.name,
+                elsewhere=NAME_TEXT_FILE,
             )
         names = " or ".join(", ".join(layout.values()) for layout in LAYOUTS)
         files = f"{names} of WikiText-2 ({SITE}), or those of another text,"
-        return self._explaining(lambda: number_words(*read_parts(Path(self.data_dir))), self.data_dir, files)
-
-    def _explaining(self, read: Callable[[], Corpus], directory: str, files: str) -> Corpus:
-        return read_or_explain("The text", read, data_dir=directory, files=files)
+        return read_or_explain(
+            "The text",
+            lambda: number_words(*read_parts(Path(self.data_dir))),
+            data_dir=self.data_dir,
+            files=files,
+            elsewhere=f"{NAME_DIRECTORY}, or any text (--data.text_file)",
+        )
 
     def _cut(self, corpus: Corpus) -> Corpus:
         for part, size in self.sizes.items():
@@ -266,6 +280,19 @@ def read_words(path: Path) -> list[str]:
     """
     with naming_file(path), path.open(encoding="utf-8") as lines:
         return [word for line in lines for word in (*line.split(), END_OF_LINE)]
+
+
+def read_text(path: Path) -> list[str]:
+    """Read the words of a file that has some, as :func:`read_words` does.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        DamagedFileError: if it is not UTF-8, or empty.
+    """
+    words = read_words(path)
+    if not words:
+        raise DamagedFileError(path, "is empty")
+    return words
 
 
 def read_parts(data_dir: Path) -> list[list[str]]:

@@ -17,7 +17,7 @@ def test_windows_follow_each_other_in_the_text(tmp_path):
 
 
 def test_errors_name_the_remedy(tmp_path):
-    with pytest.raises(MisconfigurationException, match="tinyshakespeare.txt, or any text by --data.text_file=FILE"):
+    with pytest.raises(MisconfigurationException, match="put tinyshakespeare.txt there, .*, or any text"):
         CharactersDataModule(data_dir=str(tmp_path)).setup("fit")
     with pytest.raises(MisconfigurationException, match="train_size is 9999, but the text has 2768 windows of 64"):
         CharactersDataModule(synthetic=True, train_size=9999).setup("fit")

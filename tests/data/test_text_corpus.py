@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.data import CharactersDataModule, TextCorpusDataModule
-from lightning_struct.data.text_corpus import ColumnLoader, cut_text, number_words, synthetic_text
+from lightning_struct.data.text_corpus import TITLES, ColumnLoader, cut_text, number_words, synthetic_text
 
 LAYOUTS = {
     "tokens": ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
@@ -146,6 +146,27 @@ def test_missing_text_file_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("datamodule", [TextCorpusDataModule, CharactersDataModule])
+@pytest.mark.parametrize("content", [None, ""], ids=["missing", "empty"])
+def test_another_text_file_is_named_by_its_option(tmp_path, datamodule, content):
+    if content is not None:
+        (tmp_path / "some.txt").write_text(content)
+    with pytest.raises(MisconfigurationException, match=r"or name another file \(--data.text_file\)") as error:
+        datamodule(text_file=str(tmp_path / "some.txt")).setup("fit")
+    assert "data_dir" not in str(error.value) and "some.txt" in str(error.value)
+    assert content is None or f"{tmp_path}/some.txt is empty" in str(error.value)
+
+
+@pytest.mark.parametrize(("part", "count"), [("train", 3), ("val", 0), ("test", 0)])
+def test_text_of_a_few_words_is_refused_by_its_part_and_file(tmp_path, part, count):
+    file = tmp_path / "some.txt"
+    file.write_text("two words")
+    data = TextCorpusDataModule(text_file=str(file))
+    message = f"The {TITLES[part]} part of {file} has {count} words, too few for .* columns of two"
+    with pytest.raises(MisconfigurationException, match=message):
+        getattr(data, f"{part}_dataloader")()
+
+
+@pytest.mark.parametrize("datamodule", [TextCorpusDataModule, CharactersDataModule])
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -193,7 +214,8 @@ def test_size_beyond_the_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((3, 5), "9 words is too short for 5 columns"), ((2, 5), "cannot be shared by 2")]
+    ("arguments", "message"),
+    [((3, 5), "The text has 9 words, too few for 5 columns of two"), ((2, 5), "cannot be shared by 2")],
 )
 def test_text_that_cannot_be_cut_into_columns_is_refused(arguments, message):
     steps_or_processes, count = arguments

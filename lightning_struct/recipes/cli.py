@@ -152,7 +152,7 @@ class RecipeCLI(LightningCLI):
         from lightning_struct.recipes.parser import ConfigByName, RecipeParser  # they need jsonargparse
 
         versions = [f"lightning_struct=={__version__}", f"lightning.pytorch=={L.__version__}"]
-        parser = RecipeParser(recipe=self.recipe, dump_header=versions, **kwargs)
+        parser = RecipeParser(recipe=self.recipe, model_class=self.model_class, dump_header=versions, **kwargs)
         parser.add_argument(
             "-c",
             "--config",

@@ -5,8 +5,9 @@ Needs the extra ``recipes``: only the command line of a recipe imports it.
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile
@@ -46,12 +47,16 @@ class RecipeParser(LightningArgumentParser):
 
     Args:
         recipe: whose configs can be named.
+        model_class: of the recipe, for the names of its arguments.
         options: of the parser of LightningCLI.
     """
 
-    def __init__(self, *arguments: Any, recipe: str = "", **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, recipe: str = "", model_class: Callable[..., Any] | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.recipe = recipe
+        self.model_class = model_class
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with the message, and the nearest right name below it."""
@@ -71,8 +76,21 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
         )
     if wrong := UNKNOWN_OPTION.search(message):
         name = next(name for name in wrong.groups() if name is not None)
+        if subcommands and f"--{name}" in options:
+            return f"Options come after the subcommand, as in: {parser.prog} {min(subcommands)} --{name}=..."
+        if homes := _homes(name, options, parser):
+            return f"Did you mean {homes[0]}?"
         return did_you_mean(f"--{name}", options) or did_you_mean(f"--{name.partition('.')[0]}", options)
     return ""
+
+
+def _homes(name: str, options: Iterable[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The options of the model, the data and so on for an option that was given without them, as ``optimizer.lr``."""
+    first, dot, rest = name.partition(".")
+    model_class = getattr(parser, "model_class", None)
+    of_model = [f"--model.{argument}" for argument in signature(model_class).parameters] if model_class else []
+    homes = sorted(option for option in {*options, *of_model} if option.partition(".")[2] == first)
+    return [f"{home}{dot}{rest}" for home in homes]
 
 
 def _accepted(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:

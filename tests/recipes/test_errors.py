@@ -90,8 +90,16 @@ def test_other_errors_keep_their_traceback(error):
         (["fit", "--model=RLSClasifier"], "Did you mean RLSClassifier?"),
         (["fit", "--trainer.callbacks=EarlyStoping"], "Did you mean EarlyStopping?"),
         (["fit", "--config", "hrsl"], "Did you mean hrls?"),
+        (["fit", "--optimizer=torch.optim.SGD"], "Did you mean --model.optimizer?"),
+        (["fit", "--lr_scheduler.gamma=0.5"], "Did you mean --model.lr_scheduler.gamma?"),
+        (["fit", "--batch_size=5"], "Did you mean --data.batch_size?"),
+        (["--trainer.max_epochs=3", "fit"], "Options come after the subcommand, as in:"),
+        (["--data.synthetic=true"], "mnist_fnn fit --data.synthetic=..."),
     ],
-    ids=["subcommand", "trainer", "data", "network", "class", "class of Lightning", "config"],
+    ids=[
+        *("subcommand", "trainer", "data", "network", "class", "class of Lightning", "config"),
+        *("optimizer", "within the scheduler", "option of the data", "before the subcommand", "no subcommand"),
+    ],
 )
 def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):
     with pytest.raises(SystemExit) as end:

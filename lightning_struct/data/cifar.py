@@ -111,7 +111,7 @@ class CIFAR10DataModule(InMemoryDataModule):
             sizes = tuple(self.sizes.values())
             parts = split_in_order(synthetic_color_images(sum(sizes), IMAGE_SIZE, seed=self.seed), sizes)
         else:
-            parts = list(choose_at_random(*self._read_both(download=False), self.sizes).values())
+            parts = list(choose_at_random("CIFAR-10", *self._read_both(download=False), self.sizes).values())
         if self.grey:
             scaled = [as_grey(images) for images, _ in parts]
             mean, std = mean_and_std(scaled[0])

@@ -46,7 +46,7 @@ class DigitsOptions(LoaderOptions, total=False):
 class DigitsDataModule(InMemoryDataModule):
     """Base of MNIST and USPS: files or their procedural stand-in, cut into three sets.
 
-    Where downloading is allowed, a damaged file is put aside, as ``NAME.damaged``, and downloaded again.
+    Where downloading is allowed, a damaged file is downloaded again; it stays until that has succeeded.
 
     Args:
         data_dir: directory with the files.
@@ -100,18 +100,23 @@ class DigitsDataModule(InMemoryDataModule):
     def prepare_data(self) -> None:
         if self.synthetic or not self.download:
             return
-        put_aside = []
+        put_aside: dict[Path, Path] = {}
         for path in self._paths:
             try:
                 if path.is_file():
                     self.check_file(path)
             except DamagedFileError as error:
                 rank_zero_warn(f"{self.title} is downloaded again: {error}.")
-                put_aside.append(path.replace(path.with_name(f"{path.name}.damaged")))
-        if not all(path.is_file() for path in self._paths):
-            self.read_both(download=True)
-        for path in put_aside:
-            path.unlink()
+                put_aside[path] = path.replace(path.with_name(f"{path.name}.damaged"))
+        try:
+            if not all(path.is_file() for path in self._paths):
+                self.read_both(download=True)
+        finally:
+            for path, aside in put_aside.items():
+                if path.is_file():
+                    aside.unlink()
+                else:
+                    aside.replace(path)  # it could not be downloaded
 
     def load_splits(self) -> Splits:
         if self.synthetic:
@@ -204,7 +209,7 @@ class MNISTDataModule(DigitsDataModule):
         check_idx_file(path, () if "labels" in path.name else (self.image_size, self.image_size))
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
-        return choose_at_random(official_train, official_test, self.sizes)
+        return choose_at_random(self.title, official_train, official_test, self.sizes)
 
 
 class USPSDataModule(DigitsDataModule):
@@ -276,7 +281,8 @@ class USPSDataModule(DigitsDataModule):
 
     def choose(self, official_train: LabelledImages, official_test: LabelledImages) -> dict[str, LabelledImages]:
         images, labels = (torch.cat(both) for both in zip(official_train, official_test, strict=True))
-        train, test, val = split_at_random(len(images), tuple(self.sizes[key] for key in ("train", "test", "val")))
+        sizes = {f"{key}_size": self.sizes[key] for key in ("train", "test", "val")}
+        train, test, val = split_at_random(len(images), sizes, of=self.title)
         return {key: (images[part], labels[part]) for key, part in (("train", train), ("val", val), ("test", test))}
 
 

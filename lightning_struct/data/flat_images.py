@@ -80,7 +80,7 @@ class FlatImagesDataModule(InMemoryDataModule):
     def load_splits(self) -> Splits:
         (images, labels), (test_images, test_labels) = self.load_parts()
         train, val = self._cut(len(images))
-        (test,) = split_at_random(len(test_images), (self.test_size,))
+        (test,) = split_at_random(len(test_images), {"test_size": self.test_size}, of=f"the test part of {self.title}")
         parts = {
             "train": (images[train], labels[train]),
             "val": (images[val], labels[val]),
@@ -94,12 +94,12 @@ class FlatImagesDataModule(InMemoryDataModule):
 
     def _cut(self, available: int) -> tuple[Tensor, Tensor]:
         """Numbers of the training and of the validation images."""
-        (chosen,) = split_at_random(available, (self.train_size,))
+        (chosen,) = split_at_random(available, {"train_size": self.train_size}, of=f"the training part of {self.title}")
         val_size = round(self.val_fraction * self.train_size)
         val, rest = chosen[:val_size], chosen[val_size:]
         # The fraction is of all training images, those for validation included, as in the paper and its authors' code.
         kept = min(round(self.train_fraction * self.train_size), len(rest))
-        (subset,) = split_at_random(len(rest), (kept,), seed=self.seed)
+        (subset,) = split_at_random(len(rest), {"train_fraction": kept}, of=self.title, seed=self.seed)
         return rest[subset], val
 
 

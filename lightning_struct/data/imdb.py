@@ -24,7 +24,7 @@ from lightning_struct.data.in_memory import (
     SamplingOptions,
     Splits,
     Unpack,
-    split_at_random,
+    official_parts,
 )
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import install_command, require
@@ -143,8 +143,8 @@ class IMDBDataModule(InMemoryDataModule):
             return Splits(*map(BatchedTensorDataset, words.split(sizes), labels.split(sizes)))
         split, make_vocabulary = import_torchtext()
         official = self._explaining(lambda: read_reviews(self.data_dir), download=False)
-        train, val = split_at_random(len(official["train"].texts), (self.sizes["train"], self.sizes["val"]))
-        (test,) = split_at_random(len(official["test"].texts), (self.sizes["test"],))
+        available, available_test = (len(official[part].texts) for part in ("train", "test"))
+        train, val, test = official_parts("IMDB", available, available_test, self.sizes)
         chosen = [(official["train"], train), (official["train"], val), (official["test"], test)]
         texts = [[split(reviews.texts[number]) for number in numbers.tolist()] for reviews, numbers in chosen]
         praised = [torch.tensor(reviews.labels)[numbers] for reviews, numbers in chosen]

@@ -218,11 +218,12 @@ def split_in_order(samples: LabelledImages, sizes: Sequence[int]) -> list[Labell
 
 
 def choose_at_random(
-    official_train: LabelledImages, official_test: LabelledImages, sizes: Mapping[str, int]
+    title: str, official_train: LabelledImages, official_test: LabelledImages, sizes: Mapping[str, int]
 ) -> dict[str, LabelledImages]:
     """Training and validation images from the official training set, and test images from the other one.
 
     Args:
+        title: names the data set in errors.
         official_train: images and labels.
         official_test: likewise.
         sizes: of ``"train"``, ``"val"`` and ``"test"``, the names of the parts.
@@ -230,25 +231,51 @@ def choose_at_random(
     Raises:
         MisconfigurationException: as of :func:`split_at_random`.
     """
-    train, val = split_at_random(len(official_train[0]), (sizes["train"], sizes["val"]))
-    (test,) = split_at_random(len(official_test[0]), (sizes["test"],))
+    train, val, test = official_parts(title, len(official_train[0]), len(official_test[0]), sizes)
     chosen = {"train": (official_train, train), "val": (official_train, val), "test": (official_test, test)}
     return {part: (images[rows], labels[rows]) for part, ((images, labels), rows) in chosen.items()}
 
 
-def split_at_random(count: int, sizes: tuple[int, ...], *, seed: int = 0) -> list[Tensor]:
-    """Disjoint random parts of ``range(count)``, int64, of the given sizes, in the order of one seeded permutation.
+def official_parts(title: str, train_count: int, test_count: int, sizes: Mapping[str, int]) -> list[Tensor]:
+    """Numbers of the training, validation and test samples: the first two of the official training set.
+
+    Args:
+        title: names the data set in errors.
+        train_count: samples of the official training set.
+        test_count: samples of the official test set.
+        sizes: of ``"train"``, ``"val"`` and ``"test"``.
+
+    Raises:
+        MisconfigurationException: as of :func:`split_at_random`.
+    """
+    first = {"train_size": sizes["train"], "val_size": sizes["val"]}
+    return [
+        *split_at_random(train_count, first, of=f"the training part of {title}"),
+        *split_at_random(test_count, {"test_size": sizes["test"]}, of=f"the test part of {title}"),
+    ]
+
+
+def split_at_random(count: int, sizes: Mapping[str, int], *, of: str, seed: int = 0) -> list[Tensor]:
+    """Disjoint random parts of ``range(count)``, int64, in the order of one seeded permutation.
+
+    Args:
+        count: samples that there are.
+        sizes: of the parts, by the names of the arguments that set them.
+        of: what has the samples, for the error.
+        seed: of the permutation.
 
     Raises:
         MisconfigurationException: if the sizes ask for more than there is, or one is negative.
 
     Example:
-        >>> [part.tolist() for part in split_at_random(5, (3, 2))]
+        >>> [part.tolist() for part in split_at_random(5, {"train_size": 3, "val_size": 2}, of="some digits")]
         [[4, 0, 1], [3, 2]]
     """
-    if sum(sizes) > count or min(sizes) < 0:
+    if sum(sizes.values()) > count or min(sizes.values()) < 0:
+        asked = " and ".join(f"{name}={size}" for name, size in sizes.items())
+        options = ", ".join(f"--data.{name}" for name in sizes)
         raise MisconfigurationException(
-            f"Cannot take parts of sizes {sizes} from {count} samples: choose smaller sizes."
+            f"Cannot take {asked} from the {count} samples of {of}: choose smaller sizes ({options})."
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    return list(order[: sum(sizes)].split(sizes))
+    return list(order[: sum(sizes.values())].split(list(sizes.values())))

@@ -125,7 +125,8 @@ class MNISTVariantDataModule(FlatImagesDataModule):
             rank_zero_info(f"{self.title}: made anew from MNIST; these are not the official images.")
             both = zip(*self.digits.read_both(download=False), strict=True)
             images, labels = (torch.cat(parts) for parts in both)
-            (chosen,) = split_at_random(len(images), (self.train_size + self.test_size,))
+            sizes = {"train_size": self.train_size, "test_size": self.test_size}
+            chosen = torch.cat(split_at_random(len(images), sizes, of="MNIST"))
             return self._varied(images[chosen].float() / 255, labels[chosen], seed=0)
         return read_or_explain(
             self.title,

@@ -122,12 +122,13 @@ def test_truncated_usps_is_downloaded_again(tmp_path, monkeypatch):
     assert len(splits.train) == 20 and len(list(tmp_path.iterdir())) == 2
 
 
-def test_damaged_file_is_kept_aside_where_the_download_fails(tmp_path, no_network):
+def test_damaged_file_keeps_its_name_where_the_download_fails(tmp_path, no_network):
     raw = write_mnist(tmp_path)
     cut(raw / "train-images-idx3-ubyte")
+    files = {path.name: path.read_bytes() for path in raw.iterdir()}
     with pytest.warns(), pytest.raises(MisconfigurationException, match="could not be downloaded"):
         prepared(MNISTDataModule(str(tmp_path), download=True, **MNIST_SIZES))
-    assert (raw / "train-images-idx3-ubyte.damaged").is_file()
+    assert {path.name: path.read_bytes() for path in raw.iterdir()} == files
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_set_up_without_the_download_says_what_downloads(tmp_path, datamodule)
 
 def test_more_images_than_there_are_is_refused(tmp_path):
     write_usps(tmp_path)
-    with pytest.raises(MisconfigurationException, match="from 36 samples: choose smaller sizes"):
+    with pytest.raises(MisconfigurationException, match="from the 36 samples of USPS: choose smaller sizes"):
         prepared(USPSDataModule(str(tmp_path), download=False))
 
 

@@ -12,7 +12,7 @@ from lightning_struct.data import (
     MNISTDataModule,
     keep_batch,
 )
-from lightning_struct.data.in_memory import image_dataset, split_at_random
+from lightning_struct.data.in_memory import image_dataset, official_parts, split_at_random
 from lightning_struct.models import Autoencoder
 
 
@@ -73,14 +73,33 @@ def test_empty_set_is_refused():
 
 
 def test_random_parts_are_disjoint_and_repeat_with_the_seed():
-    first, second = split_at_random(100, (60, 30), seed=3)
+    sizes = {"train_size": 60, "val_size": 30}
+    first, second = split_at_random(100, sizes, of="noise", seed=3)
     assert len(set(first.tolist()) | set(second.tolist())) == 90
-    assert torch.equal(first, split_at_random(100, (60, 30), seed=3)[0])
+    assert torch.equal(first, split_at_random(100, sizes, of="noise", seed=3)[0])
 
 
 def test_parts_larger_than_the_whole_are_refused():
-    with pytest.raises(MisconfigurationException, match=r"Cannot take parts of sizes \(60, 50\) from 100 samples"):
-        split_at_random(100, (60, 50))
+    with pytest.raises(MisconfigurationException) as error:
+        split_at_random(100, {"train_size": 60, "val_size": 50}, of="some noise")
+    assert str(error.value) == (
+        "Cannot take train_size=60 and val_size=50 from the 100 samples of some noise: choose smaller sizes "
+        "(--data.train_size, --data.val_size)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("val", r"train_size=20 and val_size=9 from the 25 samples of the training part of IMDB.*\(--data.train_size,"),
+        ("test", r"test_size=9 from the 8 samples of the test part of IMDB: choose smaller sizes \(--data.test_size\)"),
+    ],
+)
+def test_sizes_beyond_the_official_parts_are_named_by_their_options(part, message):
+    sizes = {"train": 20, "val": 5, "test": 8}
+    assert [len(numbers) for numbers in official_parts("IMDB", 25, 8, sizes)] == [20, 5, 8]
+    with pytest.raises(MisconfigurationException, match=message):
+        official_parts("IMDB", 25, 8, sizes | {part: 9})
 
 
 def test_independent_draws_are_fresh_and_without_replacement():

@@ -261,7 +261,7 @@ class PointsDataModule(LightningDataModule):
             self._draws.hold(self._held)
             self._held = None
         # by keyword: Lightning cannot make a loader anew whose sampler came by position
-        return DrawLoader(self._draws.dataset, sampler=self._draws, collate_fn=self._in_dtype_of_module)
+        return _PointLoader(self._draws.dataset, sampler=self._draws, collate_fn=self._in_dtype_of_module)
 
     def val_dataloader(self) -> DataLoader:
         return self.evaluation_dataloader("val")
@@ -344,6 +344,15 @@ def _check_redraws(every_n_steps: int | None, residual_share: float) -> None:
         )
     if not 0 <= residual_share < 1:
         raise MisconfigurationException(f"residual_share must be in [0, 1), but is {residual_share}")
+
+
+class _PointLoader(DrawLoader):
+    """The loader of drawn points."""
+
+    instead_of_overfitting = (
+        "leave that out and let the points stay: Trainer(limit_train_batches=...) and redraw_every_n_steps=None "
+        "(--trainer.limit_train_batches=2 --data.redraw_every_n_steps=null)"
+    )
 
 
 class _NoDataset(Dataset):

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -199,6 +199,11 @@ class DrawLoader(DataLoader):
         (torch.Size([25, 3]), torch.Size([25]))
     """
 
+    instead_of_overfitting: ClassVar[str] = (
+        "use an ordinary DataLoader with it; data modules with the option draws have one with draws='epoch' "
+        "(--data.draws=epoch)"
+    )
+
     def __init__(
         self,
         dataset: Dataset,
@@ -210,8 +215,7 @@ class DrawLoader(DataLoader):
         if not isinstance(sampler, IndependentDraws):
             raise MisconfigurationException(
                 f"DrawLoader needs IndependentDraws, but got {type(sampler).__name__}. If Trainer(overfit_batches=...) "
-                "put it there, use an ordinary DataLoader with it; data modules with the option draws have one with "
-                "draws='epoch' (--data.draws=epoch)"
+                f"put it there, {self.instead_of_overfitting}"
             )
         if "batch_size" in options:
             raise MisconfigurationException(

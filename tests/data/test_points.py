@@ -295,3 +295,13 @@ def test_processes_that_share_a_model_draw_the_same_points():
     data.trainer = type("Trainer", (), {"world_size": 4, "global_rank": 3, "distributed_sampler_kwargs": replicas})()
     draws = data.train_dataloader().sampler
     assert (draws.num_replicas, draws.rank) == (2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_overfitting_is_answered_with_points_that_stay(tmp_path):
+    remedy = "--trainer.limit_train_batches=2 --data.redraw_every_n_steps=null"
+    with pytest.raises(MisconfigurationException, match=f"overfit_batches=.*{remedy}") as error:
+        fit(tmp_path, points_of_heat(), overfit_batches=2)
+    assert "draws=" not in str(error.value)
+    batches = fit(tmp_path, points_of_heat(redraw_every_n_steps=None), limit_train_batches=2)
+    assert len(batches) == 6 and all(same(*pair) for pair in pairwise(batches))

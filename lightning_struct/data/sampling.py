@@ -258,13 +258,6 @@ class Samples(Sequence[tuple[Tensor, ...]]):
     """The samples of a batch that is there as a whole already, one row of each tensor a sample.
 
     To any ``collate_fn`` it is the list of samples that a ``DataLoader`` fetches; :func:`keep_batch` takes the tensors.
-
-    Example:
-        >>> samples = Samples((torch.arange(3), torch.zeros(3)))
-        >>> len(samples), samples[2]
-        (3, (tensor(2), tensor(0.)))
-        >>> keep_batch(samples)
-        (tensor([0, 1, 2]), tensor([0., 0., 0.]))
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
@@ -282,7 +275,15 @@ class Samples(Sequence[tuple[Tensor, ...]]):
 
 
 def keep_batch(batch: Any) -> Any:
-    """The ``collate_fn`` for batches that come whole from the data set."""
+    """The ``collate_fn`` for batches that come whole from the data set, as those of :class:`BatchedTensorDataset` do.
+
+    Example:
+        >>> samples = Samples((torch.arange(3), torch.zeros(3)))
+        >>> samples[2]
+        (tensor(2), tensor(0.))
+        >>> keep_batch(samples)
+        (tensor([0, 1, 2]), tensor([0., 0., 0.]))
+    """
     return batch.tensors if isinstance(batch, Samples) else batch
 
 

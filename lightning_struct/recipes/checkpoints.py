@@ -40,7 +40,7 @@ def keep_what_is_there(state: dict[str, Any], callback: ModelCheckpoint) -> None
 
     Nor are they removed for better ones: Lightning removes files of the present folder only.
     """
-    best, scores = state["best_model_path"], state["best_k_models"]
+    best, scores = state["best_model_path"], state.get("best_k_models", {})
     if best and not _exists(best):
         state["best_model_path"] = ""
         if callback.monitor is not None:

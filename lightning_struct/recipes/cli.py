@@ -92,7 +92,7 @@ class RunConfigCallback(SaveConfigCallback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the best scores for a resumed run: Lightning drops them where the folder of checkpoints is another."""
-        for callback in trainer.checkpoint_callbacks:
+        for callback in trainer.checkpoint_callbacks if trainer.state.fn == "fit" else ():
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state:
                 keep_what_is_there(state, callback)

@@ -13,7 +13,7 @@ from lightning_struct.recipes.catalogue import RECIPES, config_directory, config
 
 
 def test_every_recipe_has_a_module_and_every_module_is_listed():
-    helpers = {"__init__", "catalogue", "cli", "errors", "parser", "quiet"}
+    helpers = {"__init__", "catalogue", "checkpoints", "cli", "errors", "parser", "quiet"}
     modules = {path.stem for path in Path(sys.modules[find_config.__module__].__file__).parent.glob("*.py")}
     assert modules - helpers == set(RECIPES)
 

@@ -185,6 +185,7 @@ def test_trained_weights_are_evaluated_by_their_checkpoint(conf, finished_run, s
     assert cli.trainer.callback_metrics[f"{name}_squared_error"].item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("error:The best checkpoint so far")
 def test_predict_writes_reconstructions_of_the_test_images(conf, finished_run):
     checkpoint = str(finished_run.directory / RUN / "checkpoints" / "last.ckpt")
     cli = main(["predict", "--config", conf("adam"), "--ckpt_path", checkpoint])

@@ -287,7 +287,16 @@ class Interruption(L.Callback):
         vars(trainer.strategy)["broadcast"] = lambda _: pytest.fail("the other processes may be gone")
 
 
+@pytest.fixture
+def interruptible():
+    """With Python's handler of SIGINT, which it leaves out where a shell has started it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_interrupted_run_keeps_its_curves_and_says_how_to_resume(number, status, conf, capsys):
     arguments = ["--trainer.callbacks+=tests.recipes.test_errors.Interruption", f"--trainer.callbacks.number={number}"]

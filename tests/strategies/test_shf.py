@@ -364,14 +364,6 @@ def test_automatic_optimization_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}], ids=["clip", "accumulate"]
-)
-def test_clipping_and_accumulation_are_refused(tmp_path, options):
-    with pytest.raises(MisconfigurationException, match="not supported for manual optimization"):
-        make_trainer(tmp_path, **options).fit(SHFNetwork(), draw_loader())
-
-
-@pytest.mark.parametrize(
     "make",
     [
         LearningRateMonitor,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 
@@ -74,7 +75,7 @@ class CrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
-        logits = outputs.reshape(-1, outputs.shape[-1])
+        logits = at_least_float32(outputs.reshape(-1, outputs.shape[-1]))
         if targets.is_floating_point():
             return F.cross_entropy(logits.double(), targets.reshape(logits.shape).double())
         labels = targets.reshape(-1).long()
@@ -143,8 +144,9 @@ class BinaryCrossEntropy:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
-        probabilities = targets.to(outputs.dtype)  # no term is negative, so that small losses keep all their digits
-        return _mean(probabilities * F.softplus(-outputs) + (1 - probabilities) * F.softplus(outputs))
+        logits = at_least_float32(outputs)
+        probabilities = targets.to(logits.dtype)  # no term is negative, so that small losses keep all their digits
+        return _mean(probabilities * F.softplus(-logits) + (1 - probabilities) * F.softplus(logits))
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)

@@ -46,13 +46,14 @@ _recognized: WeakKeyDictionary[type[nn.Module], dict[Any, LayerKind | None]] = W
 
 def recognized_kind(layer: nn.Module) -> LayerKind | None:
     """The kind of a layer whose type has none, by what it computes; None where that is nothing known."""
-    known = _recognized.setdefault(type(layer), {})
-    key = _configuration(layer)
-    if key in known and not couples_samples(layer):
-        return known[key]
     if not _may_be_tried(layer):
         return None
-    known[key] = _recognize(layer)
+    known = _recognized.setdefault(type(layer), {})
+    key = _configuration(layer)
+    if key not in known:
+        if torch.compiler.is_compiling():
+            return None
+        known[key] = _recognize(layer)
     return known[key]
 
 
@@ -97,7 +98,6 @@ def _may_be_tried(layer: nn.Module) -> bool:
         and all(type(child) is nn.Identity for child in below)
         and all(type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta and not is_lazy(p) for p in own)
         and not isinstance(layer, torch.jit.ScriptModule)
-        and not torch.compiler.is_compiling()
         and not couples_samples(layer)
     )
 

@@ -155,6 +155,19 @@ def test_float32_keeps_the_digits_of_tiny_and_of_large_losses(
     assert loss.value(torch.tensor(outputs), torch.tensor(targets)).item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [(CrossEntropy(), labels(200)), (BinaryCrossEntropy(), events(200, 4))],
+    ids=["classes", "events"],
+)
+def test_the_value_of_bfloat16_outputs_is_theirs_to_the_digits_of_float32(
+    loss: GaussNewtonLoss, targets: Tensor
+) -> None:
+    outputs = gaussian(200, 4, seed=0).bfloat16()
+    expected = loss.value(outputs.double(), targets).item()
+    assert loss.value(outputs, targets).item() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("method", ["value", "residual"])
 @pytest.mark.parametrize("shape", [(3, 5), (3,), (3, 1), (2, 4), (1, 3, 4)], ids=str)
 def test_squared_error_refuses_targets_of_another_shape(method: str, shape: tuple[int, ...]) -> None:

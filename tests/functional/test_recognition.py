@@ -308,6 +308,12 @@ def test_recognition_follows_a_setting_that_changes() -> None:
     assert [*recognized, kind_of(layer) is not None] == [True, False]
 
 
+def test_a_layer_with_another_below_it_is_not_taken_for_one_without() -> None:
+    layers = LayerScale(3), LayerScale(3)
+    layers[1].below = nn.Tanh()
+    assert [kind_of(layer) is not None for layer in layers] == [True, False]
+
+
 def test_a_recognized_type_is_not_kept_alive() -> None:
     class Passing(LayerScale):
         pass

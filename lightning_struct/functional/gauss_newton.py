@@ -110,7 +110,7 @@ def linearize(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # an operation without a second derivative
-            _log.info("backend='double_backward' does not do, 'linearize' is tried: %s", first_line(error))
+            _log.info("backend='double_backward' fails, 'linearize' is tried: %s", first_line(error))
             set_random_state(before)
     try:
         return _Linearize(function, params, args)
@@ -119,7 +119,7 @@ def linearize(
     except Exception as error:
         if backend == "linearize":
             raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
-        _log.info("backend='linearize' does not do, 'double_backward' is taken: %s", first_line(error))
+        _log.info("backend='linearize' fails, 'double_backward' is taken: %s", first_line(error))
         set_random_state(before)
         return _DoubleBackward(function, params, args)
 

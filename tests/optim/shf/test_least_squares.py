@@ -341,15 +341,21 @@ class Noisy(Fit):
         return super().forward(x * self.dropped, measured)
 
 
+def arguments_of(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The argument of each call of a method from now on."""
+    arguments: list[Any] = []
+    method = getattr(owner, name)
+
+    def recorded(self: Any, argument: Any) -> Any:
+        arguments.append(argument)
+        return method(self, argument)
+
+    monkeypatch.setattr(owner, name, recorded)
+    return arguments
+
+
 def test_the_product_of_the_residual_is_formed_once_in_a_step_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors: list[Tensor] = []
-    backward = RowProducts.backward
-
-    def recorded(self: RowProducts, u: Tensor) -> Tensor:
-        vectors.append(u)
-        return backward(self, u)
-
-    monkeypatch.setattr(RowProducts, "backward", recorded)
+    vectors = arguments_of(RowProducts, "backward", monkeypatch)
     optimizer = SHF(Fit(), "least_squares", solver="lsmr", maxiter=3)
     assert optimizer.step(inputs=measurements()).solver_iterations == 3
     assert len(vectors) == 1 + 3  # of ∇f, and one in each iteration
@@ -369,14 +375,7 @@ class Flat(nn.Module):
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
 @pytest.mark.parametrize("drop", [None, 0.5])
 def test_the_same_damping_is_not_solved_twice_at_its_bound(drop: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[float] = []
-    direction = ExactSolver.direction
-
-    def recorded(self: ExactSolver, damping: float) -> Tensor:
-        tried.append(damping)
-        return direction(self, damping)
-
-    monkeypatch.setattr(ExactSolver, "direction", recorded)
+    tried = arguments_of(ExactSolver, "direction", monkeypatch)
     optimizer = SHF(Flat(), "least_squares", damping=1.0, min_damping=0.5, max_damping=4.0, drop=drop)
     with pytest.warns(UserWarning, match="no step lowers the loss"):
         optimizer.step(inputs=torch.zeros(1))

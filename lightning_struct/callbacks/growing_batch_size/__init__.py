@@ -1,9 +1,10 @@
 """GrowingBatchSize: a mini-batch that grows while a Trainer runs.
 
-``callback`` ties the parts to a Trainer; ``rules`` has the decisions, as functions; ``measurement`` the statistics of
-the gradients that an optimizer steps by; ``loader_growth`` and ``accumulation_growth`` the two ways to change the
-samples of a step; ``learning_rate`` the rate that follows them, and ``scheduler_clock`` the schedulers that go on by
-samples; ``step_log`` what is logged, and ``records`` what is kept of the checks.
+``callback`` has the settings and the order of events, and ``fit`` what lives for one fit; ``rules`` has the decisions,
+as functions; ``measurement`` the statistics of the gradients that an optimizer steps by; ``loader_growth`` and
+``accumulation_growth`` the two ways to change the samples of a step; ``learning_rate`` the rate that follows them, and
+``scheduler_clock`` the schedulers that go on by samples; ``step_log`` what is logged, and ``records`` what is kept of
+the checks.
 """
 
 from lightning_struct.callbacks.growing_batch_size.callback import GrowingBatchSize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,31 +10,26 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
-from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
+from lightning_struct.callbacks.growing_batch_size.fit import Fit
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
-from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth
-from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale
-from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
 from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
-from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
 from lightning_struct.callbacks.growing_batch_size.records import keep, record_of_check
 from lightning_struct.callbacks.growing_batch_size.rules import DEFAULT_GROWTH, next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
-from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
 from lightning_struct.callbacks.growing_batch_size.settings import check_settings
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
-from lightning_struct.callbacks.growing_batch_size.step_log import StepLog
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lightning_internals import optimizer_steps, skips_backward, trained_on
+from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
 
 
 class GrowingBatchSize(Callback):
@@ -178,27 +172,13 @@ class GrowingBatchSize(Callback):
         self.predictions: list[int] = []
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
-        self._run = Run()
-        self._samples = 0
-        self._steps = 0
-        self._theta = self.theta
+        self._run, self._validation = Run(), DueValidation()
+        self._samples = self._steps = 0
+        self._batch_size: float | None = None  # as decided
+        self._resized_at = 0  # in steps
         self._ratio_bound: float | None = None
-        self._last_step = self._resized_at = 0
-        self._batch_size: float | None = None
-        self._growth: BatchGrowth | None = None
-        self._last_state: dict[str, Any] | None = None
-        self._growth_state: dict[str, Any] | None = None  # that was loaded for this fit
-        self._measurement: Measurement | None = None
-        self._measurement_state: dict[str, Any] | None = None
-        self._batch: tuple[L.Trainer, L.LightningModule, Any, int] | None = None  # under way, with its number
-        self._batch_ended = self._stepped = False
-        self._resumes = False
-        self._log = StepLog()
-        self._told = False
-        self._validation = DueValidation()
-        self._rate = None if self.scale_lr is None else LearningRateScale(self.scale_lr)
-        self._clock: SchedulerClock | None = None
-        self._raw_steps: RawSteps | None = None
+        self._fit: Fit | None = None  # the present one
+        self._parts: dict[str, Any] | None = None  # state of those of the last one, or of a checkpoint
 
     def decide(self, batch_size: float) -> float:
         """Size of the next batch, from the predictions and validation values so far, or by the schedule.
@@ -208,15 +188,13 @@ class GrowingBatchSize(Callback):
         """
         if self._schedule is not None:
             return self._schedule.batch_size(self._samples) or batch_size
-        predictions, limit = self.predictions, self._limit
-        if self.theta is None and not self._active_measurement.is_reported:
-            smaller = self._active_measurement.size_before_loss_grew()
-            if smaller is not None:
-                self._warn_of_summed_loss(batch_size, smaller)
-                return smaller
+        predictions, limit, measurement = self.predictions, self._limit, self._active_fit.measurement
+        if self.theta is None and not measurement.is_reported:
+            if measurement.size_before_loss_grew is not None:
+                return measurement.size_before_loss_grew
             # what the noise of a batch of twice the size is has to be seen before the next decision
             limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
-            if self._steps < self._resized_at + waits or not self._active_measurement.noise_limits:
+            if self._steps < self._resized_at + waits or not measurement.noise_limits:
                 predictions = [min(size, math.floor(batch_size)) for size in predictions]
         return next_batch_size(
             batch_size,
@@ -230,25 +208,23 @@ class GrowingBatchSize(Callback):
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            if self._run.begins_anew(trainer, pl_module):
-                self._begin()
-            if self._schedule is not None:
-                self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
-            if self.mode == "accumulate":
-                self._growth = AccumulationGrowth(trainer, self._batch_size)
-            else:
-                instead = partial(self._accumulate_instead, trainer) if self.mode == "auto" else None
-                self._growth = LoaderGrowth(trainer, self._batch_size, self.max_device_batch_size, instead)
-            self._clock = SchedulerClock(trainer)
+        if stage != "fit":
+            return
+        if self._run.begins_anew(trainer, pl_module):
+            self._begin()
+        if self._schedule is not None:
+            self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
+        self._fit = Fit(
+            trainer,
+            self._batch_size,
+            self._parts,
+            mode=self.mode,
+            max_device_batch_size=self.max_device_batch_size,
+            scale_lr=self.scale_lr,
+        )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        reported = callable(getattr(pl_module, "gradient_statistics", None))
-        self._theta = (0.5 if reported else 1.0) if self.theta is None else self.theta
-        # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test
-        # is not
-        self._ratio_bound = self._theta**2 if reported or not self._tests_norm else 1 / (1 + self._theta**-2)
-        self._measurement = Measurement(
+        measurement = Measurement(
             trainer,
             pl_module,
             needed=self._tests_norm or self.scale_lr == "adascale",
@@ -258,24 +234,20 @@ class GrowingBatchSize(Callback):
             probes=self.probes,
             tests_stationarity=self._waits_for_noise,
         )
-        if self._measurement_state is not None:
-            load = self._measurement.load_state_dict if self._resumes else self._measurement.load_averages
-            load(self._measurement_state)
-            if self._resized_at == self._steps:
-                self._measurement.restart()  # the limit may have bounded the size
-        self._resumes = False
-        self._raw_steps = RawSteps(trainer)
-        if self._rate is not None:
-            self._rate.attach(lambda: trainer.optimizers, trainer.strategy.broadcast)
+        self._active_fit.begin(measurement)
+        # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test
+        # is not
+        cleared = self._tests_norm and not measurement.is_reported
+        self._ratio_bound = 1 / (1 + self._present_theta**-2) if cleared else self._present_theta**2
+        if self._steps and self._resized_at == self._steps:
+            measurement.restart()  # the limit may have bounded the size
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        growth = self._active_growth
-        growth.on_train_start()
-        self._growth_state = None
-        self._active_clock.attach(growth)
-        if self.max_batch_size is not None and growth.batch_size > self.max_batch_size:
+        fit = self._active_fit
+        fit.begin_training()
+        if self.max_batch_size is not None and fit.growth.batch_size > self.max_batch_size:
             raise MisconfigurationException(
-                f"Batches of {growth.batch_size:g} are larger than "
+                f"Batches of {fit.growth.batch_size:g} are larger than "
                 f"GrowingBatchSize(max_batch_size={self.max_batch_size}): start with smaller ones, or raise the limit"
             )
         if self._limit == math.inf and self._schedule is None:
@@ -283,54 +255,43 @@ class GrowingBatchSize(Callback):
                 "GrowingBatchSize(max_batch_size=None) lets the batch grow to the size of the data set, and this one "
                 "has no length: set max_batch_size to what memory allows"
             )
-        self._last_step = optimizer_steps(trainer, pl_module)
-        self._log.begin()
-        self._told = False
         self._run.on_train_start(pl_module)
         if self.validation_monitor is not None:
             self._validation.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._active_growth.on_train_epoch_start()
+        self._active_fit.growth.on_train_epoch_start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if skips_backward(trainer):
-            return
-        self._batch = (trainer, pl_module, batch, batch_idx)
-        growth, measurement = self._active_growth, self._active_measurement
-        growth.on_train_batch_start()
-        if batch_idx == 0:
-            self._active_clock.begin_epoch()
-        expected_sizes = growth.expected_sizes()
-        if self._rate is not None:
-            read = sum(expected_sizes) * measurement.processes * trainer.accumulate_grad_batches
-            self._rate.begin_batch(growth.batch_size, read or None)
-        measurement.begin_batch(batch, expected_sizes, self._steps + 1)
+        if not skips_backward(trainer):
+            self._active_fit.begin_batch(batch, batch_idx, step=self._steps + 1)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        self._active_measurement.before_backward(loss)
+        self._active_fit.measurement.before_backward(loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._active_measurement.after_backward()
+        self._active_fit.measurement.after_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self._batch is not None:
-            self._active_measurement.before_step(optimizer)
+        if self._active_fit.batch is not None:
+            self._active_fit.measurement.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._batch is None:  # of an epoch that trains nothing
+        fit = self._active_fit
+        if fit.batch is None:
             return
-        ended, self._batch, self._batch_ended = self._batch_ended, None, False
-        if not ended:
-            self._end_batch(trainer, pl_module, batch, batch_idx)
-        if self._stepped:
-            if not self._told:
-                self._tell()
-            self._log.end_step(trainer, pl_module)
+        if not fit.batch_ended:
+            self._end_batch(trainer, batch, batch_idx)
+        fit.batch, fit.batch_ended = None, False
+        if fit.stepped:
+            if not fit.told:
+                fit.told = True
+                rank_zero_info(self._description())
+            fit.log.end_step(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
@@ -345,14 +306,14 @@ class GrowingBatchSize(Callback):
         self.validation_values = [*self.validation_values, value][-self.window - 1 :]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._active_growth.on_train_epoch_end()
+        self._active_fit.growth.on_train_epoch_end()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # the other processes may not be here: then there is no state of all of them for a checkpoint that comes now
-        self._give_back(keep_state=trainer.world_size == 1)
+        self._end_fit(keep_growth=trainer.world_size == 1)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._give_back(keep_state=True)
+        self._end_fit(keep_growth=True)
 
     def plot(self) -> tuple[Figure, list[Axes]]:
         """Draw batch size, variance ratio and validation value, as far as they were recorded, over the samples seen.
@@ -368,24 +329,22 @@ class GrowingBatchSize(Callback):
         return plot_growth(self.records, self._ratio_bound)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._batch is not None and not self._batch_ended and trained_on(self._batch[0]):
-            self._batch_ended = True  # a callback before this one saves a checkpoint at the end of the batch
-            self._end_batch(*self._batch)
+        fit = self._fit
+        if fit is not None and fit.batch is not None and not fit.batch_ended and trained_on(fit.trainer):
+            # a callback before this one saves a checkpoint at the end of the batch
+            self._end_batch(fit.trainer, *fit.batch)
+        parts = fit.state_dict() if fit is not None else self._parts or dict.fromkeys(PARTS)
         return {
             "batch_size": self._batch_size,
-            "growth": self._last_state if self._growth is None else self._growth.state_dict(),
             "predictions": list(self.predictions),
             "validation_values": list(self.validation_values),
             "samples": self._samples,
             "steps": self._steps,
             "resized_at": self._resized_at,
-            "theta": self._theta,
             "variance_ratio_bound": self._ratio_bound,
-            "measurement": (self._measurement_state if self._measurement is None else self._measurement.state_dict()),
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
-            "learning_rate": None if self._rate is None else self._rate.state_dict(),
-            "schedulers": None if self._clock is None else self._clock.state_dict(),
+            **parts,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -394,42 +353,24 @@ class GrowingBatchSize(Callback):
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
         self._resized_at = state_dict.get("resized_at", 0)
-        self._theta = state_dict.get("theta") if self.theta is None else self.theta
         self._ratio_bound = state_dict.get("variance_ratio_bound")
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
-        if self._rate is not None and state_dict.get("learning_rate") is not None:
-            self._rate.load_state_dict(state_dict["learning_rate"])
-        if self._clock is not None and state_dict.get("schedulers") is not None:
-            self._clock.load_state_dict(state_dict["schedulers"])
-        self._measurement_state, self._resumes = state_dict.get("measurement"), self._measurement is None
-        if self._measurement is not None and self._measurement_state is not None:
-            self._measurement.load_state_dict(self._measurement_state)
-        if self._growth is not None and state_dict["growth"] is not None:
-            self._growth.load_state_dict(state_dict["growth"])
-            self._growth_state = state_dict["growth"]
-        elif self._growth is not None and self._batch_size is not None:
-            self._growth.set_batch_size(self._batch_size)
+        self._parts = {name: state_dict.get(name) for name in PARTS}
+        if self._fit is not None:
+            self._fit.load_state_dict(self._parts)
+            if self._parts["growth"] is None and self._batch_size is not None:
+                self._fit.set_batch_size(self._batch_size)
         self._keep_to_limit()
 
     @property
-    def _active_growth(self) -> BatchGrowth:
-        assert self._growth is not None
-        return self._growth
-
-    @property
-    def _active_clock(self) -> SchedulerClock:
-        assert self._clock is not None
-        return self._clock
-
-    @property
-    def _active_measurement(self) -> Measurement:
-        assert self._measurement is not None
-        return self._measurement
+    def _active_fit(self) -> Fit:
+        assert self._fit is not None
+        return self._fit
 
     @property
     def _limit(self) -> float:
-        most, available = self.max_batch_size, self._active_growth.dataset_size
+        most, available = self.max_batch_size, self._active_fit.growth.dataset_size
         return min(math.inf if most is None else most, math.inf if available is None else available)
 
     @property
@@ -439,37 +380,40 @@ class GrowingBatchSize(Callback):
 
     @property
     def _tests_norm(self) -> bool:
-        assert self._theta is not None
-        return self._theta < math.inf and self.schedule is None
+        return self.theta != math.inf and self.schedule is None
 
-    def _end_batch(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    @property
+    def _present_theta(self) -> float:
+        """θ as it was given, or as it is for who trains."""
+        if self.theta is not None:
+            return self.theta
+        return 0.5 if self._active_fit.measurement.is_reported else 1.0
+
+    def _end_batch(self, trainer: L.Trainer, batch: Any, batch_idx: int) -> None:
         """Take note of a batch that was trained on, and decide on the size of the next ones."""
         if self.validation_monitor is not None:
             self._validation.on_train_batch_end(trainer)
-        growth, steps = self._active_growth, optimizer_steps(trainer, pl_module)
-        self._samples += self._active_measurement.end_batch(batch)
-        assert self._raw_steps is not None
-        self._stepped = self._raw_steps.end_batch() or steps != self._last_step
-        self._active_clock.end_batch(batch_idx, growth, self._stepped)
-        if self._stepped:
-            self._last_step = steps
-            self._after_step(trainer, pl_module)
-        growth.on_train_batch_end()
+        fit = self._active_fit
+        self._samples += fit.end_batch(batch, batch_idx)
+        if fit.stepped:
+            self._after_step(trainer)
+        fit.growth.on_train_batch_end()
 
-    def _after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _after_step(self, trainer: L.Trainer) -> None:
         self._steps += 1
-        growth, measurement = self._active_growth, self._active_measurement
+        fit = self._active_fit
+        growth, measurement = fit.growth, fit.measurement
         step = measurement.end_step(self._steps)
         if step is None:
             return
         if measurement.is_reported:
             self._samples += step.samples
-        self._log.values["batch_size"] = float(step.samples)
+        fit.log.values["batch_size"] = float(step.samples)
         growth.on_step(step.samples)
-        if self._rate is not None:
-            self._log.values["learning_rate_scale"] = self._rate.factor
+        if fit.rate is not None:
+            fit.log.values["learning_rate_scale"] = fit.rate.factor
             noise = [noise.value for noise in measurement.noise.values()] if step.checked else []
-            self._rate.end_step(growth.batch_size, min(noise, default=None))
+            fit.rate.end_step(growth.batch_size, min(noise, default=None))
         if self._schedule is not None:
             keep({"samples": self._samples, "batch_size": step.samples}, self.records)
             self._set_batch_size(trainer)
@@ -479,30 +423,16 @@ class GrowingBatchSize(Callback):
         if step.checked.variance is None and step.checked.batch_size < 2 and self._tests_norm:
             self._grow_from_one()
             return
-        self._check(step.checked, type(pl_module).__name__)
+        self._check(step.checked, type(trainer.lightning_module).__name__)
+        measurement.look_at_loss()
         self._set_batch_size(trainer)
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
 
-    def _accumulate_instead(self, trainer: L.Trainer, problem: str, remedy: str) -> None:
-        """Go on by accumulation where the batches of a loader cannot change size."""
-        told = f"The size of batches cannot be changed in {problem}."
-        try:
-            check_accumulation(trainer, "mode='auto'", remedy)
-        except MisconfigurationException as error:
-            raise MisconfigurationException(f"{told} {error}") from None
-        self._growth = AccumulationGrowth(trainer, self._batch_size)
-        if self._growth_state is not None:
-            self._growth.load_state_dict(self._growth_state)
-        rank_zero_warn(
-            f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
-            f"this is meant. For larger batches, {remedy}"
-        )
-
     def _set_batch_size(self, trainer: L.Trainer) -> None:
-        growth = self._active_growth
-        present = growth.batch_size
+        fit = self._active_fit
+        present = fit.growth.batch_size
         decided = self.decide(present)
         if not 1 <= decided < math.inf:
             raise MisconfigurationException(
@@ -511,16 +441,10 @@ class GrowingBatchSize(Callback):
         self._batch_size = trainer.strategy.broadcast(float(decided))
         if self._batch_size != present:
             self._resized_at = self._steps
-            growth.set_batch_size(self._batch_size)
-            self._active_measurement.resized(present, self._batch_size)
-
-    def _warn_of_summed_loss(self, larger: float, smaller: float) -> None:
-        rank_zero_warn(
-            f"The loss has grown with the batch, as a sum over the samples does. GrowingBatchSize puts the batch back "
-            f"from {larger:g} to {smaller:g} samples, for the rest of the training: SGD would take longer steps, not "
-            "less noisy ones. Average the loss over the samples, and multiply the learning rate of SGD by the size of "
-            "the batch; or set the sizes by schedule=..."
-        )
+            fit.set_batch_size(self._batch_size)
+            fit.measurement.resized(present, self._batch_size)
+            if decided == fit.measurement.size_before_loss_grew:
+                _warn_of_summed_loss(present, decided)
 
     def _keep_to_limit(self) -> None:
         """Bound a size that was loaded by ``max_batch_size``, which may be a lower one now."""
@@ -531,25 +455,22 @@ class GrowingBatchSize(Callback):
             f"{self.max_batch_size}): it goes on with a batch of {self.max_batch_size}"
         )
         self._batch_size, self._resized_at = float(self.max_batch_size), self._steps
-        if self._growth is not None:
-            self._growth.set_batch_size(self._batch_size)
-        if self._growth_state is not None:
-            self._growth_state = self._growth_state | {"decided": self._batch_size}
+        if self._fit is not None:
+            self._fit.set_batch_size(self._batch_size)
 
     def _grow_from_one(self) -> None:
-        if self._active_growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
+        if self._active_fit.growth.batch_size < 1.5 and self._limit > 1:  # else it is what was left of an epoch
             rank_zero_warn(
                 "A batch of one has no gradient variance by which GrowingBatchSize could decide: the batch grows to 2 "
                 "at once"
             )
             self._batch_size = 2
-            self._active_growth.set_batch_size(2)
+            self._active_fit.set_batch_size(2)
 
     def _check(self, statistics: GradientStatistics, module_name: str) -> None:
         """Predict the batch size from the statistics of a step and the averages so far, and record both."""
         size, variance = statistics.batch_size, statistics.variance
-        assert self._theta is not None
-        measurement, theta = self._active_measurement, (self._theta if self._tests_norm else math.inf)
+        fit, theta = self._active_fit, (self._present_theta if self._tests_norm else math.inf)
         if variance is None and theta < math.inf:
             problem = (
                 f"{module_name} reports no gradient variance for a batch of {size}: there is none where batch "
@@ -568,52 +489,49 @@ class GrowingBatchSize(Callback):
                 "value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
                 "validation_threshold=math.inf to grow in each check"
             )
-        predicted, noises = 1, measurement.noise.values()
+        predicted, noises = 1, fit.measurement.noise.values()
         if variance is not None:
-            taken = [statistics] if measurement.is_reported else [noise.statistics(size) for noise in noises]
-            dataset_size = self._active_growth.dataset_size
+            taken = [statistics] if fit.measurement.is_reported else [noise.statistics(size) for noise in noises]
+            dataset_size = fit.growth.dataset_size
             predicted = max(predicted_batch_size(of, dataset_size, theta, self.max_batch_size) for of in taken)
-            self._log.values["gradient_variance"] = variance
-        self._log.values["batch_size_predicted"] = float(predicted)
+            fit.log.values["gradient_variance"] = variance
+        fit.log.values["batch_size_predicted"] = float(predicted)
         if noises and (noise_scale := max(noise.value for noise in noises)) < math.inf:
-            self._log.values["gradient_noise_scale"] = noise_scale
+            fit.log.values["gradient_noise_scale"] = noise_scale
         self.predictions = [*self.predictions, predicted][-self.window - 1 :]
         if self.validation_monitor is None and statistics.validation_value is not None:
             self.validation_values = [*self.validation_values, statistics.validation_value][-self.window - 1 :]
         validation_value = self.validation_values[-1] if self.validation_values else None
         keep(record_of_check(statistics, self._samples, predicted, validation_value), self.records)
 
-    def _tell(self) -> None:
-        """Say once in a fit what was chosen; after the first step, in which estimators count their work."""
-        self._told = True
-        measures = self._active_measurement.description()
+    def _description(self) -> str:
+        """What was chosen, in one line; after the first step, in which estimators count their work."""
+        measurement = self._active_fit.measurement
+        measures = measurement.description()
         if self.schedule is not None:
             also = f", and {measures}, for scale_lr='adascale'" if self.scale_lr == "adascale" else ""
-            rank_zero_info(f"GrowingBatchSize goes by schedule={self.schedule!r}{also}")
-            return
-        rule = f", theta={self._theta:g}" if self._tests_norm else ""
-        if rule and self._waits_for_noise and not self._active_measurement.is_reported:
+            return f"GrowingBatchSize goes by schedule={self.schedule!r}{also}"
+        rule = f", theta={self._present_theta:g}" if self._tests_norm else ""
+        if rule and self._waits_for_noise and not measurement.is_reported:
             rule += ", and grows when the noise of the steps undoes their progress"
         if self.validation_threshold == math.inf:
             often = "step" if self.every_n_steps is None and not self._tests_norm else "check"
             rule += f"; it grows by growth={self.growth:g} in each {often}"
         elif self.validation_monitor is not None:
             rule += f"; it grows by growth={self.growth:g} where {self.validation_monitor!r} stalls"
-        rank_zero_info(f"GrowingBatchSize {measures}{rule}")
+        return f"GrowingBatchSize {measures}{rule}"
 
-    def _give_back(self, keep_state: bool) -> None:
+    def _end_fit(self, keep_growth: bool) -> None:
         """Give Trainer and loaders back as they were; a checkpoint may still be written."""
-        self._batch, self._batch_ended = None, False
-        if self._measurement is not None:
-            self._measurement_state = self._measurement.state_dict()
-            self._measurement.end()
-        if self._raw_steps is not None:
-            self._raw_steps.detach()
-        if self._rate is not None:
-            self._rate.detach()
-        if self._clock is not None:
-            self._clock.detach()
-        if self._growth is not None:
-            self._last_state = self._growth.state_dict() if keep_state else None
-            self._growth.restore()
-        self._measurement = self._growth = self._growth_state = None
+        if self._fit is not None:
+            fit, self._fit = self._fit, None
+            self._parts = fit.end(keep_growth)
+
+
+def _warn_of_summed_loss(larger: float, smaller: float) -> None:
+    rank_zero_warn(
+        f"The loss has grown with the batch, as a sum over the samples does. GrowingBatchSize puts the batch back "
+        f"from {larger:g} to {smaller:g} samples, for the rest of the training: SGD would take longer steps, not "
+        "less noisy ones. Average the loss over the samples, and multiply the learning rate of SGD by the size of "
+        "the batch; or set the sizes by schedule=..."
+    )

@@ -63,6 +63,8 @@ class Measurement:
     Attributes:
         processes: number of those that read different batches.
         noise: averages of the measurements, by the place of the optimizer.
+        size_before_loss_grew: the size to go back to where the last look at the loss found that it has grown with the
+            batch, as one that is summed over it; else None.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Measurement:
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
         self.processes = data_parallel_size(trainer)
         self.noise: dict[int, NoiseScale] = {}
+        self.size_before_loss_grew: float | None = None
         self._loss_growth = LossGrowth()
         self._loss_grew_with_batch = False
         self._samples = self._batches = self._expected = 0
@@ -125,14 +128,10 @@ class Measurement:
         true where that is not tested."""
         return not self._loss_grew_with_batch and all(test.holds for test in self._stationarity)
 
-    def size_before_loss_grew(self) -> float | None:
-        """The size to go back to where the loss has grown with the batch, as one that is summed over it; None else.
-
-        Where it has, no noise limits any more.
-        """
-        size = self._loss_growth.size_before_loss_grew()
-        self._loss_grew_with_batch = self._loss_grew_with_batch or size is not None
-        return size
+    def look_at_loss(self) -> None:
+        """Look whether the loss has grown with the batch: where it has, no noise limits any more."""
+        self.size_before_loss_grew = self._loss_growth.size_before_loss_grew()
+        self._loss_grew_with_batch = self._loss_grew_with_batch or self.size_before_loss_grew is not None
 
     def restart(self) -> None:
         """Forget what was tested with batches of another size."""

@@ -19,10 +19,6 @@ class StepLog:
         self.values: dict[str, float] = {}
         self._names: tuple[str, ...] | None = None  # what the module does not log itself
 
-    def begin(self) -> None:
-        """Begin with the first step of a fit."""
-        self._names = None
-
     def end_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what is new, after the first step and when loggers write."""
         if trainer.barebones or not (self._names is None or logs_now(trainer)):

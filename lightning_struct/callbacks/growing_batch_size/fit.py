@@ -1,0 +1,190 @@
+"""What the callback has for the time of one fit: the parts that it hooks into the Trainer, and the batch under way."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
+from lightning_struct.callbacks.growing_batch_size.accumulation_growth import AccumulationGrowth
+from lightning_struct.callbacks.growing_batch_size.growth import BatchGrowth, State
+from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateRule, LearningRateScale
+from lightning_struct.callbacks.growing_batch_size.loader_growth import LoaderGrowth
+from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
+from lightning_struct.callbacks.growing_batch_size.raw_steps import RawSteps
+from lightning_struct.callbacks.growing_batch_size.scheduler_clock import SchedulerClock
+from lightning_struct.callbacks.growing_batch_size.step_log import StepLog
+from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import optimizer_steps
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+
+class Fit:
+    """The parts of a fit, made in ``Callback.setup`` and given back when it ends.
+
+    Args:
+        trainer: in ``Callback.setup``.
+        batch_size: the samples of a step to begin with, if they are not those of the loaders.
+        before: state of the parts of a fit that this one continues; its averages and its rate are gone on with.
+        mode: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_device_batch_size`` and ``scale_lr``.
+
+    Attributes:
+        growth: the way to change the samples of a step.
+        clock: of the schedulers.
+        log: of the steps.
+        rate: that follows the batch; None where it does not.
+        told: whether it has been said what was chosen.
+        batch: the one under way, with its number; None between two, and in an epoch that trains nothing.
+        batch_ended: whether that was counted already, for a checkpoint that a callback before this one saves.
+        stepped: whether an optimizer stepped in it.
+
+    Raises:
+        MisconfigurationException: the accumulation cannot be changed.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        batch_size: float | None,
+        before: State | None,
+        *,
+        mode: Literal["auto", "batch", "accumulate"],
+        max_device_batch_size: int | None,
+        scale_lr: LearningRateRule | None,
+    ) -> None:
+        self.trainer, self._batch_size = trainer, batch_size
+        self.growth: BatchGrowth
+        if mode == "accumulate":
+            self.growth = AccumulationGrowth(trainer, batch_size)
+        else:
+            instead = self._accumulate_instead if mode == "auto" else None
+            self.growth = LoaderGrowth(trainer, batch_size, max_device_batch_size, instead)
+        self.clock, self.log = SchedulerClock(trainer), StepLog()
+        self.rate = None if scale_lr is None else LearningRateScale(scale_lr)
+        self.told = False
+        self._measurement: Measurement | None = None
+        self._raw_steps: RawSteps | None = None
+        # what was loaded, until it is taken: a growth's may be gone on with by another growth
+        self._loaded_growth: State | None = None
+        self._loaded_measurement: State | None = (before or {}).get("measurement")
+        self._resumes = False
+        if before is not None:
+            self._load_learning_rate(before)
+        self._steps_before = 0
+        self.batch: tuple[Any, int] | None = None
+        self.batch_ended = self.stepped = False
+
+    @property
+    def measurement(self) -> Measurement:
+        """The measuring of the steps, from ``Callback.on_fit_start`` on."""
+        assert self._measurement is not None
+        return self._measurement
+
+    def begin(self, measurement: Measurement) -> None:
+        """Begin to measure, in ``Callback.on_fit_start``."""
+        self._measurement, self._raw_steps = measurement, RawSteps(self.trainer)
+        if self._loaded_measurement is not None:
+            load = measurement.load_state_dict if self._resumes else measurement.load_averages
+            load(self._loaded_measurement)
+        if self.rate is not None:
+            self.rate.attach(lambda: self.trainer.optimizers, self.trainer.strategy.broadcast)
+
+    def begin_training(self) -> None:
+        """Begin with the first batch, in ``Callback.on_train_start``."""
+        self.growth.on_train_start()
+        self._loaded_growth = None
+        self.clock.attach(self.growth)
+        self._steps_before = self._steps()
+
+    def begin_batch(self, batch: Any, batch_idx: int, step: int) -> None:
+        """Begin with a batch that is trained on, in the optimizer step of that number."""
+        self.batch = batch, batch_idx
+        self.growth.on_train_batch_start()
+        if batch_idx == 0:
+            self.clock.begin_epoch()
+        expected_sizes = self.growth.expected_sizes()
+        if self.rate is not None:
+            read = sum(expected_sizes) * self.measurement.processes * self.trainer.accumulate_grad_batches
+            self.rate.begin_batch(self.growth.batch_size, read or None)
+        self.measurement.begin_batch(batch, expected_sizes, step)
+
+    def end_batch(self, batch: Any, batch_idx: int) -> int:
+        """Count a batch that was trained on; returns its samples, over all processes."""
+        assert self._raw_steps is not None
+        self.batch_ended, steps = True, self._steps()
+        samples = self.measurement.end_batch(batch)
+        self.stepped = self._raw_steps.end_batch() or steps != self._steps_before
+        self._steps_before = steps
+        self.clock.end_batch(batch_idx, self.growth, self.stepped)
+        return samples
+
+    def set_batch_size(self, batch_size: float) -> None:
+        """Set the samples of the next steps."""
+        self._batch_size = batch_size
+        self.growth.set_batch_size(batch_size)
+        if self._loaded_growth is not None:
+            self._loaded_growth = self._loaded_growth | {"decided": batch_size}
+
+    def end(self, keep_growth: bool) -> State:
+        """Give Trainer and loaders back as they were.
+
+        Args:
+            keep_growth: whether all processes are here, to say where their loaders are.
+
+        Returns:
+            The last state of the parts, for a checkpoint that may still be written.
+        """
+        state = self.state_dict(keep_growth)
+        if self._measurement is not None:
+            self._measurement.end()
+        if self._raw_steps is not None:
+            self._raw_steps.detach()
+        if self.rate is not None:
+            self.rate.detach()
+        self.clock.detach()
+        self.growth.restore()
+        return state
+
+    def state_dict(self, with_growth: bool = True) -> State:
+        """State of the parts; with that of the growth it is a collective call of all processes."""
+        return {
+            "growth": self.growth.state_dict() if with_growth else None,
+            "measurement": self._loaded_measurement if self._measurement is None else self._measurement.state_dict(),
+            "learning_rate": None if self.rate is None else self.rate.state_dict(),
+            "schedulers": self.clock.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue where the state was saved."""
+        self._load_learning_rate(state)
+        if state["schedulers"] is not None:
+            self.clock.load_state_dict(state["schedulers"])
+        self._loaded_measurement, self._resumes = state["measurement"], True
+        if self._measurement is not None and self._loaded_measurement is not None:
+            self._measurement.load_state_dict(self._loaded_measurement)
+        if state["growth"] is not None:
+            self.growth.load_state_dict(state["growth"])
+            self._loaded_growth = state["growth"]
+
+    def _load_learning_rate(self, state: State) -> None:
+        if self.rate is not None and state["learning_rate"] is not None:
+            self.rate.load_state_dict(state["learning_rate"])
+
+    def _steps(self) -> int:
+        return optimizer_steps(self.trainer, self.trainer.lightning_module)
+
+    def _accumulate_instead(self, problem: str, remedy: str) -> None:
+        """Go on by accumulation where the batches of a loader cannot change size."""
+        told = f"The size of batches cannot be changed in {problem}."
+        try:
+            check_accumulation(self.trainer, "mode='auto'", remedy)
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{told} {error}") from None
+        self.growth = AccumulationGrowth(self.trainer, self._batch_size)
+        if self._loaded_growth is not None:
+            self.growth.load_state_dict(self._loaded_growth)
+        rank_zero_warn(
+            f"{told} GrowingBatchSize accumulates gradients over more of them instead; mode='accumulate' says that "
+            f"this is meant. For larger batches, {remedy}"
+        )

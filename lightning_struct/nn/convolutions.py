@@ -34,7 +34,9 @@ def replace_conv(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> Model:
-    """Put a ``BlockStructured`` where each convolution stands, in place (Thomas et al., section 5.2). ::
+    """Put a ``BlockStructured`` where each convolution stands, in place (Thomas et al., section 5.2).
+
+    For example::
 
         layer = functools.partial(LDRSubdiagonal, rank=2)
         model = replace_conv(model, layer, torch.zeros(1, 3, 32, 32), include="layer1")
@@ -118,7 +120,9 @@ def _sizes_of_images(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Modu
         dimensions = len(layer.kernel_size)  # type: ignore[arg-type]
         sizes.setdefault(layer, set()).add((args[0].shape[-dimensions:], output.shape[-dimensions:]))
 
-    handles = [module.register_forward_hook(note) for module in model.modules() if type(module) in CONVOLUTIONS]
+    # lazy ones become convolutions when they are called
+    kinds = [(module, getattr(module, "cls_to_become", None) or type(module)) for module in model.modules()]
+    handles = [module.register_forward_hook(note) for module, kind in kinds if kind in CONVOLUTIONS]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), in_eval_mode(model):
             model(*example)

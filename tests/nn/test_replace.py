@@ -606,6 +606,12 @@ def test_blocks_take_an_image_without_a_batch(convolution):
         blocks(x[:1])
 
 
+def test_the_example_gives_lazy_convolutions_their_shape():
+    model = nn.Sequential(nn.LazyConv2d(3, 3), nn.LazyBatchNorm2d())
+    replace_conv(model, FACTORY, torch.zeros(1, 2, 9, 9))
+    assert type(model[0]) is BlockStructured and model(torch.randn(2, 2, 9, 9)).shape == (2, 3, 7, 7)
+
+
 def test_blocks_refuse_images_of_another_shape_with_as_many_pixels():
     blocks = replace_conv(nn.Conv2d(2, 3, 3, padding=1), LowRank, torch.zeros(1, 2, 4, 6))
     for shape in ((5, 2, 6, 4), (5, 2, 3, 8), (5, 2, 24), (2, 6, 4)):

@@ -89,7 +89,8 @@ class RootMeanSquare(nn.Module):
 
 
 def scale_shares(call: LayerCall) -> dict[str, Contribution]:
-    return {"factor": Dense((call.input * call.cotangent).flatten(1, -2).sum(1))}
+    shares = call.input * call.cotangent  # as in docs/register_layer.md
+    return {"factor": Dense(shares.reshape(len(shares), -1, shares.shape[-1]).sum(1))}
 
 
 DECLARATIONS: dict[str, tuple[type[nn.Module], Callable[[], Any]]] = {
@@ -365,9 +366,10 @@ def test_the_norms_of_transformers_are_declared_in_one_line() -> None:
     [lambda: register_layer(Scale, rule=scale_shares), lambda: register_layer(Scale)(scale_shares)],
     ids=["argument", "decorator"],
 )
-def test_a_rule_of_ones_own_is_used(declare: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("shape", [(5, 4), (5, 2, 4), (5, 2, 3, 4)], ids=str)
+def test_a_rule_of_ones_own_is_used(declare: Callable[[], Any], shape: tuple[int, ...]) -> None:
     declare()
-    assert_norms_are_those_of_autograd(nn.Sequential(nn.Linear(4, 3), Scale(3)).double(), inputs(5, 2, 4))
+    assert_norms_are_those_of_autograd(nn.Sequential(nn.Linear(4, 3), Scale(3)).double(), inputs(*shape))
 
 
 def test_a_rule_that_returns_other_shapes_is_an_error() -> None:

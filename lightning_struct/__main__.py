@@ -13,7 +13,7 @@ from lightning_struct.recipes.catalogue import RECIPES, config_directory, config
 
 PROGRAM = "lightning-struct"
 DESCRIPTION = """\
-Lists the recipes: tasks that can be run from the command line, most of them of papers.
+Lists the recipes: tasks that run from the command line, most of them from the papers.
 With the name of a recipe: lists its configs. With a subcommand too: runs it, as
 python -m lightning_struct.recipes.RECIPE does."""
 EXAMPLES = """\
@@ -64,11 +64,12 @@ def recipe_list() -> str:
     """All recipes, by paper: a line for each with its network and its data, and one with its configs."""
     lines = [f"lightning_struct {__version__}", ""]
     for paper in dict.fromkeys(recipe.paper for recipe in RECIPES.values()):
-        lines.append(paper)
+        lines.append(paper[0].upper() + paper[1:])
         for name, recipe in RECIPES.items():
             if recipe.paper == paper:
                 configs = ", ".join(config_names(name))
-                lines.append(f"  {name:<19} {recipe.trains} ({recipe.section}). Data: {recipe.data}")
+                section = f" ({recipe.section})" if recipe.section else ""
+                lines.append(f"  {name:<19} {recipe.trains}{section}. Data: {recipe.data}")
                 lines.append(_indented(f"configs: {configs}", 22))
         lines.append("")
     lines += [
@@ -84,7 +85,7 @@ def config_list(name: str) -> str:
     recipe = RECIPES[name]
     lines = [
         f"{name}: {recipe.trains}",
-        f"from:  {recipe.paper}, {recipe.section}",
+        f"from:  {', '.join(filter(None, (recipe.paper, recipe.section)))}",
         f"data:  {recipe.data}",
         "",
         f"Configs in {config_directory(name)}:",

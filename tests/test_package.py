@@ -110,6 +110,14 @@ def test_public_functions_and_classes_have_an_example(part):
     assert without == WITHOUT_EXAMPLE.get(part, set())
 
 
+@pytest.mark.parametrize("part", ["callbacks", "data", "functional", "models", "nn", "optim", "strategies"])
+def test_the_first_paragraph_of_a_docstring_leads_to_no_code(part):
+    # the command line makes titles of it
+    package = import_module(f"lightning_struct.{part}")
+    first = {name: (getattr(package, name).__doc__ or "").split("\n\n")[0] for name in package.__all__}
+    assert [name for name, text in first.items() if text.rstrip().endswith("::")] == []
+
+
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'lightning_struct' has no attribute 'SHG'"):
         lightning_struct.SHG  # noqa: B018

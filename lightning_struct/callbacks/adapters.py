@@ -27,7 +27,9 @@ _ROUNDING = 2.0**-8  # of an entry to bfloat16, relative; in the norm of many of
 
 
 class AdapterCheckpoint(Callback):
-    """Leaves the frozen weights of a model with adapters out of its checkpoints. ::
+    """Leaves the frozen weights of a model with adapters out of its checkpoints.
+
+    For example::
 
         Trainer(callbacks=[AdapterCheckpoint(), ModelCheckpoint(...)])
 

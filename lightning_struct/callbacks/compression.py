@@ -25,7 +25,9 @@ _STRUCTURE = "layer_structure"
 
 
 class Compression(Callback):
-    """Compresses the module at the beginning of an epoch by :func:`~lightning_struct.nn.compress`; training goes on. ::
+    """Compresses the module at the beginning of an epoch by :func:`~lightning_struct.nn.compress`; training goes on.
+
+    For example::
 
         Trainer(max_epochs=12, callbacks=[Compression(budget=0.25, epoch=8)]).fit(module, data)
 

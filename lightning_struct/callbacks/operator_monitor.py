@@ -36,7 +36,9 @@ _LARGEST_PICTURE = 4096 * 4096
 
 
 class OperatorMonitor(Callback):
-    """Logs the range of learned displacement operators, and draws structured layers (Thomas et al., figure 4). ::
+    """Logs the range of learned displacement operators, and draws structured layers (Thomas et al., figure 4).
+
+    For example::
 
         monitor = OperatorMonitor()
         Trainer(callbacks=[monitor]).fit(module)

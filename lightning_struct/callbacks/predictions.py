@@ -18,7 +18,9 @@ class PredictionWriter(BasePredictionWriter):
 
     The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set.
     It has no positions where a loader of another kind than torch's has no indices, as that of a text. With several
-    processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written. ::
+    processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written.
+
+    For example::
 
         Trainer(callbacks=[PredictionWriter("reconstructions")]).predict(model, datamodule=datamodule)
         torch.load("lightning_logs/version_0/reconstructions.pt")["reconstructions"]

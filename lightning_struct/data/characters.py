@@ -31,7 +31,8 @@ class CharactersDataModule(InMemoryDataModule):
 
     Samples are (characters, next characters), both (steps,), int64 from 0 to 127. The windows follow each other in the
     text without overlap: the first 90 % of the text are for training, the next 5 % for validation, the rest for test.
-    ::
+
+    For example::
 
         data = CharactersDataModule(text_file="some.txt")
         Trainer().fit(Classifier(CharacterTransformer(), num_classes=128), datamodule=data)

@@ -42,7 +42,9 @@ class CIFAR10DataModule(InMemoryDataModule):
     Training and validation images are parts of the official training set, cut by a fixed seed; the test images are the
     official ones. Samples are (image, label): (3, 32, 32) float32, and int64 in the order of :data:`CLASSES`. Images
     are standardised: of values in [0, 1], ``CHANNEL_MEAN`` is subtracted, the mean of each colour over the official
-    training set, and the rest divided by ``CHANNEL_STD``, their standard deviation. ::
+    training set, and the rest divided by ``CHANNEL_STD``, their standard deviation.
+
+    For example::
 
         Trainer().fit(Classifier(mini_vgg()), datamodule=CIFAR10DataModule(data_dir="data", batch_size=128))
 

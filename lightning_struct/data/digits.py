@@ -149,7 +149,9 @@ class MNISTDataModule(DigitsDataModule):
     """MNIST: 50,000 / 10,000 / 10,000 images of 28 x 28 for training, validation and test.
 
     Training and validation images are parts of the official training set, cut by a fixed seed; the test images are the
-    official ones. Samples are (pixels, label): (784,) float32 in [0, 1], and int64. ::
+    official ones. Samples are (pixels, label): (784,) float32 in [0, 1], and int64.
+
+    For example::
 
         Trainer().fit(model, datamodule=MNISTDataModule(data_dir="data", batch_size=300))
 
@@ -217,7 +219,9 @@ class USPSDataModule(DigitsDataModule):
 
     The paper has another edition of the data, 11,000 images, and cuts it into 8,000 / 1,000 / 2,000. Here the
     7,291 + 2,007 images that torchvision offers are pooled and cut by a fixed seed, in nearly the same proportions.
-    Samples are (pixels, label): (256,) float32 in [0, 1], and int64. ::
+    Samples are (pixels, label): (256,) float32 in [0, 1], and int64.
+
+    For example::
 
         Trainer().fit(model, datamodule=USPSDataModule(data_dir="data", batch_size=200))
 

@@ -57,7 +57,9 @@ class IMDBDataModule(InMemoryDataModule):
     the official ones. Samples are (words, label): (max_length,) int64, and 0 or 1, int64, for a review that blames or
     praises. Words are numbered as in :attr:`vocabulary`, by their frequency in the training reviews; 1 is any other
     word, and 0 fills up behind the end of short reviews. Of a long review the last words are kept, which often give the
-    verdict. ::
+    verdict.
+
+    For example::
 
         model = Classifier(RecurrentNetwork(), num_classes=2)
         Trainer().fit(model, datamodule=IMDBDataModule(data_dir="data"))

@@ -41,7 +41,9 @@ class MNISTVariantDataModule(FlatImagesDataModule):
     """MNIST-bg-rot, MNIST-noise and their relatives: 10,200 / 1,800 / 50,000 images of 28 x 28.
 
     Of noise there are 2,000 test images. Samples are (pixels, label): (784,) float32, standardised
-    (:class:`FlatImagesDataModule`), and int64. ::
+    (:class:`FlatImagesDataModule`), and int64.
+
+    For example::
 
         data = MNISTVariantDataModule(variant="noise", generate=True, data_dir="data")
         Trainer().fit(Classifier(single_hidden_layer(784, 10)), datamodule=data)

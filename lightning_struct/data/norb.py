@@ -51,7 +51,9 @@ class NORBDataModule(FlatImagesDataModule):
     """NORB: 247,860 / 43,740 / 58,320 images of 32 x 32 for training, validation and test (LeCun et al., 2004).
 
     Samples are (pixels, label): (1024,) float32, standardised (:class:`FlatImagesDataModule`), and int64, 0 to 5:
-    animal, human, plane, truck, car, none. Images are those of the left camera, made smaller by averaging. ::
+    animal, human, plane, truck, car, none. Images are those of the left camera, made smaller by averaging.
+
+    For example::
 
         model = Classifier(single_hidden_layer(1024, 6), num_classes=6)
         Trainer().fit(model, datamodule=NORBDataModule(data_dir="data"))

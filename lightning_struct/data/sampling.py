@@ -174,7 +174,9 @@ class DrawLoader(DataLoader):
 
     A ``TensorDataset`` is indexed once per batch; the samples of any other map-style data set are fetched (by
     ``__getitems__`` where there is one) and collated as a ``DataLoader`` does. Lightning saves the state of the draws
-    in its checkpoints, and a run that is resumed from within an epoch goes on with the very next draw. ::
+    in its checkpoints, and a run that is resumed from within an epoch goes on with the very next draw.
+
+    For example::
 
         Trainer().fit(model, DrawLoader(dataset, IndependentDraws(dataset, batch_size=250, draws_per_epoch=10)))
 
@@ -276,6 +278,12 @@ class Samples(Sequence[tuple[Tensor, ...]]):
 
 def keep_batch(batch: Any) -> Any:
     """The ``collate_fn`` for batches that come whole from the data set, as those of :class:`BatchedTensorDataset` do.
+
+    Args:
+        batch: a :class:`Samples`, tensors (n, ...) of one batch; anything else is returned as it is.
+
+    Returns:
+        The same batch as a tuple of plain tensors (n, ...).
 
     Example:
         >>> samples = Samples((torch.arange(3), torch.zeros(3)))

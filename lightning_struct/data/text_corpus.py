@@ -106,7 +106,9 @@ class TextCorpusDataModule(LightningDataModule):
     Batches are (words, next words), both (steps, columns), int64, as in torch's example ``word_language_model``, whose
     settings the paper takes: each column goes on where it ended in the batch before. Words are what stands between
     spaces, and ``<eos>`` at the end of each line. They are numbered in the order in which the training text has them; a
-    word that it does not have is ``<unk>``. ::
+    word that it does not have is ``<unk>``.
+
+    For example::
 
         data = TextCorpusDataModule(data_dir="data")
         Trainer().fit(LanguageModel(data.vocabulary_size), datamodule=data)

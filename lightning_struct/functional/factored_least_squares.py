@@ -115,11 +115,12 @@ class FactoredLeastSquares(_AllDampings):
 
 
 class GramLeastSquares(_AllDampings):
-    """The same as :class:`FactoredLeastSquares` by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
+    """Solver of min ‖J d - b‖² + λ²‖d - m‖² by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
 
-    It takes O(n²) more memory and n³/3 multiply-adds for a λ, n = min(N, P): several λ cost less than eigenvalues, and
-    far less than a QR and an SVD. The factor of the last λ is kept. The condition of J is squared: solutions lose
-    digits where λ is small, but the residual that they leave hardly changes down to ``smallest_damping``.
+    It has the methods of :class:`FactoredLeastSquares`. It takes O(n²) more memory and n³/3 multiply-adds for a λ, n =
+    min(N, P): several λ cost less than eigenvalues, and far less than a QR and an SVD. The factor of the last λ is
+    kept. The condition of J is squared: solutions lose digits where λ is small, but the residual that they leave hardly
+    changes down to ``smallest_damping``.
 
     Args:
         jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`;

@@ -25,7 +25,7 @@ ALL = slice(None)
 
 
 class Jacobian(ABC):
-    """J (N, P).
+    """The Jacobian of N residuals in P weights, as something that can be multiplied: (N, P).
 
     Attributes:
         shape: (N, P).
@@ -83,7 +83,7 @@ class Jacobian(ABC):
 
 
 class DenseJacobian(Jacobian):
-    """A matrix J.
+    """A Jacobian that is given as one dense tensor, (N, P).
 
     Args:
         matrix: J, (N, P).

@@ -141,10 +141,10 @@ def lsqr(
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     gradient: Vector | None = None,
 ) -> LeastSquaresResult:
-    """Solve the same problem by LSQR (Paige & Saunders 1982): CG on the normal equations in exact arithmetic.
+    """Solve min ‖A x - b‖² + damp² ‖x - center‖² by LSQR (Paige & Saunders 1982).
 
-    Its iterates have the lowest residual in the Krylov space; the arguments, the result and the errors are those of
-    :func:`lsmr`.
+    That is CG on the normal equations in exact arithmetic: the iterates have the lowest residual in the Krylov space.
+    Arguments, result and errors are those of :func:`lsmr`.
 
     Example:
         >>> A = torch.tensor([[2.0, 0.0], [0.0, 4.0]])

@@ -38,7 +38,9 @@ class Autoencoder(L.LightningModule):
 
     The loss of a sample is f = ½‖x̂ - x‖², summed over pixels; batches and epochs are averages over samples. Logged are
     ``train_loss``, ``val_loss`` and ``test_loss`` in this unit, the one of the paper's Table 2, and
-    ``val_squared_error`` and ``test_squared_error``, ‖x̂ - x‖², twice as large. ::
+    ``val_squared_error`` and ``test_squared_error``, ‖x̂ - x‖², twice as large.
+
+    For example::
 
         Trainer().fit(Autoencoder([784, 400, 200, 100, 50, 25, 6]), datamodule=CurvesDataModule(draws="epoch"))
 
@@ -138,7 +140,9 @@ def shf_with_usual_damping(module: nn.Module) -> SHF:
 
 
 class SHFAutoencoder(SHFOptimization, Autoencoder):
-    """The autoencoder trained by SHF (Emirahmetoglu & Stewart). ::
+    """The autoencoder trained by SHF (Emirahmetoglu & Stewart).
+
+    For example::
 
         model = SHFAutoencoder([784, 400, 200, 100, 50, 25, 6], sparse_connections=20)
         Trainer().fit(model, datamodule=CurvesDataModule())

@@ -95,7 +95,9 @@ def _with_output(layers: nn.Sequential, features: int, num_classes: int) -> nn.S
 
 
 class Classifier(L.LightningModule):
-    """Classifier of labelled samples: trains any network, and measures its loss and accuracy. ::
+    """Classifier of labelled samples: trains any network, and measures its loss and accuracy.
+
+    For example::
 
         Trainer().fit(Classifier(fully_connected([784, 512, 10])), datamodule=MNISTDataModule(draws="epoch"))
 
@@ -220,7 +222,9 @@ class Classifier(L.LightningModule):
 
 
 class RLSClassifier(RLSOptimization, Classifier):
-    """The classifier trained by RLS (Zhang et al.). ::
+    """The classifier trained by RLS (Zhang et al.).
+
+    For example::
 
         Trainer().fit(RLSClassifier(mini_vgg()), datamodule=CIFAR10DataModule())
 
@@ -272,7 +276,9 @@ def shf_with_chosen_settings(module: nn.Module, loss: str) -> SHF:
 
 
 class SHFClassifier(SHFOptimization, Classifier):
-    """The classifier trained by SHF. ::
+    """The classifier trained by SHF.
+
+    For example::
 
         kronecker = functools.partial(SHF, damping=1.0, preconditioner="kronecker", solver="cg", maxiter=10, l2=1e-4)
         Trainer().fit(SHFClassifier(fully_connected(), optimizer=kronecker), datamodule=MNISTDataModule())

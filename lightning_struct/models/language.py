@@ -23,7 +23,9 @@ INITIAL_RANGE = 0.1  # of embedding and output layer, as in torch's example
 
 
 class LanguageModel(L.LightningModule):
-    """Language model that reads a text in columns, predicting the next words (section 5.1, appendix F.2, Table 2). ::
+    """Language model that reads a text in columns, predicting the next words (section 5.1, appendix F.2, Table 2).
+
+    For example::
 
         data = TextCorpusDataModule(data_dir="data")
         Trainer(gradient_clip_val=0.25).fit(LanguageModel(data.vocabulary_size), datamodule=data)

@@ -59,7 +59,9 @@ class PhysicsInformedNetwork(L.LightningModule):
     It is called with points, by block, and returns the residuals there. The loss is the sum over blocks of half the
     mean squared residual. Logged are ``train_loss``; ``val_loss`` and ``test_loss``, those of points that are not
     trained on, and their part of each block, as ``val_loss_interior``; and where the solution is known
-    ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test. ::
+    ``relative_l2_error``, ‖u - solution‖/‖solution‖ over the interior points of a validation or test.
+
+    For example::
 
         equation = Poisson(dimension=2)
         data = PointsDataModule(equation, {"interior": 900, "boundary": 120})
@@ -171,7 +173,9 @@ def shf_of_residuals(module: nn.Module) -> SHF:
 
 
 class SHFPhysicsInformedNetwork(SHFOptimization, PhysicsInformedNetwork):
-    """A physics-informed network trained by SHF, a Gauss-Newton method: see :class:`~lightning_struct.optim.SHF`. ::
+    """A physics-informed network trained by SHF, a Gauss-Newton method: see :class:`~lightning_struct.optim.SHF`.
+
+    For example::
 
         equation = Poisson(dimension=2)
         data = PointsDataModule(equation, {"interior": 900, "boundary": 120})

@@ -16,7 +16,9 @@ class RecurrentNetwork(nn.Module):
     """Recurrent network: an embedding, stacked recurrent layers, and an output layer that reads their last state.
 
     The default is the network for IMDB of Zhang et al., section VI-A, which does not name the vocabulary and the size
-    of the embedding. Padding is not read: the last state of each text is that after its own last word. ::
+    of the embedding. Padding is not read: the last state of each text is that after its own last word.
+
+    For example::
 
         Trainer().fit(Classifier(RecurrentNetwork(), num_classes=2), datamodule=IMDBDataModule())
 

@@ -48,7 +48,9 @@ def add_adapters(
     dropout: float = 0.0,
     learned_diagonals: Sides = "none",
 ) -> Model:
-    """Freeze a model, and add a trainable structured update to the weight of each linear layer, in place. ::
+    """Freeze a model, and add a trainable structured update to the weight of each linear layer, in place.
+
+    For example::
 
         model = add_adapters(model, functools.partial(LDRSubdiagonal, rank=1), exclude="head", train="head")
         optimizer = torch.optim.AdamW(adapter_parameter_groups(model, lr=1e-2))

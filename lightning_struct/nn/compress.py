@@ -49,7 +49,9 @@ def compress(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> Model:
-    """Make a trained model smaller by structured layers, for a given number of parameters or rise of the loss. ::
+    """Make a trained model smaller by structured layers, for a given number of parameters or rise of the loss.
+
+    For example::
 
         batches = list(itertools.islice(loader, 8))
         model = compress(model, batches, budget=0.25)    # a quarter of its parameters

@@ -28,7 +28,9 @@ _NOT_ARGUMENTS = ("self", "in_features", "out_features", "bias", "device", "dtyp
 
 
 def layer_structure(model: nn.Module) -> Structure:
-    """Which structured layers a model has, as plain data: for a checkpoint, or for JSON. ::
+    """Which structured layers a model has, as plain data: for a checkpoint, or for JSON.
+
+    For example::
 
         torch.save({"structure": layer_structure(small), "weights": small.state_dict()}, "small.pt")
 

@@ -33,7 +33,9 @@ def replace_linear(
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
 ) -> Model:
-    """Replace each ``nn.Linear`` of a model by a structured layer, in place. ::
+    """Replace each ``nn.Linear`` of a model by a structured layer, in place.
+
+    For example::
 
         model = replace_linear(model, functools.partial(LDRSubdiagonal, rank=2), exclude="head")
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights

@@ -10,18 +10,18 @@ RLS_PAPER = "Zhang et al., Revisiting Recursive Least Squares for Training Deep 
 LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement Rank (LDR)"
 
 PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
-COMPRESSION = "Compression in the middle of a fit"
+NO_PAPER = "no paper: an example of this package"
 BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task of a paper that can be run.
+    """A task that can be run, most often of a paper.
 
     Attributes:
         trains: the network and the data set, or the equation.
-        paper: the one that the task is from; or what it shows.
-        section: of the paper; or that there is none.
+        paper: the one that the task is from; or that there is none.
+        section: of the paper; empty where there is none.
         data: where the data come from.
         default_config: the config that is run without ``--config``.
     """
@@ -75,8 +75,8 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "compress_network": Recipe(
         "small ResNet or character transformer, trained, compressed and trained on",
-        COMPRESSION,
-        "an example of ours",
+        NO_PAPER,
+        "",
         "CIFAR-10, downloaded, or any text file",
         "resnet",
     ),

@@ -157,8 +157,8 @@ class RecipeCLI(LightningCLI):
             "-c",
             "--config",
             action=ConfigByName,
-            help="Path of a YAML file, or name of a config: of this recipe, as in lightning-struct RECIPE, or "
-            "RECIPE/NAME.",
+            help="Path of a YAML file, or name of a config of this recipe (lightning-struct RECIPE lists them), or "
+            "RECIPE/NAME for one of another recipe.",
         )
         return parser
 

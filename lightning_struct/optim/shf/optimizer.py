@@ -48,7 +48,8 @@ class SHF(torch.optim.Optimizer):
         damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the square root of the largest eigenvalue of the
             Gauss-Newton matrix of the first batch; with residuals a tenth of the largest singular value.
         drop: factor of λ if ρ > ``upper``, and divisor if ρ < ``lower``, where ρ is the true reduction of the loss over
-            the predicted one; None leaves λ alone. The paper's .99; chosen .85.
+            the predicted one; None leaves λ alone. The paper's .99; chosen .85, with residuals the paper's, where any
+            number lets each step search λ by factors of 2.
         lower: ρ below which λ rises.
         upper: ρ above which λ falls.
         min_damping: lower bound on λ. The paper's 0; chosen: λ₁ times the square root of the dtype's epsilon.
@@ -74,9 +75,11 @@ class SHF(torch.optim.Optimizer):
         warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero. The paper's .7;
             chosen .9; with residuals 0, which rises to at most .7 if new samples show that the steps fitted the noise
             of the old ones.
-        warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1.
+        warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1,
+            with residuals the paper's.
         max_warm_start: bound on the growth of γ, in [0, 1); a ``warm_start`` that is given above it stays.
-        maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50.
+        maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50, with
+            residuals the paper's.
         scale_maxiter: let ``maxiter`` grow in proportion to the batch size, rounded up in each step. The paper's: yes;
             chosen: no.
         miniter: first iteration at which the validation data (see :meth:`set_validation`) may end a solve.

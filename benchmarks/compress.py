@@ -266,7 +266,7 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
             f"\n{name}: {whole['parameters']:,} parameters, {whole['accuracy']:.2f} %; in 8 bits "
             f"{whole['in_8_bits']:.2f} %"
         )
-        print_header("budget", "way", "parameters", "accuracy", "after training on", "seconds to make it")
+        print_header("budget", "way", "parameters", "accuracy", "after fine-tuning", "seconds to make it")
         for budget in BUDGETS:
             for way in WAYS:
                 of_way = [r for r in of_network if r["kind"] == "smaller" and (r["way"], r["budget"]) == (way, budget)]
@@ -283,7 +283,7 @@ def report(runs: Sequence[Run], networks: Sequence[str]) -> None:
 
 @readable
 def draw(runs: Sequence[Run], networks: Sequence[str], file: Path) -> None:
-    """Accuracy after training on against bytes, a panel for each network; low and high of the seeds as a band."""
+    """Accuracy after fine-tuning against bytes, a panel for each network; low and high of the seeds as a band."""
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     panels = figure.subplots(1, len(networks), squeeze=False)[0]
     for axes, name in zip(panels, networks, strict=True):
@@ -299,13 +299,13 @@ def draw(runs: Sequence[Run], networks: Sequence[str], file: Path) -> None:
             sizes, middle, low, high = zip(*points, strict=True)
             (line,) = axes.plot(sizes, middle, marker=marker, label=way)
             axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        axes.plot(whole["parameters"], whole["in_8_bits"], "kD", label="8 bits, not trained on")
+        axes.plot(whole["parameters"], whole["in_8_bits"], "kD", label="8 bits, not fine-tuned")
         axes.axhline(whole["accuracy"], color="0.6", linestyle="--", label="as it was")
         axes.set_xscale("log")
         axes.set_xlabel("bytes of the weights")
         axes.set_title(name)
         plain_ticks(axes.xaxis)
-    panels[0].set_ylabel("test accuracy in %, after training on")
+    panels[0].set_ylabel("test accuracy, %, after fine-tuning")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     figure.savefig(file)

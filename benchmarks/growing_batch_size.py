@@ -419,17 +419,29 @@ def draw(runs: Sequence[Run]) -> Figure:
         for axes in row[:2]:
             axes.set_ylim(low - 0.1 * (high - low), high)
         row[0].set_ylabel(f"{name}\nvalidation loss")
+        row[1].xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        row[1].xaxis.set_major_formatter(EngFormatter(sep=""))
         row[2].set_ylabel("samples in a batch")
         row[2].set_yscale("log", base=2)
         row[2].yaxis.set_major_formatter("{x:.0f}")
         row[2].xaxis.set_major_locator(MaxNLocator(3))
         row[2].xaxis.set_major_formatter(EngFormatter(sep=""))
         row[2].set_ylim(TASKS[name].batch_size / 2**0.5)
-    seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
-    harness.legend_below(
-        figure, rows[0][0], f"medians of seeds {seeds}, lowest to highest; batches of all seeds", columns=3
-    )
+    harness.legend_below(figure, rows[0][0], explain_curves(runs), columns=3)
     return figure
+
+
+def explain_curves(runs: Sequence[Run]) -> str:
+    """The words above the legend: what is drawn, of which seeds, and the tasks that have fewer of them."""
+    drawn = [run for run in runs if run["way"] in DRAWN]
+    by_task = {name: sorted({run["seed"] for run in drawn if run["task"] == name}) for name in TASKS}
+    most = max(by_task.values(), key=len)
+    fewer = [f"; {name}: {seeds_of(seeds)}" for name, seeds in by_task.items() if seeds and seeds != most]
+    return f"medians of {seeds_of(most)}, lowest to highest; batches of all seeds{''.join(fewer)}"
+
+
+def seeds_of(seeds: Sequence[int]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
 def main() -> None:

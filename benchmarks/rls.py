@@ -41,7 +41,7 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -50,6 +50,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
@@ -343,15 +344,45 @@ def draw(runs: Sequence[Run], columns: dict[str, Ways]) -> Figure:
                 losses.plot(epochs, [epoch["train_loss"] for epoch in run["epochs"]], **style, label=None if i else way)
                 accuracies.plot(epochs, [100 * epoch["test_accuracy"] for epoch in run["epochs"]], **style)
         losses.set(title=title, xlabel="epoch", ylabel="training loss, mean of the epoch", yscale="log")
+        by_way = {way: [e["train_loss"] for run in runs if run["way"] == way for e in run["epochs"]] for way in ways}
+        shown, far = shown_and_far({way: of_way for way, of_way in by_way.items() if of_way})
+        if far:
+            leave_out(losses, shown, far)
         accuracies.set(xlabel="epoch", ylabel="test accuracy, %")
         harness.plain_ticks(losses.yaxis)
         for axes in (losses, accuracies):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(alpha=0.25)
         if losses.lines:
-            losses.legend()
+            losses.legend(loc="lower left" if far else "best")
     figure.supxlabel(harness.explain_seeds({run["seed"] for run in runs}), fontsize="medium")
     return figure
+
+
+def shown_and_far(losses: Mapping[str, Sequence[float]]) -> tuple[tuple[float, float], dict[str, Sequence[float]]]:
+    """What is to be shown of losses, so that ways that diverge do not squeeze the others.
+
+    Args:
+        losses: of each way, in all its epochs.
+
+    Returns:
+        The lowest and the highest loss that is shown, and the ways whose losses are all a hundred times above that.
+    """
+    by_lowest = sorted(losses, key=lambda way: min(losses[way]))
+    lowest, highest = min(map(min, losses.values()), default=0.0), 0.0
+    for number, way in enumerate(by_lowest):
+        if number and min(losses[way]) > 100 * highest:
+            return (lowest, highest), {far: losses[far] for far in by_lowest[number:]}
+        highest = max(highest, *losses[way])
+    return (lowest, highest), {}
+
+
+def leave_out(axes: Axes, shown: tuple[float, float], far: Mapping[str, Sequence[float]]) -> None:
+    """End a logarithmic axis above what is shown, with room for the legend below, and say what is beyond it."""
+    low, high = shown
+    axes.set_ylim(low * (low / high) ** 0.7, high * (high / low) ** 0.3)
+    notes = [f"{way}: {min(losses):.3g} to {max(losses):.3g}, not shown" for way, losses in far.items()]
+    axes.text(0.5, 0.98, "\n".join(notes), transform=axes.transAxes, ha="center", va="top", fontsize="small")
 
 
 # --- the cost of a step -----------------------------------------------------------------------------------------------

@@ -353,13 +353,14 @@ def draw(by_task: dict[str, list[Run]], batch: int) -> Figure:
             if way not in SHOWN:
                 continue
             curve = torch.tensor([r["curve"] for r in best]).mean(0)
+            curve = curve if task == "trump" else 100 * curve
             smooth = F.avg_pool1d(F.pad(curve[None], (9, 0), "replicate"), 10, 1)[0]
             axes.plot([WINDOW * (i + 1) for i in range(len(smooth))], smooth, color=SHOWN[way], label=way)
         axes.set_ylim(0, None)
         if task == "trump":
             axes.set_ylim(0, 1.0)
         axes.set_title(task, loc="left")
-        axes.set_ylabel("absolute error" if task == "trump" else "wrong answers")
+        axes.set_ylabel("absolute error" if task == "trump" else "wrong answers, %")
         axes.legend(fontsize=8, ncols=2)
     axes.set_xlabel("samples")
     return figure

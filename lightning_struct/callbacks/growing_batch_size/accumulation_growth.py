@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.resizable import rounded_size
 from lightning_struct.functional.torch_internals import tree_leaves
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import lightning_classes
 
@@ -34,6 +37,7 @@ class AccumulationGrowth:
         self._trainer, self._first, self._decided = trainer, trainer.accumulate_grad_batches, batch_size
         self._accumulated = self._first  # those of a resumed run, when it goes on: before, its steps may be asked for
         self._samples_of_batch: int | None = None
+        self._told = False
 
     @property
     def batch_size(self) -> float:
@@ -77,6 +81,7 @@ class AccumulationGrowth:
 
     def set_batch_size(self, batch_size: float) -> None:
         self._decided = batch_size
+        self._tell_if_too_small()
 
     def on_train_start(self) -> None:
         self._trainer.accumulate_grad_batches = self._accumulated
@@ -86,6 +91,9 @@ class AccumulationGrowth:
 
     def on_train_batch_start(self) -> None:
         if self._trainer.fit_loop.batch_idx == 0:
+            if self._samples_of_batch is None:
+                self._samples_of_batch = sum(self.expected_sizes()) * data_parallel_size(self._trainer) or None
+                self._tell_if_too_small()
             # a run that is resumed at the end of an epoch is not told that the next one starts
             self._trainer.accumulate_grad_batches = self._wanted
 
@@ -116,6 +124,18 @@ class AccumulationGrowth:
         if self._decided is None or self._samples_of_batch is None:
             return self._trainer.accumulate_grad_batches
         return rounded_size(self._decided / self._samples_of_batch)
+
+    def _tell_if_too_small(self) -> None:
+        """Warn once that a size was decided which is that of no batch."""
+        if self._decided is None or self._samples_of_batch is None or self._told:
+            return
+        if rounded_size(self._decided) < self._samples_of_batch:
+            self._told = True
+            rank_zero_warn(
+                f"GrowingBatchSize is to make steps of {self._decided:g} samples, and accumulates gradients over whole "
+                f"batches, of which each has {self._samples_of_batch}: the steps are on one batch. For smaller ones, "
+                "give the DataLoader a smaller batch_size"
+            )
 
     def _loaders(self) -> list[Any]:
         loaders: Any = self._trainer.train_dataloader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from inspect import signature
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -42,11 +43,11 @@ class GrowingBatchSize(Callback):
 
     **The rule.** By default the batch grows, at most to twice its size, when two conditions hold: a test finds that the
     noise of the steps undoes their progress, and the gradient noise scale is larger than the batch. It stays as it is
-    for about the first 300 steps, and as long as the steps make progress. When the loss has grown with the batch,
-    because it is a sum over the samples, the batch returns to its last size for good, with a warning. With ``scale_lr``
-    the batch grows towards the noise scale without that test; with ``theta`` it follows the norm test. If the module
-    computes the statistics itself, as one trained by ``SHFOptimization`` does, the rule is that of Emirahmetoglu &
-    Stewart (section 4.3, Algorithms 1 and 2). For another rule, override :meth:`decide`.
+    for about the first 300 steps, and as long as the steps make progress. With ``scale_lr`` the batch grows towards the
+    noise scale without that test. When the loss has grown with the batch, because it is a sum over the samples, the
+    batch returns to its last size for good, with a warning. With ``theta`` it follows the norm test alone. If the
+    module computes the statistics itself, as one trained by ``SHFOptimization`` does, the rule is that of Emirahmetoglu
+    & Stewart (section 4.3, Algorithms 1 and 2). For another rule, override :meth:`decide`.
 
     **The measurement.** An estimator measures the noise from the gradients of single samples, by hooks on the layers;
     or from those of the backward passes of a step; or from those of consecutive steps. Which one, and how often,
@@ -189,9 +190,9 @@ class GrowingBatchSize(Callback):
         if self._schedule is not None:
             return self._schedule.batch_size(self._samples) or batch_size
         predictions, limit, measurement = self.predictions, self._limit, self._active_fit.measurement
+        if measurement.size_before_loss_grew is not None:
+            return measurement.size_before_loss_grew
         if self.theta is None and not measurement.is_reported:
-            if measurement.size_before_loss_grew is not None:
-                return measurement.size_before_loss_grew
             # what the noise of a batch of twice the size is has to be seen before the next decision
             limit, waits = min(limit, 2 * batch_size), window_length(self._resized_at)
             if self._steps < self._resized_at + waits or not measurement.noise_limits:
@@ -233,6 +234,7 @@ class GrowingBatchSize(Callback):
             max_overhead=self.max_overhead,
             probes=self.probes,
             tests_stationarity=self._waits_for_noise,
+            watches_loss=self.theta is None,
         )
         self._active_fit.begin(measurement)
         # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test
@@ -257,6 +259,11 @@ class GrowingBatchSize(Callback):
             )
         self._run.on_train_start(pl_module)
         if self.validation_monitor is not None:
+            if not trainer.enable_validation:
+                raise MisconfigurationException(
+                    f"GrowingBatchSize(validation_monitor={self.validation_monitor!r}) goes by a validation, and "
+                    "there is none: give a validation loader and a validation_step, or leave validation_monitor out"
+                )
             self._validation.on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -327,6 +334,9 @@ class GrowingBatchSize(Callback):
         if not self.records:
             raise MisconfigurationException("GrowingBatchSize has nothing to plot: train first")
         return plot_growth(self.records, self._ratio_bound)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fit": None}  # its hooks are in the Trainer of this process
 
     def state_dict(self) -> dict[str, Any]:
         fit = self._fit
@@ -434,11 +444,12 @@ class GrowingBatchSize(Callback):
         fit = self._active_fit
         present = fit.growth.batch_size
         decided = self.decide(present)
-        if not 1 <= decided < math.inf:
+        if not isinstance(decided, Real | Tensor) or not 1 <= decided < math.inf:
             raise MisconfigurationException(
                 f"{type(self).__name__}.decide() returned {decided} as the next batch size: it must be a number >= 1"
             )
-        self._batch_size = trainer.strategy.broadcast(float(decided))
+        most = math.inf if self.max_batch_size is None else self.max_batch_size
+        self._batch_size = trainer.strategy.broadcast(min(float(decided), most))
         if self._batch_size != present:
             self._resized_at = self._steps
             fit.set_batch_size(self._batch_size)

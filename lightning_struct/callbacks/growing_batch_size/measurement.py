@@ -59,6 +59,7 @@ class Measurement:
         estimator: name of the estimator.
         every_n_steps: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_overhead`` and ``probes``.
         tests_stationarity: whether to test if the noise of the steps undoes what they descend.
+        watches_loss: whether to look if the loss grows with the batch.
 
     Attributes:
         processes: number of those that read different batches.
@@ -78,6 +79,7 @@ class Measurement:
         max_overhead: float,
         probes: int | None,
         tests_stationarity: bool,
+        watches_loss: bool,
     ) -> None:
         self._trainer, self._module = trainer, module
         self._asked, self._every_n_steps, self._max_overhead = estimator, every_n_steps, max_overhead
@@ -102,7 +104,8 @@ class Measurement:
         self._estimator: GradientEstimator | None = None
         self._tests_stationarity = needed and tests_stationarity and not self.is_reported
         # a GradScaler changes what the loss is multiplied by, and to ask for its factor is to wait for the device
-        self._sees_loss = self._tests_stationarity and getattr(trainer.precision_plugin, "scaler", None) is None
+        watches_loss = needed and watches_loss and not self.is_reported
+        self._sees_loss = watches_loss and getattr(trainer.precision_plugin, "scaler", None) is None
         self._tests: dict[Optimizer, StationarityTest] = {}
         if needed and not self.is_reported:
             self._estimator = self._named(estimator)

@@ -94,6 +94,8 @@ class GradientNormRecorder:
         samples, check: as above.
         rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such
             as nodes and edges of graphs; see :func:`~lightning_struct.functional.per_sample.graphs.rows_of_graphs`.
+        ambiguous: whether layers are uncovered that read tensors of which the first two dimensions both have a size
+            that n may have; else the first is taken.
 
     Raises:
         ValueError: ``uncovered`` is neither ``"raise"`` nor ``"skip"``; ``probes`` is below 1.
@@ -123,6 +125,7 @@ class GradientNormRecorder:
             raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
         self.samples = samples
         self.rows: Mapping[int, Tensor] = {}
+        self.ambiguous = False
         self.check = check
         self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
         self._names: dict[nn.Parameter, str] = {}
@@ -294,6 +297,10 @@ class GradientNormRecorder:
     def _is_measured(self, layer: nn.Module) -> bool:
         return layer in self._layers and not self._rerunning and torch.is_grad_enabled()
 
+    def _of_pass(self) -> dict[str, Any]:
+        """What a layer's call of this pass is told of the samples."""
+        return {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
+
     def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_measured(layer) and draws_random_numbers(layer):
             self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
@@ -301,7 +308,7 @@ class GradientNormRecorder:
     def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         state = self._random_states.pop(layer, None) if self._random_states else None
         if self._is_measured(layer):
-            self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), state)
+            self._await(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), state)
 
     def _await(self, call: LayerCall, state: RandomState | None) -> None:
         """Await the cotangents of the outputs of a call."""
@@ -343,9 +350,9 @@ class GradientNormRecorder:
         if inner is None:
             return
         for call, state in inner.calls:
-            self._await(replace(call, samples=self.samples, rows=self.rows), state)
+            self._await(replace(call, **self._of_pass()), state)
         if not inner.calls:
-            self._await(LayerCall(layer, args, kwargs, outputs, samples=self.samples, rows=self.rows), None)
+            self._await(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), None)
 
     def _before_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_measured(layer):
@@ -357,10 +364,10 @@ class GradientNormRecorder:
             return
         for parameter in self._layers[layer].values():
             self._watch(parameter)
-        call = base_call(LayerCall(layer, args, kwargs, samples=self.samples, rows=self.rows))
+        call = base_call(LayerCall(layer, args, kwargs, **self._of_pass()))
         for edge, use in parameter_uses(call, recording.calls):
             # Neither what is awaited nor its hook may hold the graph, which holds the hook.
-            without_tensors = LayerCall(layer, samples=self.samples, rows=self.rows)
+            without_tensors = LayerCall(layer, **self._of_pass())
             awaited = AwaitedCall(without_tensors, use.parameters, current_backward(), use=use)
             edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.layer_call import LayerCall, Samples, admissible_sizes
+from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.layer_kinds import ElementwiseForm, Rule
 from lightning_struct.functional.layers import base_call, has_plain_parameters, kind_of, owned_parameters, padding
 from lightning_struct.functional.per_sample.contributions import (
@@ -28,6 +28,7 @@ from lightning_struct.functional.per_sample.contributions import (
     row_norms,
 )
 from lightning_struct.functional.per_sample.convolution import Convolution, pad_argument
+from lightning_struct.functional.per_sample.layout import sample_layout
 from lightning_struct.functional.per_sample.recurrent import cell_contributions, recurrent_contributions
 from lightning_struct.functional.per_sample.rerun import has_active_dropout
 from lightning_struct.functional.per_sample.vmapped import contributions_by_vmap
@@ -152,60 +153,6 @@ def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Con
     return {name: shares[name] for name in expected}
 
 
-# --- where the samples are -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _SampleLayout:
-    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one
-    sample, or those of which ``sample_of_row`` says so.
-    """
-
-    samples: int
-    dimension: int
-    leading: int
-    sample_of_row: Tensor | None = None
-
-    def arranged(self, tensor: Tensor) -> Tensor:
-        """(n, positions, *features) of (*leading, *features); zeros where a sample has fewer rows than another."""
-        features = tensor.shape[self.leading :]
-        if self.sample_of_row is not None:
-            rows = tensor.reshape(tensor.shape[0], -1, *features)
-            counts = torch.bincount(self.sample_of_row, minlength=self.samples)
-            order = self.sample_of_row.argsort(stable=True)
-            first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # of the rows of its sample, in that order
-            place = torch.arange(len(order), device=order.device) - first
-            padded = rows.new_zeros(self.samples, int(counts.max()), *rows.shape[1:])
-            padded[self.sample_of_row[order], place] = rows[order]
-            return padded.flatten(1, 2)
-        tensor = tensor if self.dimension == 0 else tensor.movedim(self.dimension, 0)
-        return tensor.reshape(self.samples, -1, *features)
-
-
-def _layout(
-    size: Sequence[int], leading: int, samples: Samples, rows: Mapping[int, Tensor], *, groups: bool = True
-) -> _SampleLayout:
-    """Layout of the samples among the first ``leading`` dimensions of an input of this size; see :func:`contributions`.
-
-    Raises:
-        Uncovered: in none of them.
-    """
-    if leading < 1:
-        raise Uncovered(f"it read a tensor of shape {tuple(size)}, which has no dimension of samples")
-    admissible = admissible_sizes(samples)
-    if admissible is None:
-        return _SampleLayout(size[0], 0, leading)
-    for dimension in range(min(leading, 2)):
-        if size[dimension] in admissible:
-            return _SampleLayout(size[dimension], dimension, leading)
-    if len(admissible) == 1 and (sample_of_row := rows.get(size[0])) is not None:
-        return _SampleLayout(admissible[0], 0, leading, sample_of_row)
-    if groups and len(admissible) == 1 and size[0] % admissible[0] == 0:
-        return _SampleLayout(admissible[0], 0, leading)
-    numbers = " or ".join(map(str, admissible))
-    raise Uncovered(f"it read a tensor of shape {tuple(size)}, in which no dimension is that of {numbers} samples")
-
-
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +162,7 @@ def _affine(call: LayerCall) -> dict[str, Contribution]:
     assert kind is not None
     (matrix,) = kind.matrices(call.layer)
     inputs = call.input
-    layout = _layout(inputs.shape, inputs.ndim - 1, call.samples, call.rows)
+    layout = sample_layout(inputs.shape, inputs.ndim - 1, call)
     delta = layout.arranged(call.cotangent)
     norms = row_norms(delta) if delta.shape[1] == 1 else None
     shares: dict[str, Contribution] = {}
@@ -232,7 +179,7 @@ def _affine(call: LayerCall) -> dict[str, Contribution]:
 def _embedding(call: LayerCall) -> dict[str, Contribution]:
     layer, indices, delta = call.layer, call.input, call.cotangent
     # One dimension that is not n counts positions, most likely, and the table's rows were spread over the samples.
-    layout = _layout(indices.shape, indices.ndim, call.samples, call.rows, groups=indices.ndim > 1)
+    layout = sample_layout(indices.shape, indices.ndim, call, groups=indices.ndim > 1)
     if layer.padding_idx is not None:
         delta = delta.masked_fill((indices == layer.padding_idx)[..., None], 0)
     if layer.scale_grad_by_freq:
@@ -258,7 +205,7 @@ def _of_convolution(
 ) -> dict[str, Contribution]:
     layer, delta = call.layer, call.cotangent
     dimensions = len(layer.kernel_size)
-    layout = _layout(inputs.shape, inputs.ndim - 1 - dimensions, call.samples, {})
+    layout = sample_layout(inputs.shape, inputs.ndim - 1 - dimensions, replace(call, rows={}))
     images, rows = (delta, inputs) if transposed else (inputs, delta)
     shares: dict[str, Contribution] = {}
     if call.trains("weight"):
@@ -287,7 +234,7 @@ def _normalization(call: LayerCall) -> dict[str, Contribution]:
         leading = inputs.ndim - _scale(layer).ndim
     else:
         leading = 0 if _is_unbatched_instance_norm(base, inputs) else 1
-    layout = _layout(inputs.shape, leading, call.samples, call.rows)
+    layout = sample_layout(inputs.shape, leading, call)
 
     def share(product: Tensor) -> Dense:
         gradients = layout.arranged(product).sum(1)
@@ -338,7 +285,7 @@ def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[
     if form is None or len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
         return contributions_by_vmap(call)
     layer, inputs, delta = call.layer, at_least_float32(call.input), at_least_float32(call.cotangent)
-    layout = _layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call.samples, call.rows)
+    layout = sample_layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call)
     own = {name: p for name, p in layer._parameters.items() if p is not None}
     zeros = {name: torch.zeros_like(p, dtype=inputs.dtype) for name, p in own.items()}
     shares: dict[str, Contribution] = {}
@@ -362,7 +309,7 @@ def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[
 
 def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
     slopes, inputs, delta = call.layer.num_parameters, at_least_float32(call.input), at_least_float32(call.cotangent)
-    layout = _layout(inputs.shape, max(1, inputs.ndim - 1) if slopes == 1 else 1, call.samples, call.rows)
+    layout = sample_layout(inputs.shape, max(1, inputs.ndim - 1) if slopes == 1 else 1, call)
     gradients = layout.arranged(inputs.clamp(max=0) * delta).sum(1)
     return {"weight": Dense(gradients.reshape(layout.samples, slopes, -1).sum(2))}
 

@@ -22,6 +22,7 @@ from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import LayerCall, admissible_sizes, map_items, tensors_in
 from lightning_struct.functional.layers import owned_parameters
 from lightning_struct.functional.per_sample.contributions import NUMBERS_AT_A_TIME, Contribution, Dense, Uncovered
+from lightning_struct.functional.per_sample.layout import check_decided
 
 # Per-sample gradients of a layer without a rule are all kept until the layer's other uses are known, of so many numbers
 # at most (1 GiB in float32).
@@ -112,9 +113,11 @@ def _place_of_samples(outputs: Sequence[Tensor], call: LayerCall) -> _Place:
     """The place of the samples, the same in all outputs of a call.
 
     Raises:
-        Uncovered: there is none, or the rows of a sample need not be consecutive.
+        Uncovered: there is none, it cannot be told which it is, or the rows of a sample need not be consecutive.
     """
     admissible = admissible_sizes(call.samples)
+    for output in outputs:
+        check_decided(output.shape, output.ndim - 1, call)
     first, second = ({output.shape[k] if output.ndim > k else 0 for output in outputs} for k in (0, 1))
     if len(first) == 1 and (size := min(first)) and (admissible is None or size in admissible):
         return _Place(size)

@@ -84,6 +84,18 @@ def test_a_step_is_never_of_more_than_the_samples_of_an_epoch(tmp_path, data, sa
     assert growing.state_dict()["batch_size"] == samples
 
 
+def test_a_schedule_begins_with_its_first_size(tmp_path):
+    module = Plain()
+    fit(tmp_path, loader(40), module=module, growing=GrowingBatchSize(mode="accumulate", schedule="0:8"))
+    assert [len(window) for window in module.windows] == 5 * [2]
+
+
+def test_steps_of_less_than_a_batch_are_said_to_be_impossible(tmp_path):
+    growing = GrowingBatchSize(mode="accumulate", schedule="0:2")
+    with pytest.warns(UserWarning, match="steps of 2 samples.* of which each has 4: the steps are on one batch"):
+        fit(tmp_path, loader(40), module=Plain(), growing=growing)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batch_size, limit", [(10, None), (10, 3), (8, None), (50, None)])
 def test_the_last_batch_of_a_stream_that_accumulates_counts_as_it_is(tmp_path, batch_size, limit, workers):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import GrowingBatchSize
 from lightning_struct.functional import required_batch_size
@@ -457,3 +457,38 @@ def test_a_compiled_network_is_measured_as_any_other(tmp_path, module):
     run = fit(tmp_path, Project(module(), options={"callbacks": [reference]}))
     measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
     assert measured == pytest.approx(reference.ratios, rel=1e-9)
+
+
+class SequenceFirst(L.LightningModule):
+    """Reads (positions, samples, 1)."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 8, batch_first=batch_first), nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        return self.head(self.lstm(x if self.lstm.batch_first else x.transpose(0, 1))[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit_sequences(tmp_path, batch_first, positions=8):
+    data = TensorDataset(torch.randn(64, positions, 1))
+    growing = GrowingBatchSize(max_batch_size=8, every_n_steps=1)
+    trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
+    trainer.fit(SequenceFirst(batch_first), DataLoader(data, 8))
+    return growing
+
+
+def test_as_many_positions_as_samples_are_measured_by_steps_where_positions_may_come_first(tmp_path):
+    with pytest.warns(UserWarning, match="either of the first two dimensions.* goes on with estimator='steps'"):
+        growing = fit_sequences(tmp_path, batch_first=False)
+    assert growing.state_dict()["measurement"]["estimator"] == "steps"
+
+
+@pytest.mark.parametrize(("batch_first", "positions"), [(True, 8), (False, 5)])
+def test_positions_that_are_told_from_samples_are_measured_by_layers(tmp_path, batch_first, positions):
+    growing = fit_sequences(tmp_path, batch_first, positions)
+    assert growing.state_dict()["measurement"]["estimator"] == "layers"

@@ -1,6 +1,7 @@
 import math
 import re
 import warnings
+from copy import deepcopy
 
 import lightning as L
 import pytest
@@ -117,7 +118,7 @@ def test_a_schedule_by_hand_keeps_fractions_of_samples(tmp_path):
     assert module.sizes == [10] * 4 + [11] * 5 + [12] * 3  # 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
 
 
-@pytest.mark.parametrize("decided", [math.nan, 0, math.inf])
+@pytest.mark.parametrize("decided", [math.nan, 0, math.inf, None, "20"])
 def test_a_rule_that_decides_on_no_size_is_named(tmp_path, decided):
     class Broken(GrowingBatchSize):
         def decide(self, batch_size):
@@ -176,6 +177,32 @@ def test_another_rule_can_be_put_in_place(tmp_path):
     module = ScriptedNetwork()
     fit(tmp_path, module, Doubling(), draw_loader(10, draws=4))
     assert module.sizes == [10, 20, 40, 40]
+
+
+def test_another_rule_is_bounded_too(tmp_path):
+    class Doubling(GrowingBatchSize):
+        def decide(self, batch_size):
+            return 2 * batch_size
+
+    module = ScriptedNetwork()
+    fit(tmp_path, module, Doubling(max_batch_size=25), draw_loader(10, draws=4))
+    assert module.sizes == [10, 20, 25, 25]
+
+
+def test_a_copy_can_be_made_within_a_fit(tmp_path):
+    class Copying(L.Callback):
+        def on_train_batch_end(self, trainer, *arguments):
+            copies.append(deepcopy(callback))
+
+    callback, copies = GrowingBatchSize(), []
+    trainer = make_trainer(tmp_path, callbacks=[callback, Copying()], max_epochs=1)
+    trainer.fit(ScriptedNetwork(), draw_loader(10, draws=3))
+    assert [len(copy.records) for copy in copies] == [1, 2, 3]
+
+
+def test_a_monitor_without_validation_is_an_error(tmp_path):
+    with pytest.raises(MisconfigurationException, match="validation_monitor='val_loss'.* there is none"):
+        fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(validation_monitor="val_loss"), draw_loader(10, draws=1))
 
 
 def test_shf_grows_its_batches_as_algorithm_1_says(tmp_path):

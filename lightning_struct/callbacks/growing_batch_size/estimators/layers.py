@@ -92,6 +92,7 @@ class SampleGradients:
         self._recorder = GradientNormRecorder(
             module, probes=probes, uncovered="skip", part=(trainer.global_rank, trainer.world_size)
         )
+        self._recorder.ambiguous = any(_puts_sequences_first(layer) for layer in module.modules())
         self.faults = LocalFaults()
         self._squared_norms: dict[nn.Parameter, Tensor] = {}
         self._checksums: dict[str, Checksums] = {}
@@ -290,6 +291,11 @@ def _steps_of_a_measurement(layers: list[nn.Module]) -> float:
     if any(runs_again(layer) for layer in layers):
         return LAYERS_RUN_AGAIN
     return LAYERS_CONVOLVE if any(isinstance(layer, CONVOLUTIONS) for layer in layers) else LAYERS_BY_RULES
+
+
+def _puts_sequences_first(layer: nn.Module) -> bool:
+    """Whether the first dimension of what a layer reads is that of the positions."""
+    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and not layer.batch_first
 
 
 def _squared_norm(parameter: nn.Parameter) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.report import replacement_report
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checkpoint_hooks import add_checkpoint_hooks, remove_checkpoint_hooks
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.lightning_internals import prepare_batch, training_batches, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException, lightning_classes
 
@@ -78,10 +79,8 @@ class Compression(Callback):
             check_goal(budget, max_loss_increase)
         except ValueError as error:
             raise MisconfigurationException(f"Compression: {error}") from None
-        if epoch < 0 or samples < 1:
-            raise MisconfigurationException(
-                f"Compression needs epoch >= 0 and samples >= 1, but they are {epoch} and {samples}"
-            )
+        check_counts(0, epoch=epoch)
+        check_counts(samples=samples)
         self.epoch = epoch
         self.samples = samples
         self._options: dict[str, Any] = {

@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check, is_number
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 # Under what name optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
@@ -50,6 +51,9 @@ class LevenbergMarquardtDamping(Callback):
         min_damping: float = 0.0,
         max_damping: float = MAX_DAMPING,
     ) -> None:
+        numbers = {"drop": drop, "lower": lower, "upper": upper, "min_damping": min_damping, "max_damping": max_damping}
+        for name, number in numbers.items():
+            check(name, number, is_number(number), "a number")
         try:
             check_levenberg_marquardt(drop, lower, upper, min_damping, max_damping)
         except ValueError as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.pictures import (
+    check_image_size,
     directory_to_write,
     height_and_width,
     is_interruption,
@@ -22,7 +23,7 @@ from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHO
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
@@ -68,7 +69,7 @@ class OperatorMonitor(Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if the module has no
+        MisconfigurationException: if an argument is out of range; at the start of fit, if the module has no
             structured layer and no ``Compression`` makes some, the strategy shards the weights, or matplotlib is
             missing.
 
@@ -82,7 +83,8 @@ class OperatorMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, image_size: tuple[int, int] | None = None) -> None:
-        check_positive(every_n_steps=every_n_steps)
+        check_counts(every_n_steps=every_n_steps)
+        check_image_size(image_size)
         self.every_n_steps = every_n_steps
         self.image_size = image_size
         self.layers: dict[str, StructuredLinear] = {}

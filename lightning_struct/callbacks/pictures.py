@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check, is_count
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -30,6 +31,12 @@ def new_figure(panels: int, width: float, height: float, needed_by: str) -> tupl
 
     figure = Figure(figsize=(panels * width, height), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def check_image_size(image_size: object) -> None:
+    """Raise MisconfigurationException for what is no (height, width); None is right, too."""
+    pair = isinstance(image_size, tuple | list) and len(image_size) == 2 and all(map(is_count, image_size))
+    check("image_size", image_size, image_size is None or pair, "(height, width) in whole numbers >= 1, or None")
 
 
 def height_and_width(count: int, image_size: tuple[int, int] | None, what: str) -> tuple[int, int]:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import height_and_width, write_at_end_of_fit
+from lightning_struct.callbacks.pictures import check_image_size, height_and_width, write_at_end_of_fit
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
@@ -83,7 +83,7 @@ class ReconstructionPlot(Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: if ``count`` is not positive; at the start of fit, if matplotlib or the validation
+        MisconfigurationException: if an argument is out of range; at the start of fit, if matplotlib or the validation
             loader is missing; at its end, if the pixels do not make an image of ``image_size``.
 
     Example:
@@ -92,7 +92,8 @@ class ReconstructionPlot(Callback):
     """
 
     def __init__(self, count: int = 10, image_size: tuple[int, int] | None = None) -> None:
-        check_positive(count=count)
+        check_counts(count=count)
+        check_image_size(image_size)
         self.count = count
         self.image_size = image_size
         self.paths: list[Path] = []

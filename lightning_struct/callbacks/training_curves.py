@@ -20,7 +20,7 @@ from lightning_struct.callbacks.pictures import (
 )
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -57,7 +57,8 @@ class TrainingCurves(Callback):
         paths: files written, empty before.
 
     Raises:
-        MisconfigurationException: if ``every_n_steps`` is not positive; at the start of fit, if matplotlib is missing.
+        MisconfigurationException: if ``every_n_steps`` is no whole number >= 1; at the start of fit, if matplotlib is
+            missing.
 
     Example:
         >>> from lightning import Trainer
@@ -65,7 +66,7 @@ class TrainingCurves(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        check_positive(every_n_steps=every_n_steps)
+        check_counts(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._begin()
 

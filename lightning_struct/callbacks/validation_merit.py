@@ -14,7 +14,7 @@ from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite, validation_batches
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check, check_counts, check_positive, is_number
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -75,12 +75,11 @@ class ValidationMeritStopping(Callback):
         min_delta: float = 0.0,
         merit_samples: int | None = None,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise MisconfigurationException(f"mode must be 'min' or 'max', but is {mode!r}")
-        if not (patience >= 1 and min_delta >= 0):
-            raise MisconfigurationException(
-                f"patience must be at least 1 and min_delta at least 0, but are {patience} and {min_delta}"
-            )
+        check("monitor", monitor, isinstance(monitor, str), "the name of a metric")
+        check_counts(patience=patience)
+        check("restore_best", restore_best, isinstance(restore_best, bool), "True or False")
+        check("mode", mode, mode in ("min", "max"), "'min' or 'max'")
+        check("min_delta", min_delta, is_number(min_delta) and min_delta >= 0, "a number >= 0")
         check_positive(merit_samples=merit_samples)
         self.monitor, self.patience, self.restore_best = monitor, patience, restore_best
         self.mode, self.min_delta, self.merit_samples = mode, min_delta, merit_samples

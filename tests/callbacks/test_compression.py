@@ -122,12 +122,28 @@ def test_goal_out_of_reach_is_named(pl, tmp_path):
         ({"budget": 0}, "budget must be positive and finite, .*, but is 0"),
         ({"budget": "0.5"}, "budget must be positive and finite, .*, but is '0.5'"),
         ({"max_loss_increase": -1}, "max_loss_increase must be a number that is not negative, but is -1"),
-        ({"budget": 0.5, "epoch": -1}, "needs epoch >= 0"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_the_fit(options, message):
+def test_goal_that_cannot_be_is_refused_before_the_fit(options, message):
     with pytest.raises(MisconfigurationException, match=f"Compression.*{message}"):
         Compression(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epoch": -1}, "epoch must be at least 0, but is -1"),
+        ({"epoch": "2"}, "epoch must be a whole number >= 0, but is '2'"),
+        ({"epoch": 1.5}, "epoch must be a whole number >= 0, but is 1.5"),
+        ({"epoch": float("nan")}, "epoch must be a whole number >= 0, but is nan"),
+        ({"samples": 0}, "samples must be at least 1, but is 0"),
+        ({"samples": "3"}, "samples must be a whole number >= 1, but is '3'"),
+        ({"samples": float("nan")}, "samples must be a whole number >= 1, but is nan"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused_before_the_fit(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        Compression(0.5, **options)
 
 
 def silent_trainer(pl, epochs, *callbacks, checkpointing=False):

@@ -279,3 +279,10 @@ def test_an_optimizer_without_damping_is_refused_by_name(tmp_path):
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(MisconfigurationException, match=f"LevenbergMarquardtDamping: .*{message}"):
         LevenbergMarquardtDamping(**arguments)
+
+
+@pytest.mark.parametrize("name", ["drop", "lower", "upper", "min_damping", "max_damping"])
+@pytest.mark.parametrize("value", ["a", None, float("nan")])
+def test_arguments_that_are_no_numbers_are_named(name, value):
+    with pytest.raises(MisconfigurationException, match=f"{name} must be a number, but is {value!r}"):
+        LevenbergMarquardtDamping(**{name: value})

@@ -189,6 +189,7 @@ def test_module_without_structured_layers_is_refused(tmp_path):
     ("call", "message"),
     [
         (partial(OperatorMonitor, 0), "every_n_steps must be at least 1, but is 0"),
+        (partial(OperatorMonitor, "3"), "every_n_steps must be a whole number >= 1, but is '3'"),
         (partial(OperatorMonitor().plot, "hidden"), "no structured layer 'hidden'; there are: none, before training"),
         (partial(OperatorMonitor(image_size=(3, 5)).plot, LDRSubdiagonal(16, 16)), "16 inputs are no image of 3 x 5"),
     ],
@@ -196,3 +197,9 @@ def test_module_without_structured_layers_is_refused(tmp_path):
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(MisconfigurationException, match=message):
         call()
+
+
+@pytest.mark.parametrize("image_size", [5, (3,), "ab", (4, -4), (0, 0), (4.0, 4)])
+def test_an_image_size_that_is_no_pair_of_numbers_is_refused_before_the_fit(image_size):
+    with pytest.raises(MisconfigurationException, match=r"image_size must be \(height, width\) .*, but is "):
+        OperatorMonitor(image_size=image_size)

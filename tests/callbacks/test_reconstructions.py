@@ -181,6 +181,11 @@ def test_count_must_be_positive():
         ReconstructionPlot(count=0)
 
 
+def test_image_size_must_be_a_pair_of_numbers():
+    with pytest.raises(MisconfigurationException, match=r"image_size must be \(height, width\) .*, but is 28"):
+        ReconstructionPlot(image_size=28)
+
+
 def test_images_that_are_not_square_need_their_size():
     with pytest.raises(MisconfigurationException, match=r"12 pixels are no image of 3 x 3: give image_size"):
         plot_reconstructions(torch.zeros(2, 12), torch.zeros(2, 12))

@@ -236,6 +236,11 @@ def test_plot_without_records_is_refused():
         TrainingCurves().plot()
 
 
-def test_steps_between_records_must_be_positive():
-    with pytest.raises(MisconfigurationException, match="every_n_steps must be at least 1, but is 0"):
-        TrainingCurves(every_n_steps=0)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(0, "at least 1, but is 0")]
+    + [(value, f"a whole number >= 1, but is {value!r}") for value in ("3", 2.5, float("nan"), True, None)],
+)
+def test_steps_between_records_must_be_a_positive_number(value, message):
+    with pytest.raises(MisconfigurationException, match=f"every_n_steps must be {message}"):
+        TrainingCurves(every_n_steps=value)

@@ -1,9 +1,9 @@
 """The arguments of GrowingBatchSize: what each takes, and which contradict each other."""
 
 import math
-from numbers import Integral, Real
 from typing import Any
 
+from lightning_struct.utilities.checks import check, is_count, is_number
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 CHOICES = {
@@ -26,18 +26,18 @@ def check_settings(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
     """
     for name, choices in CHOICES.items():
         takes = f"one of {', '.join(map(repr, choices))}"
-        _check(name, settings[name], any(settings[name] is c or settings[name] == c for c in choices), takes)
+        check(name, settings[name], any(settings[name] is c or settings[name] == c for c in choices), takes)
     for name in COUNTS:
         value, optional = settings[name], defaults[name] is None or name == "probes"
-        is_count = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-        _check(name, value, is_count or (optional and value is None), "a whole number >= 1" + ", or None" * optional)
+        holds = is_count(value) or (optional and value is None)
+        check(name, value, holds, "a whole number >= 1" + ", or None" * optional)
     theta, overhead, growth = settings["theta"], settings["max_overhead"], settings["growth"]
     threshold, monitor = settings["validation_threshold"], settings["validation_monitor"]
-    _check("theta", theta, theta is None or (_is_number(theta) and theta > 0), "a number > 0, or None")
-    _check("max_overhead", overhead, _is_number(overhead) and 0 < overhead <= 1, "a share of the time, in (0, 1]")
-    _check("growth", growth, _is_number(growth) and 1 <= growth < math.inf, "a finite number >= 1")
-    _check("validation_threshold", threshold, _is_number(threshold), "a number")
-    _check("validation_monitor", monitor, monitor is None or isinstance(monitor, str), "the name of a metric, or None")
+    check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
+    check("max_overhead", overhead, is_number(overhead) and 0 < overhead <= 1, "a share of the time, in (0, 1]")
+    check("growth", growth, is_number(growth) and 1 <= growth < math.inf, "a finite number >= 1")
+    check("validation_threshold", threshold, is_number(threshold), "a number")
+    check("validation_monitor", monitor, monitor is None or isinstance(monitor, str), "the name of a metric, or None")
     _check_contradictions(settings, defaults)
 
 
@@ -58,12 +58,3 @@ def _check_contradictions(settings: dict[str, Any], defaults: dict[str, Any]) ->
                 f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a rule "
                 "that goes by measurements: leave one of them out"
             )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _check(name: str, value: object, holds: bool, takes: str) -> None:
-    if not holds:
-        raise MisconfigurationException(f"{name} must be {takes}, but is {value!r}")

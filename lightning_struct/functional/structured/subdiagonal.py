@@ -302,8 +302,10 @@ def choose_subdiagonal_method(
     It looks at the entries, for which it waits for the device once: not to be called at each step of training.
 
     Args:
-        a_subdiagonal, a_corner: (m - 1,) and (), as for :func:`subdiagonal_matmul`.
-        b_subdiagonal, b_corner: (n - 1,) and ().
+        a_subdiagonal: (m - 1,), as for :func:`subdiagonal_matmul`.
+        a_corner: ().
+        b_subdiagonal: (n - 1,).
+        b_corner: ().
         rank: r.
         batch: how many rows x has.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
@@ -33,7 +35,8 @@ class LevenbergMarquardtDamping(Callback):
         max_damping: upper bound on λ.
 
     Raises:
-        MisconfigurationException: an argument is out of range; at the start of training no optimizer has a damping.
+        MisconfigurationException: an argument is out of range; at the start of training no optimizer has a damping;
+            after a step, :meth:`decide` returns no finite number >= 0.
 
     Example:
         >>> from lightning import Trainer
@@ -118,12 +121,22 @@ class LevenbergMarquardtDamping(Callback):
             ratio = getattr(optimizer if report is None else report, "reduction_ratio", None)
             if ratio is not None:
                 used = getattr(report, "damping", before)
-                optimizer.damping = trainer.strategy.broadcast(self.decide(float(used), float(ratio)))
+                self._set_damping(optimizer, trainer.strategy.broadcast(self.decide(float(used), float(ratio))))
 
         self._hooks += [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
         ]
+
+    def _set_damping(self, optimizer: Any, decided: Any) -> None:
+        try:
+            if not (is_number(decided) or isinstance(decided, Tensor)) or not 0 <= decided < math.inf:
+                raise ValueError("it must be a finite number >= 0")
+            optimizer.damping = decided
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.decide() returned {decided!r} as the next damping: {error}"
+            ) from error
 
     def _leave(self) -> None:
         for hook in self._hooks:

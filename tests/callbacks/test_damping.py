@@ -133,6 +133,25 @@ def test_another_rule_can_be_put_in_place(tmp_path):
     assert dampings(tmp_path, [0.5, 0.25], callback=Fixed()) == [8.5, 8.75]
 
 
+@pytest.mark.parametrize("value", [None, "high", float("nan"), float("inf"), -1.0])
+def test_a_rule_that_returns_no_damping_is_named(tmp_path, value):
+    class Failing(LevenbergMarquardtDamping):
+        def decide(self, damping, reduction_ratio):
+            return value
+
+    with pytest.raises(MisconfigurationException, match=rf"Failing.decide\(\) returned {value!r} .*: it must be a fin"):
+        dampings(tmp_path, [0.8], Failing())
+
+
+def test_a_damping_that_the_optimizer_refuses_is_said_to_be_of_the_rule(tmp_path):
+    class Undamped(LevenbergMarquardtDamping):
+        def decide(self, damping, reduction_ratio):
+            return 0.0
+
+    with pytest.raises(MisconfigurationException, match=r"Undamped.decide\(\) returned 0.0 .*: damping must be finite"):
+        make_trainer(tmp_path, max_epochs=1, callbacks=[Undamped()]).fit(SHFNetwork(), draw_loader())
+
+
 def test_shf_trains_as_by_its_own_rule(tmp_path):
     own, called_back = SHFNetwork(drop=0.9), SHFNetwork(drop=0.5)
     make_trainer(tmp_path).fit(own, draw_loader())

@@ -90,7 +90,7 @@ class ValidationMeritStopping(Callback):
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
         self._run = Run()
-        self._told = self._warned = False
+        self._told = False
 
     def _forget(self) -> None:
         self.best_value: float | None = None
@@ -121,7 +121,7 @@ class ValidationMeritStopping(Callback):
         if stage == "fit":
             if self._run.begins_anew(trainer, pl_module):
                 self._begin()
-            self._told = self._warned = False
+            self._told = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_sharded_weights(trainer, "ValidationMeritStopping")
@@ -192,9 +192,20 @@ class ValidationMeritStopping(Callback):
         self._put_back(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # once more: callbacks after this one may have put averaged weights in, and a resumed run that has nothing left
-        # to train has no on_train_end
-        self._put_back(trainer, pl_module)
+        # once more: callbacks after this one may have put averaged weights in, or made a pruning permanent, and a
+        # resumed run that has nothing left to train has no on_train_end
+        missing = self._put_back(trainer, pl_module)
+        if missing is not None:
+            rank_zero_warn(
+                f"ValidationMeritStopping puts back what fits of the best weights, those of step {self.best_step}: "
+                f"the module has changed since. {missing}"
+            )
+        if self.best_value is None:
+            rank_zero_warn(
+                "ValidationMeritStopping has compared nothing: the fit has ended without a validation, from which it "
+                f"takes {self.monitor!r}. Validate more often (check_val_every_n_epoch, val_check_interval), or leave "
+                "the callback out"
+            )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for optimizer in _shf_optimizers(trainer):
@@ -231,23 +242,19 @@ class ValidationMeritStopping(Callback):
             except ValueError as error:
                 raise MisconfigurationException(f"ValidationMeritStopping: {error}") from error
 
-    def _put_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _put_back(self, trainer: L.Trainer, pl_module: L.LightningModule) -> RuntimeError | None:
+        """Put back what fits of the best weights; returns what does not."""
         if not self.restore_best or self._best_weights is None:
-            return
+            return None
         weights = _with_permanent_masks(self._best_weights, pl_module.state_dict())
         try:
             pl_module.load_state_dict(weights, strict=pl_module.strict_loading)
         except RuntimeError as error:
-            if not self._warned:
-                rank_zero_warn(
-                    f"ValidationMeritStopping puts back what fits of the best weights, those of step {self.best_step}: "
-                    f"the module has changed since. {error}"
-                )
-            self._warned = True
-            return
+            return error
         if self.best_step != trainer.global_step and not self._told:
             rank_zero_info(f"The weights of step {self.best_step} are put back: {self.monitor} = {self.best_value:.6g}")
         self._told = True
+        return None
 
 
 def _with_permanent_masks(weights: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,16 +199,32 @@ class Pruned(ScriptedNetwork):
         return torch.optim.SGD(self.layers.parameters(), lr=1.0)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_path, is_first):
-    module, callback = Pruned([3, 1, 2]), ValidationMeritStopping()
+def fit_pruned(tmp_path, module, callback, is_first):
     weight = [(module.layers, "weight")]
     pruning = ModelPruning("l1_unstructured", weight, amount=0, use_lottery_ticket_hypothesis=False)
     callbacks = [callback, pruning] if is_first else [pruning, callback]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=3, limit_train_batches=1, limit_val_batches=1)
     trainer.fit(module, draw_loader(draws=1), validation_loader(8))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_path, is_first):
+    module = Pruned([3, 1, 2])
+    fit_pruned(tmp_path, module, ValidationMeritStopping(), is_first)
     assert set(module.layers.state_dict()) == {"weight", "bias"}
     assert module.layers.weight.item() == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_pruning_that_becomes_permanent_is_no_cause_for_a_warning(tmp_path, recwarn, is_first):
+    module, callback = Pruned([3, 1, 2]), ValidationMeritStopping()
+    fit_pruned(tmp_path, module, callback, is_first)
+    assert not [warning for warning in recwarn if "ValidationMeritStopping" in str(warning.message)]
+
+
+def test_a_fit_that_never_validates_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="compared nothing: the fit has ended without a validation, .* 'val_loss'"):
+        fit(tmp_path, ScriptedNetwork(), ValidationMeritStopping(), max_epochs=2, check_val_every_n_epoch=3)
 
 
 def test_a_module_that_has_changed_since_gets_what_fits_with_a_warning(tmp_path):

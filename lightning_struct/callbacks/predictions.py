@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check
 from lightning_struct.utilities.namespaces import BasePredictionWriter, MisconfigurationException, lightning_classes
+
+INDICES = "indices"  # key of the positions in the file
 
 
 class PredictionWriter(BasePredictionWriter):
     """Writes the tensors that ``predict`` returns to ``NAME.pt`` in the log directory.
 
     The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set.
-    It has no positions where a loader of another kind than torch's has no indices, as that of a text. With several
-    processes each writes its own samples, to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written.
+    With a warning it is without ``indices`` where the positions are not known, as those in an ``IterableDataset``, or
+    where ``predict_step`` does not return a row for each sample. With several processes each writes its own samples, to
+    ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written.
 
     For example::
 
@@ -26,11 +31,11 @@ class PredictionWriter(BasePredictionWriter):
         torch.load("lightning_logs/version_0/reconstructions.pt")["reconstructions"]
 
     Args:
-        name: name of the file, and key of the predictions in it.
+        name: name of the file, and key of the predictions in it; not ``"indices"``, and without a folder.
 
     Raises:
-        MisconfigurationException: at the end of the predictions, if they are anything but tensors, or of several
-            loaders, or tensors that are no rows of one shape.
+        MisconfigurationException: ``name`` is no such name; at the end of the predictions, if they are anything but tensors,
+            or of several loaders, or tensors that are no rows of one shape.
 
     Example:
         >>> from lightning import Trainer
@@ -38,6 +43,8 @@ class PredictionWriter(BasePredictionWriter):
     """
 
     def __init__(self, name: str = "predictions") -> None:
+        is_name = isinstance(name, str) and name not in ("", INDICES) and PurePath(name).name == name
+        check("name", name, is_name, f"the name of a file without a folder, other than {INDICES!r}")
         self.name = name
 
     @property
@@ -66,8 +73,14 @@ class PredictionWriter(BasePredictionWriter):
         directory = log_directory(trainer)
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / (f"{self.name}.pt" if trainer.world_size == 1 else f"{self.name}_{trainer.global_rank}.pt")
-        indices = torch.tensor(
-            [index for batches in batch_indices for batch in batches for index in batch], dtype=torch.int64
-        )
-        torch.save({self.name: torch.cat(list(predictions)).cpu(), "indices": indices}, file)
+        written = {self.name: torch.cat(list(predictions)).cpu()}
+        indices = [batch for batches in batch_indices for batch in batches]
+        if [len(batch) for batch in indices] == [len(prediction) for prediction in predictions]:
+            written[INDICES] = torch.tensor([index for batch in indices for index in batch], dtype=torch.int64)
+        else:
+            rank_zero_warn(
+                f"PredictionWriter leaves {INDICES!r} out: {sum(map(len, predictions))} rows were predicted, and the "
+                f"places of {sum(map(len, indices))} samples in the data set are known"
+            )
+        torch.save(written, file)
         rank_zero_info(f"{self.name.capitalize()} are in {file}")

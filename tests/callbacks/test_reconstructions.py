@@ -3,7 +3,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_struct.callbacks import PredictionWriter, ReconstructionPlot
 from lightning_struct.callbacks.reconstructions import plot_reconstructions
@@ -222,11 +222,44 @@ class Rows(list):
     """A loader without samplers, of batches that Lightning cannot trace to samples."""
 
 
-def test_places_that_are_not_known_are_no_numbers_of_another_type(tmp_path):
-    trainer(tmp_path, PredictionWriter()).predict(Darken(), Rows([(IMAGES[:7],), (IMAGES[7:],)]))
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(IMAGES)
+
+
+LEFT_OUT = "PredictionWriter leaves 'indices' out"
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        Rows([(IMAGES[:7],), (IMAGES[7:],)]),
+        DataLoader(Stream(), batch_size=5, collate_fn=lambda rows: [torch.stack(rows)]),
+    ],
+    ids=["no loader of torch", "stream"],
+)
+def test_places_that_are_not_known_are_left_out_with_a_warning(tmp_path, loader):
+    with pytest.warns(UserWarning, match=f"{LEFT_OUT}: 12 rows were predicted, and the places of 0 samples"):
+        trainer(tmp_path, PredictionWriter()).predict(Darken(), loader)
     written = torch.load(tmp_path / "predictions.pt")
-    assert torch.equal(written["predictions"], IMAGES / 2)
-    assert written["indices"].shape == (0,) and written["indices"].dtype == torch.int64
+    assert set(written) == {"predictions"} and torch.equal(written["predictions"], IMAGES / 2)
+
+
+class Fewer(Darken):
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])[:2]
+
+
+def test_places_of_other_samples_than_the_rows_are_left_out_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=f"{LEFT_OUT}: 6 rows were predicted, and the places of 12 samples"):
+        trainer(tmp_path, PredictionWriter()).predict(Fewer())
+    assert set(torch.load(tmp_path / "predictions.pt")) == {"predictions"}
+
+
+@pytest.mark.parametrize("name", ["indices", "a/b", "", None, 5])
+def test_a_name_that_is_none_of_a_file_is_refused_before_the_predictions(name):
+    with pytest.raises(MisconfigurationException, match=f"name must be the name of a file .*, but is {name!r}"):
+        PredictionWriter(name)
 
 
 def test_fast_dev_run_writes_no_predictions(tmp_path):

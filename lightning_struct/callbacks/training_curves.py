@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RECORDED_IN_TRAINING = ("train_loss", "batch_size", "damping", "solver_iterations")
 VALIDATION_LOSS = "val_loss"
+MOST_RECORDS = 4096
 COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, VALIDATION_LOSS)
 
 # What Lightning adds to the name of a metric where there are several loaders, before the number of the loader.
@@ -39,18 +40,21 @@ _OF_LOADER = "/dataloader_idx_"
 class TrainingCurves(Callback):
     """Records losses, batch sizes and solver statistics over the seconds of training, and draws them at the end.
 
-    After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, after a
-    validation ``val_loss``, with several loaders that of each, as ``val_loss/dataloader_idx_0``: whichever of them the
-    module logs. When ``fit`` ends, or is interrupted by Ctrl-C or SIGTERM, ``training_curves.csv`` and
-    ``training_curves.png`` are written to the log directory (by the first process, and not under ``fast_dev_run``). A
-    resumed run goes on with the records and the clock of its checkpoint. With another Trainer or module, as for the
-    next fold of a cross-validation, the callback starts anew.
+    After a training step it records ``train_loss``, ``batch_size``, ``damping`` and ``solver_iterations``, those that
+    were logged in it; after an epoch, those that are logged once in an epoch; after a validation, ``val_loss``, with
+    several loaders that of each, as ``val_loss/dataloader_idx_0``. When ``fit`` ends, or is interrupted by Ctrl-C or
+    SIGTERM, ``training_curves.csv`` and ``training_curves.png`` are written to the log directory (by the first process,
+    and not under ``fast_dev_run``). A resumed run goes on with the records and the clock of its checkpoint. With
+    another Trainer or module, as for the next fold of a cross-validation, the callback starts anew.
+
+    :class:`~lightning_struct.callbacks.GrowingBatchSize` logs its ``batch_size`` every ``log_every_n_steps`` steps of
+    the Trainer: put it before this callback, and let ``every_n_steps`` divide that number. Of more than 4096 records the older ones are thinned, so that checkpoints stay small.
 
     The clock starts after the sanity check and runs through validations too. matplotlib is needed, from the start:
     ``pip install matplotlib``.
 
     Args:
-        every_n_steps: training steps between two records; validations are always recorded.
+        every_n_steps: training steps between two records; validations and ends of epochs are always recorded.
 
     Attributes:
         records: one dict for each record, with ``seconds``, ``step`` and what was logged.
@@ -78,6 +82,9 @@ class TrainingCurves(Callback):
         self._seconds_before = 0.0
         self._started_at: float | None = None
         self._last_step = -1
+        self._seen: dict[str, Tensor] = {}
+        self._logged_in_step: set[str] = set()
+        self._logged_in_steps_of_epoch: set[str] = set()
         self._directory: Path | None = None
 
     @property
@@ -89,7 +96,8 @@ class TrainingCurves(Callback):
     def plot(self) -> tuple[Figure, list[Axes]]:
         """Draw the losses over the seconds of training and, if it was logged, the batch size over them.
 
-        Training is dotted, validation solid, as in figures 2 and 3 of Emirahmetoglu & Stewart.
+        Training is dotted, validation solid, as in figures 2 and 3 of Emirahmetoglu & Stewart. The axis of the losses
+        is logarithmic, or linear where some are negative.
 
         Returns:
             The figure, and its one or two axes.
@@ -115,11 +123,14 @@ class TrainingCurves(Callback):
         if losses.lines:
             losses.legend()
         losses.set_ylabel("loss")
-        losses.set_yscale("log", nonpositive="mask")
-        # 1, 2 and 5 of each decade, or round numbers where there are too few of these; never 8.1 x 10^1
-        losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        losses.yaxis.set_minor_formatter("")
+        names = ("train_loss", *self._validation_losses)
+        values = [record[name] for record in self.records for name in names if name in record]
+        if any(value > 0 for value in values) and not any(value < 0 for value in values):
+            losses.set_yscale("log", nonpositive="mask")
+            # 1, 2 and 5 of each decade, or round numbers where there are too few of these; never 8.1 x 10^1
+            losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            losses.yaxis.set_minor_formatter("")
         for panel in others:
             draw_curve(panel, self.records, "seconds", "batch_size", drawstyle="steps-post")
             panel.set(ylabel="samples in a batch", ylim=(0, None))
@@ -142,29 +153,42 @@ class TrainingCurves(Callback):
         self._run.on_train_start(pl_module)
         self._started_at = time.monotonic()
         self._last_step = trainer.global_step
+        self._seen, self._logged_in_step = {}, set()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._record_epoch(trainer)  # what the module logged in its own on_train_epoch_end
+        self._logged_in_steps_of_epoch = set()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._logged_in_step |= self._newly_logged(trainer)
+        self._logged_in_steps_of_epoch |= self._logged_in_step
         step = trainer.global_step
-        if step != self._last_step and step % self.every_n_steps == 0:
-            self._last_step = step
-            self._record(trainer, RECORDED_IN_TRAINING)
+        if step == self._last_step:
+            return
+        if step % self.every_n_steps == 0:
+            self._record(trainer, self._logged_in_step)
+        self._last_step, self._logged_in_step = step, set()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._record_epoch(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            names = (name for name in trainer.callback_metrics if name.partition(_OF_LOADER)[0] == VALIDATION_LOSS)
+            names = [name for name in trainer.callback_metrics if name.partition(_OF_LOADER)[0] == VALIDATION_LOSS]
             self._record(trainer, names)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._record_epoch(trainer)
         self._stop_clock()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._directory is not None and not self.records:
-            rank_zero_warn(
-                "TrainingCurves has recorded nothing, and writes nothing: neither train_loss nor val_loss is logged "
-                "under these names"
-            )
+            reason = "neither train_loss nor val_loss is logged under these names"
+            if trainer.barebones:
+                reason = "with Trainer(barebones=True) nothing that is logged is kept"
+            rank_zero_warn(f"TrainingCurves has recorded nothing, and writes nothing: {reason}")
         self._write()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -189,11 +213,26 @@ class TrainingCurves(Callback):
             dict.fromkeys(name for record in self.records for name in record if name.startswith(VALIDATION_LOSS))
         )
 
-    def _record(self, trainer: L.Trainer, names: Iterable[str]) -> None:
+    def _newly_logged(self, trainer: L.Trainer) -> set[str]:
+        """What was logged since the last call: Lightning keeps the tensor of each until the name is logged again."""
         metrics: Mapping[str, Tensor] = trainer.callback_metrics
-        values = {name: metrics[name].item() for name in names if name in metrics}
+        present = {name: metrics[name].detach() for name in RECORDED_IN_TRAINING if name in metrics}
+        seen, self._seen = self._seen, present
+        return {
+            name for name, value in present.items() if name not in seen or value.data_ptr() != seen[name].data_ptr()
+        }
+
+    def _record_epoch(self, trainer: L.Trainer) -> None:
+        """Record what is logged once in an epoch, and not in its steps."""
+        self._record(trainer, self._newly_logged(trainer) - self._logged_in_steps_of_epoch)
+
+    def _record(self, trainer: L.Trainer, names: Collection[str]) -> None:
+        metrics: Mapping[str, Tensor] = trainer.callback_metrics
+        values = {name: value.item() for name, value in metrics.items() if name in names}
         if values:
             self.records.append({"seconds": self.seconds, "step": trainer.global_step, **values})
+        while len(self.records) > MOST_RECORDS:
+            self.records = _thinned(self.records)
 
     def _write(self) -> None:
         if self._directory is None or not self.records:
@@ -206,3 +245,18 @@ class TrainingCurves(Callback):
             writer.writerows(self.records)
         write_picture(self.plot()[0], picture)
         self.paths = [picture, table]
+
+
+def _thinned(records: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Records without a half of the older ones, of validations or of training, of which there are more.
+
+    Of two neighbours that with more values stays.
+    """
+    kinds: dict[bool, list[int]] = {True: [], False: []}
+    for place, record in enumerate(records):
+        kinds[any(name.startswith(VALIDATION_LOSS) for name in record)].append(place)
+    places = max(kinds.values(), key=len)
+    older = places[: len(places) // 2]
+    pairs = zip(older[::2], older[1::2], strict=False)
+    dropped = {min(pair, key=lambda place: len(records[place])) for pair in pairs}
+    return [record for place, record in enumerate(records) if place not in dropped]

@@ -6,9 +6,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pytest import approx
 from torch.utils.data import DataLoader
 
-from lightning_struct.callbacks import TrainingCurves
+from lightning_struct.callbacks import GrowingBatchSize, TrainingCurves, training_curves
 from tests.strategies.helpers import make_trainer
 
 
@@ -71,11 +72,98 @@ def test_a_warning_says_that_nothing_was_logged(tmp_path):
         fit(tmp_path, TrainingCurves(), Descent(logged=()))
 
 
+def test_a_warning_says_that_a_barebones_trainer_keeps_nothing(tmp_path):
+    with pytest.warns(UserWarning, match=r"TrainingCurves has recorded nothing, .*: with Trainer\(barebones=True\)"):
+        L.Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[TrainingCurves()]).fit(Descent())
+
+
 def test_each_step_and_each_validation_is_recorded(tmp_path):
     curves = TrainingCurves()
     fit(tmp_path, curves)
     assert column(curves, "train_loss") == [(1, 64), (2, 32), (3, 16), (4, 8), (5, 4), (6, 2)]
     assert column(curves, "val_loss") == [(3, 8), (6, 1)]
+
+
+class EpochMean(Descent):
+    """Logs the mean of an epoch, and nothing in its steps."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", self.weight.detach(), on_step=False, on_epoch=True)
+        return 0.25 * self.weight.square()
+
+
+def test_a_mean_of_an_epoch_is_recorded_once_at_its_end(tmp_path):
+    curves = TrainingCurves(every_n_steps=2)
+    fit(tmp_path, curves, EpochMean(), max_epochs=3)
+    means = [(64 + 32 + 16) / 3 / 8**epoch for epoch in range(3)]
+    assert column(curves, "train_loss") == [(3, approx(means[0])), (6, approx(means[1])), (9, approx(means[2]))]
+
+
+class LoggedAtTheEnd(Descent):
+    def training_step(self, batch, batch_idx):
+        return 0.25 * self.weight.square()
+
+    def on_train_epoch_end(self):
+        self.log("train_loss", self.weight.detach())
+
+
+def test_what_the_module_logs_at_the_end_of_an_epoch_is_recorded_of_that_epoch(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, LoggedAtTheEnd())
+    assert column(curves, "train_loss") == [(3, 8), (6, 1)]
+
+
+class StepsAndMean(Descent):
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", self.weight.detach(), on_step=True, on_epoch=True)
+        return 0.25 * self.weight.square()
+
+
+def test_the_mean_of_an_epoch_is_left_out_where_its_steps_are_logged(tmp_path):
+    curves = TrainingCurves(every_n_steps=2)
+    fit(tmp_path, curves, StepsAndMean())
+    assert column(curves, "train_loss") == [(2, 32), (4, 8), (6, 2)]
+
+
+class Seldom(Descent):
+    """Logs every other step."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if self.global_step % 2 else 0.25 * self.weight.square()
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_a_value_is_not_repeated_in_steps_that_log_none(tmp_path, every_n_steps):
+    curves = TrainingCurves(every_n_steps)
+    fit(tmp_path, curves, Seldom())
+    assert [step for step, _ in column(curves, "train_loss")] == [s for s in (2, 4, 6) if s % every_n_steps == 0]
+
+
+class CountingSizes(Descent):
+    def __init__(self):
+        super().__init__(logged=())
+        self.sizes = []
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch))
+        return super().training_step(batch, batch_idx)
+
+
+def test_sizes_of_growing_batches_are_those_of_their_steps(tmp_path):
+    module, curves, growing = CountingSizes(), TrainingCurves(), GrowingBatchSize(schedule="0:4 12:6")
+    trainer = make_trainer(tmp_path, callbacks=[growing, curves], log_every_n_steps=3, max_epochs=3)
+    trainer.fit(module)
+    recorded = column(curves, "batch_size")
+    assert {size for _, size in recorded} == {4, 6} and recorded == [(n, module.sizes[n - 1]) for n, _ in recorded]
+
+
+def test_older_records_of_training_are_thinned_and_validations_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_curves, "MOST_RECORDS", 12)
+    curves = TrainingCurves()
+    fit(tmp_path, curves, max_epochs=5)
+    steps = [step for step, _ in column(curves, "train_loss")]
+    assert steps[-3:] == [13, 14, 15] and len(curves.records) <= 12
+    assert [step for step, _ in column(curves, "val_loss")] == [3, 6, 9, 12, 15]
 
 
 def test_only_known_names_are_recorded(tmp_path):
@@ -221,6 +309,13 @@ def test_ticks_of_losses_are_round_numbers(losses, ticks):
     low, high = axes.get_ylim()
     labels = axes.yaxis.get_majorticklabels()
     assert [label.get_text() for label in labels if low <= label.get_position()[1] <= high] == ticks
+
+
+@pytest.mark.parametrize(("losses", "scale"), [((2.0, -3.0), "linear"), ((-1.0, -3.0), "linear"), ((2.0, 0.0), "log")])
+def test_losses_of_which_some_are_negative_have_a_linear_axis(losses, scale):
+    curves = TrainingCurves()
+    curves.records = [{"seconds": 0.1 * step, "step": step, "val_loss": loss} for step, loss in enumerate(losses)]
+    assert curves.plot()[1][0].get_yscale() == scale
 
 
 def test_plot_names_its_units():

@@ -34,8 +34,8 @@ class PredictionWriter(BasePredictionWriter):
         name: name of the file, and key of the predictions in it; not ``"indices"``, and without a folder.
 
     Raises:
-        MisconfigurationException: ``name`` is no such name; at the end of the predictions, if they are anything but tensors,
-            or of several loaders, or tensors that are no rows of one shape.
+        MisconfigurationException: ``name`` is no such name; at the end of the predictions, if they are anything but
+            tensors, or of several loaders, or tensors that are no rows of one shape.
 
     Example:
         >>> from lightning import Trainer

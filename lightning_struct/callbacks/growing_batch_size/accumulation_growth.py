@@ -110,6 +110,12 @@ class AccumulationGrowth:
         self._decided = state["decided"]
         if "samples_of_batch" in state:  # else it is that of LoaderGrowth
             self._samples_of_batch, self._accumulated = state["samples_of_batch"], state["accumulated"]
+        elif any(of["delivered"] and len(of["sizes"]) > 1 for mine in state.get("positions", ()) for of in mine if of):
+            rank_zero_warn(
+                "The checkpoint was written in the middle of an epoch whose batches GrowingBatchSize had enlarged. Now "
+                "it accumulates gradients over batches of the DataLoader's own size, of which Lightning passes over as "
+                "many: some samples are trained on again. Resume with mode='batch', or from the end of an epoch"
+            )
 
     def restore(self) -> None:
         self._trainer.accumulate_grad_batches = self._first

@@ -48,7 +48,8 @@ class TrainingCurves(Callback):
     another Trainer or module, as for the next fold of a cross-validation, the callback starts anew.
 
     :class:`~lightning_struct.callbacks.GrowingBatchSize` logs its ``batch_size`` every ``log_every_n_steps`` steps of
-    the Trainer: put it before this callback, and let ``every_n_steps`` divide that number. Of more than 4096 records the older ones are thinned, so that checkpoints stay small.
+    the Trainer: put it before this callback, and let ``every_n_steps`` divide that number. Of more than 4096 records
+    the older ones are thinned, so that checkpoints stay small.
 
     The clock starts after the sanity check and runs through validations too. matplotlib is needed, from the start:
     ``pip install matplotlib``.

@@ -37,7 +37,10 @@ def check_settings(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
     check("max_overhead", overhead, is_number(overhead) and 0 < overhead <= 1, "a share of the time, in (0, 1]")
     check("growth", growth, is_number(growth) and 1 <= growth < math.inf, "a finite number >= 1")
     check("validation_threshold", threshold, is_number(threshold), "a number")
-    check("validation_monitor", monitor, monitor is None or isinstance(monitor, str), "the name of a metric, or None")
+    named = monitor is None or (isinstance(monitor, str) and monitor != "")
+    check("validation_monitor", monitor, named, "the name of a metric, or None")
+    shrinking = settings["allow_shrinking"]
+    check("allow_shrinking", shrinking, isinstance(shrinking, bool), "True or False")
     _check_contradictions(settings, defaults)
 
 

@@ -394,6 +394,8 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path):
         {"validation_threshold": "x"},
         {"validation_threshold": math.nan},
         {"validation_monitor": 1},
+        {"validation_monitor": ""},
+        {"allow_shrinking": "yes"},
         {"estimator": ["layers"]},
     ],
 )

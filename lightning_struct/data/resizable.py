@@ -22,12 +22,13 @@ MOST_AHEAD = 16
 
 
 class ResizableLoader:
-    """Makes a ``DataLoader`` resizable in place, until :meth:`restore`.
+    """A resizable form of a ``DataLoader``, until :meth:`restore`; the loader itself stays as it is.
 
-    The loader keeps its class (it becomes an instance of a subclass), its data set, its workers and its ``collate_fn``;
-    what changes is its batch sampler, its length, and that a pass can be resumed. The length counts what has been read
-    and what is to come. Batches that workers have been asked for keep their size: a change shows
-    ``num_workers * prefetch_factor`` batches later.
+    The resizable one, ``self.loader``, is of a subclass of the loader's class and shares its attributes, among them the
+    data set, the samplers and their random generators; but it has its own batch sampler, length and workers, and a pass
+    over it can be resumed. It is for one reader: any other reads the loader itself, in batches of the first size, and
+    moves no position. The length counts what has been read and what is to come. Batches that workers have been asked
+    for keep their size: a change shows ``num_workers * prefetch_factor`` batches later.
 
     A resumed pass over a map-style data set goes on at the very next sample without reading those before it. Over an
     iterable data set the batches before it are read again and thrown away. That the samples are the same needs what
@@ -37,6 +38,7 @@ class ResizableLoader:
         loader: of single samples, which it puts into batches.
 
     Attributes:
+        loader: the resizable one.
         delivered: batches that were read in this pass.
         sizes_read: samples of the last few of them. A stream's are counted as they are collated, unless the loader's
             class has its own ``__iter__``: then they are those that were asked for.
@@ -53,12 +55,11 @@ class ResizableLoader:
                 f"The size of batches cannot be changed in {problem}. Either {remedy}, or accumulate gradients "
                 f"instead: GrowingBatchSize(mode='accumulate')"
             )
-        self.loader = loader
         self.delivered = 0
         self.nominal = False
         self.iterable = isinstance(loader.dataset, IterableDataset)
         source: Any = loader.batch_sampler
-        self._class, self._batch_sampler, self._collate_fn = type(loader), source, loader.collate_fn
+        self._class = type(loader)
         self._counts = self.iterable and type(loader).__iter__ is DataLoader.__iter__
         self.sizes_read: deque[int] = deque(maxlen=MOST_AHEAD)
         if self.iterable:
@@ -69,10 +70,12 @@ class ResizableLoader:
         self.sampler.splits_rest = not (self.iterable and loader.num_workers > 1)
         self._resume: Position | None = None
         self._began_from: RandomStates | None = None
-        self._swap(type(self._class.__name__, (_Resizable, self._class), {}), self.sampler)
+        self._workers: Any = None
+        members: dict[str, Any] = {"_resizable": self}
         if self._counts:
-            loader.collate_fn = _CountingCollate(self._collate_fn)
-        loader._resizable = self
+            members["collate_fn"] = property(lambda loader: _CountingCollate(vars(loader)["collate_fn"]))
+        self.loader: DataLoader = object.__new__(type(self._class.__name__, (_Resizable, self._class), members))
+        self.loader.__dict__ = loader.__dict__
 
     @property
     def batch_size(self) -> int:
@@ -198,21 +201,13 @@ class ResizableLoader:
         )
 
     def restore(self) -> None:
-        """Undo all changes to the loader."""
-        self._swap(self._class, self._batch_sampler)
-        self.loader.collate_fn = self._collate_fn
-        del self.loader._resizable  # type: ignore[attr-defined]
+        """Make the resizable loader one like that it was made from, and give its workers up."""
+        self._workers = None
+        self.loader.__class__ = self._class
 
     @property
     def _replays_workers(self) -> bool:
         return self.iterable and self.loader.num_workers > 0
-
-    def _swap(self, loader_class: type, batch_sampler: Any) -> None:
-        # DataLoader forbids to set its batch sampler after construction, because it may be in use: here it is not, and
-        # workers that persist from an earlier use, with the old batch sampler, are given up.
-        self.loader._iterator = None
-        self.loader.__class__ = loader_class
-        object.__setattr__(self.loader, "batch_sampler", batch_sampler)
 
     def _batches_of_worker(self, worker: int, share: int) -> int:
         batches = 0
@@ -280,9 +275,21 @@ class _CountingCollate:
 
 
 class _Resizable(DataLoader):
-    """First base of the class that :class:`ResizableLoader` gives a loader."""
+    """First base of the class of a resizable loader, with what it does not share."""
 
     _resizable: ResizableLoader
+
+    @property
+    def batch_sampler(self) -> ResizableBatchSampler:  # type: ignore[override]
+        return self._resizable.sampler
+
+    @property
+    def _iterator(self) -> Any:  # persistent workers
+        return self._resizable._workers
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._resizable._workers = iterator
 
     def __iter__(self) -> Any:
         return self._resizable._begin(super().__iter__)
@@ -301,9 +308,6 @@ def why_not_resizable(loader: Any) -> tuple[str, str] | None:
     if not isinstance(loader, DataLoader):
         problem = f"{name}, which is not a torch DataLoader"
         remedy = "give Trainer.fit a DataLoader"
-    elif isinstance(loader, _Resizable):
-        problem = f"{name} that is used twice"
-        remedy = "make a DataLoader for each place"
     elif loader.batch_sampler is None:
         problem = f"{name} with batch_size=None, whose data set or sampler makes the batches"
         remedy = "let the DataLoader make the batches of single samples"

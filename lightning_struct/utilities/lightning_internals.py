@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_struct.data.random_states import isolated_random_states, random_states, set_random_states
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import lightning_classes
@@ -37,10 +38,10 @@ def training_batches(trainer: L.Trainer) -> tuple[list[Any], Iterable[Any]]:
     """
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
-    if combined.iterables is combined.flattened[0]:
-        return combined.flattened, combined.iterables
     again = type(combined)(combined.iterables, combined._mode)
-    return combined.flattened, (batch for batch, *_ in again)
+    if again.iterables is again.flattened[0]:
+        return again.flattened, again.iterables
+    return again.flattened, (batch for batch, *_ in again)
 
 
 def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int | None) -> Any:
@@ -95,40 +96,60 @@ class TrainingLoaders:
     its distributed sampler, calls ``Strategy.process_dataloader``, and begins to iterate. The only place for a change
     is between the last two: both methods are replaced on their instances, until :meth:`restore`.
 
+    What ``prepare`` returns is read by the training alone. ``Trainer.train_dataloader`` remains what Lightning
+    prepared, so that any other reader within an epoch has a pass of its own.
+
     Args:
         trainer: in ``Callback.setup``.
         prepare: gets each training loader, with all that Lightning put into it, and how many there were before it in
-            this ``setup_data``.
+            this ``setup_data``; returns the loader to train with.
         prepared: is called when all loaders of a ``setup_data`` are there and have begun to be iterated.
     """
 
-    def __init__(self, trainer: L.Trainer, prepare: Callable[[Any, int], None], prepared: Callable[[], None]) -> None:
-        self._trainer, self._preparing, self._count, self._restored = trainer, False, 0, False
+    def __init__(self, trainer: L.Trainer, prepare: Callable[[Any, int], Any], prepared: Callable[[], None]) -> None:
+        self._trainer, self._restored = trainer, False
+        self._preparing: list[Any] | None = None
+        self._combined: Any = None
+        self._originals: list[Any] = []
         self._loop, self._strategy = trainer.fit_loop, trainer.strategy
         process_dataloader, setup_data = self._strategy.process_dataloader, self._loop.setup_data
 
         def process(loader: Any) -> Any:
             loader = process_dataloader(loader)
-            if self._preparing:
-                prepare(loader, self._count)
-                self._count += 1
-            return loader
+            if self._preparing is None:
+                return loader
+            self._preparing.append(loader)
+            self._random_states = random_states(())
+            return prepare(loader, len(self._preparing) - 1)
 
         def setup() -> None:
-            self._preparing, self._count = True, 0
+            originals: list[Any] = []
+            self._preparing = originals
             try:
                 setup_data()
             finally:
-                self._preparing = False
-            if self._count and not self._restored:
-                prepared()
+                self._preparing = None
+            if not originals:
+                return
+            self._combined, self._originals = self._loop._combined_loader, originals
+            if self._restored:
+                self._combined.flattened = originals
+                return
+            read = self._combined.flattened
+            self._combined.flattened = originals  # sets Trainer.train_dataloader, too
+            self._combined._flattened = read
+            prepared()
 
         vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"] = process, setup
 
     def restore(self) -> None:
-        """Put Lightning's methods back, once."""
+        """Put Lightning's methods and the loaders back, once."""
         if not self._restored:
             del vars(self._strategy)["process_dataloader"], vars(self._loop)["setup_data"]
+            if self._combined is not None:
+                self._combined.flattened = self._originals
+                if self._combined._iterator is None:  # Lightning has ended the workers of the loaders that it read
+                    self._combined.reset()
         self._restored = True
 
     @property
@@ -213,7 +234,8 @@ class TrainingLoaders:
     def iterate_anew(self) -> None:
         """Start iterating again, as ``setup_data`` did, in the order of the epoch that is to come.
 
-        Lightning tells samplers the epoch (``set_epoch``) after that; but workers are asked for batches at once.
+        Lightning tells samplers the epoch (``set_epoch``) after that; but workers are asked for batches at once. Of the
+        global random generators both draw the same, so that others see one start only.
         """
         fetcher = self._loop._data_fetcher
         assert fetcher is not None
@@ -222,7 +244,9 @@ class TrainingLoaders:
             for holder in (loader, getattr(loader, "batch_sampler", None)):
                 if callable(set_epoch := getattr(getattr(holder, "sampler", None), "set_epoch", None)):
                     set_epoch(epoch)
-        iter(fetcher)
+        with isolated_random_states():
+            set_random_states(self._random_states, ())
+            iter(fetcher)
 
 
 def trained_on(trainer: L.Trainer) -> bool:

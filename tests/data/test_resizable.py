@@ -58,8 +58,8 @@ def numbers(batches):
 
 
 def resizable(*arguments, **options):
-    loader = DataLoader(*arguments, **options)
-    return loader, ResizableLoader(loader)
+    sizes = ResizableLoader(DataLoader(*arguments, **options))
+    return sizes.loader, sizes
 
 
 # Sizes
@@ -175,14 +175,54 @@ def test_persistent_workers_read_new_sizes_in_the_next_pass():
     assert [len(batch) for batch in read] == [5, 5, 2]
 
 
-def test_workers_of_before_are_given_up():
-    loader = DataLoader(range(12), batch_size=2, num_workers=1, persistent_workers=True)
-    batches(loader)
+# Other readers
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_another_reader_of_the_loader_has_a_pass_of_the_first_size(options):
+    loader = DataLoader(range(12), batch_size=2, **options)
     sizes = ResizableLoader(loader)
-    sizes.batch_size = 5
-    read = batches(loader)
+    sizes.batch_size = 3
+    iterator = iter(sizes.loader)
+    read = [next(iterator).tolist()]
+    other = batches(loader)
+    read += [batch.tolist() for batch in iterator]
+    loader._iterator = None  # its workers
     sizes.restore()
-    assert [len(batch) for batch in read] == [5, 5, 2]
+    assert numbers(read) == numbers(other) == list(range(12))
+    assert [[len(batch) for batch in each] for each in (read, other)] == [[3] * 4, [2] * 6]
+
+
+def test_another_reader_of_the_loader_does_not_move_the_position():
+    loader = DataLoader(range(12), batch_size=2)
+    sizes = ResizableLoader(loader)
+    next(iter(sizes.loader))
+    position = sizes.position()
+    batches(loader)
+    assert sizes.position() == position and position["delivered"] == 1
+
+
+def test_another_reader_of_the_loader_does_not_use_up_a_resumed_position():
+    loader = DataLoader(range(12), batch_size=2)
+    sizes = ResizableLoader(loader)
+    sizes.pass_over(2)
+    batches(loader)
+    assert batches(sizes.loader)[0] == [4, 5]
+
+
+def test_a_loader_may_stand_in_two_places():
+    loader = DataLoader(range(12), batch_size=2)
+    first, second = ResizableLoader(loader), ResizableLoader(loader)
+    first.batch_size, second.batch_size = 4, 6
+    read = [[len(batch) for batch in pair] for pair in zip(first.loader, second.loader, strict=False)]
+    assert read == [[4, 6], [4, 6]]
+
+
+def test_what_is_set_on_the_loader_holds_for_the_resizable_one():
+    loader = DataLoader(range(4), batch_size=2)
+    sizes = ResizableLoader(loader)
+    loader.collate_fn = sum
+    assert list(sizes.loader) == [1, 5]
 
 
 # Foreign batch samplers
@@ -256,9 +296,8 @@ def test_a_stream_of_a_loader_with_its_own_iteration_counts_as_it_was_asked_for(
         def __iter__(self):
             return (2 * batch for batch in super().__iter__())
 
-    loader = Doubling(Stream(10), batch_size=4)
-    sizes = ResizableLoader(loader)
-    assert [(len(batch), sizes.sizes_read[-1]) for batch in loader] == [(4, 4), (4, 4), (2, 4)]
+    sizes = ResizableLoader(Doubling(Stream(10), batch_size=4))
+    assert [(len(batch), sizes.sizes_read[-1]) for batch in sizes.loader] == [(4, 4), (4, 4), (2, 4)]
 
 
 def test_the_samples_of_merged_batches_are_counted():
@@ -295,10 +334,9 @@ def resumed(make, sizes, read):
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    loader = make()
-    first = ResizableLoader(loader)
+    first = ResizableLoader(make())
     whole, position = [], None
-    for i, batch in enumerate(loader):
+    for i, batch in enumerate(first.loader):
         whole.append(batch.tolist())
         if i < len(sizes):
             first.batch_size = sizes[i]
@@ -309,11 +347,10 @@ def resumed(make, sizes, read):
     torch.manual_seed(77)
     random.seed(77)
     np.random.seed(77)
-    another = make()
-    second = ResizableLoader(another)
+    second = ResizableLoader(make())
     second.resume(position)
     rest = []
-    for i, batch in enumerate(another, start=read):
+    for i, batch in enumerate(second.loader, start=read):
         rest.append(batch.tolist())
         if i < len(sizes):
             second.batch_size = sizes[i]
@@ -460,24 +497,21 @@ def test_a_position_is_plain_enough_for_a_checkpoint(tmp_path):
 # Restoring and refusing
 
 
-def test_a_restored_loader_is_as_it_was():
+def test_a_restored_loader_is_like_that_it_was_made_from():
     loader = DataLoader(range(20), batch_size=4)
-    kept = (type(loader), loader.batch_sampler, loader.collate_fn)
     sizes = ResizableLoader(loader)
     sizes.batch_size = 7
     sizes.restore()
-    assert (type(loader), loader.batch_sampler, loader.collate_fn) == kept and [len(batch) for batch in loader] == [
-        4
-    ] * 5
+    of_both = [(type(each), each.batch_sampler, each.collate_fn, len(each)) for each in (loader, sizes.loader)]
+    assert of_both[0] == of_both[1] and [len(batch) for batch in sizes.loader] == [4] * 5
 
 
 def test_a_resized_loader_is_still_of_its_class():
     class Special(DataLoader):
         pass
 
-    loader = Special(range(20), batch_size=4)
-    ResizableLoader(loader)
-    assert isinstance(loader, Special) and type(loader).__name__ == "Special"
+    sizes = ResizableLoader(Special(range(20), batch_size=4))
+    assert isinstance(sizes.loader, Special) and type(sizes.loader).__name__ == "Special"
 
 
 DATA = range(10)
@@ -505,12 +539,6 @@ def test_what_cannot_be_resized_is_refused_with_the_remedy(message):
     with pytest.raises(MisconfigurationException, match=message) as error:
         ResizableLoader(REFUSED[message]())
     assert "GrowingBatchSize(mode='accumulate')" in str(error.value)
-
-
-def test_a_loader_is_resized_by_one_only():
-    loader, _ = resizable(DATA, batch_size=2)
-    with pytest.raises(MisconfigurationException, match="is used twice"):
-        ResizableLoader(loader)
 
 
 def test_a_pass_cannot_be_gone_on_with_by_other_generators():

@@ -10,11 +10,16 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class GrowingLoader:
-    """A training loader that is resized, with its sizes over all processes."""
+    """A training loader in a form that is resized, with its sizes over all processes.
+
+    Attributes:
+        loader: the resizable one, which Lightning is to read.
+    """
 
     def __init__(self, loader: Any, processes: int, limit: float | None) -> None:
         """``limit``, in batches of the first size or as a fraction of them, bounds the samples of an epoch."""
         self._loader, self._processes = ResizableLoader(loader), processes
+        self.loader: Any = self._loader.loader
         self._loader.nominal = True  # until Lightning has checked its own settings against the length
         length = known_length(loader)
         if isinstance(limit, int):
@@ -37,7 +42,7 @@ class GrowingLoader:
 
     @property
     def length(self) -> int | None:
-        return known_length(self._loader.loader)
+        return known_length(self.loader)
 
     @property
     def knows_size(self) -> bool:
@@ -131,7 +136,7 @@ class GrowingDraws:
                 f"GrowingBatchSize needs num_workers=0 with IndependentDraws, but got {loader.num_workers}: draws that "
                 "workers fetch ahead would keep the old size, and be lost at a resume"
             )
-        self._sampler = sampler
+        self.loader, self._sampler = loader, sampler
         self.first_batch_size = self._sampler.batch_size
 
     @property

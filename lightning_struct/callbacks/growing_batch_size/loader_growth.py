@@ -191,7 +191,7 @@ class LoaderGrowth:
     def _present(self) -> int:
         return self._trainer.accumulate_grad_batches * sum(loader.batch_size for loader in self._loaders)
 
-    def _prepare(self, dataloader: Any, index: int) -> None:
+    def _prepare(self, dataloader: Any, index: int) -> Any:
         if index == 0:
             for loader in self._loaders:
                 loader.restore()
@@ -203,7 +203,7 @@ class LoaderGrowth:
         elif self._on_refusal is not None and (refusal := why_not_resizable(dataloader)) is not None:
             self.restore()
             self._on_refusal(*refusal)
-            return
+            return dataloader
         else:
             limit = self._trainer.limit_train_batches
             limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
@@ -213,6 +213,7 @@ class LoaderGrowth:
         self._accumulated, self._changes, self._asked_for = self._first_accumulated, [], None
         # workers are asked for batches before all is prepared; loaders that come yet change the proportions
         self._resize()
+        return self._loaders[-1].loader
 
     def _prepared(self) -> None:
         if self._trainer_loaders.steps_fetch:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    LearningRateFinder,
     ModelCheckpoint,
     RichProgressBar,
     StochasticWeightAveraging,
@@ -352,6 +353,137 @@ def test_a_dict_of_loaders_reads_every_sample_of_the_longest_once(tmp_path):
 def test_accumulated_batches_count_as_one(tmp_path):
     module = fit(tmp_path, loader(), [16], accumulate_grad_batches=2)
     assert module.sizes == [4, 4, 8, 8, 8, 8]
+
+
+# Other readers of the training loader
+
+
+class OneBatch(Reader):
+    """Looks at a batch of the training loader, as for a picture, at each validation."""
+
+    def on_validation_epoch_start(self):
+        next(iter(self.trainer.train_dataloader))
+
+
+class WholeSet(Reader):
+    """Reads the training set at each validation, as a nearest-neighbour score does."""
+
+    def on_validation_epoch_start(self):
+        self.set = numbers(batch.tolist() for batch in self.trainer.train_dataloader)
+
+
+class Validated(Reader):
+    def __init__(self):
+        super().__init__()
+        self.validated = []
+
+    def on_validation_epoch_start(self):
+        self.validated.append([])
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.validated[-1].append(batch.tolist())
+
+
+class AtTrainStart(Reader):
+    def on_train_start(self):
+        next(iter(self.trainer.train_dataloader))
+
+
+class AtEpochStart(Reader):
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        next(iter(self.trainer.train_dataloader))
+
+
+READERS = [OneBatch, WholeSet, Validated, AtTrainStart, AtEpochStart]
+WORKERS = {"num_workers": 1, "persistent_workers": True}
+
+
+def fit_read(tmp_path, reader, sizes=(), workers=None, **options):
+    """Train on a loader that ``reader`` reads, too, at five validations in an epoch; ``Validated`` validates on it."""
+    data = loader(shuffle=True, generator=torch.Generator().manual_seed(0), **(workers or {}))
+    validation, module = data if reader is Validated else loader(4), reader()
+    if "ckpt_path" in options:
+        module.epochs.append([])
+    options = {"validation": validation, "val_check_interval": 0.2, "max_epochs": 2} | options
+    return fit(tmp_path, data, sizes, module, **options)
+
+
+@pytest.mark.parametrize("sizes", [[], [4, 8, 8, 6]])
+@pytest.mark.parametrize("reader", READERS)
+def test_another_reader_takes_no_sample_from_the_training(tmp_path, reader, sizes):
+    module = fit_read(tmp_path, reader, sizes)
+    assert [sorted(numbers(epoch)) for epoch in module.epochs] == 2 * [list(range(40))]
+
+
+@pytest.mark.parametrize("reader", [OneBatch, Validated])
+def test_another_reader_leaves_persistent_workers_to_the_training(tmp_path, reader):
+    module = fit_read(tmp_path, reader, [4, 8], WORKERS, max_epochs=1)
+    assert sorted(numbers(module.read)) == list(range(40))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_another_reader_delays_no_validation(tmp_path, reader):
+    module = fit_read(tmp_path, reader, [4, 8, 8, 6])
+    assert module.validated_after == fit_read(tmp_path, Reader, [4, 8, 8, 6]).validated_after
+    assert len(module.validated_after) == 10
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_where_nothing_grows_all_readers_see_the_order_without_the_callback(tmp_path, reader):
+    module = fit_read(tmp_path, reader)
+    data = loader(shuffle=True, generator=torch.Generator().manual_seed(0))
+    without, options = reader(), {"val_check_interval": 0.2, "max_epochs": 2, "num_sanity_val_steps": 0}
+    make_trainer(tmp_path, **options).fit(without, data, data if reader is Validated else loader(4))
+    seen = [[m.read, getattr(m, "set", None), getattr(m, "validated", None)] for m in (module, without)]
+    assert seen[0] == seen[1]
+
+
+def test_validation_on_the_training_loader_sees_whole_passes_of_the_first_size(tmp_path):
+    module = fit_read(tmp_path, Validated, [4, 8, 8, 6])
+    assert len(module.validated) == 10 and max(module.sizes) == 8
+    for epoch in module.validated:
+        assert [len(batch) for batch in epoch] == [4] * 10 and sorted(numbers(epoch)) == list(range(40))
+
+
+def test_the_whole_training_set_is_read_within_an_epoch(tmp_path):
+    assert sorted(fit_read(tmp_path, WholeSet, [4, 8, 8, 6]).set) == list(range(40))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_run_that_is_read_by_others_resumes_at_the_very_next_sample(tmp_path, reader):
+    options = {"enable_checkpointing": True}
+    whole = fit_read(tmp_path, reader, [4, 8, 8, 6], callbacks=[checkpoints(tmp_path)], **options)
+    for step in (1, 4, len(whole.epochs[0]) - 1):
+        resumed = fit_read(tmp_path, reader, [4, 8, 8, 6], ckpt_path=tmp_path / f"step={step}.ckpt", **options)
+        left = len(whole.epochs[0]) - step
+        assert resumed.read[:left] == whole.epochs[0][step:], step
+
+
+def test_the_same_loader_in_two_places_grows_in_each(tmp_path):
+    data = loader()
+    module = fit(tmp_path, {"a": data, "b": data}, [16])
+    assert [len(part) for batch in module.read for part in batch] == [4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 4, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+@pytest.mark.parametrize("workers", [None, {"num_workers": 1}])
+def test_the_order_after_a_search_of_the_learning_rate_is_that_without_the_callback(tmp_path, workers):
+    class Searched(Reader):
+        lr = 1e-6
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train(*callbacks):
+        torch.manual_seed(0)
+        module, finder = Searched(), LearningRateFinder(num_training_steps=5, update_attr=False)
+        trainer = make_trainer(tmp_path, callbacks=[*callbacks, finder], max_epochs=2)
+        trainer.fit(module, loader(shuffle=True, **(workers or {})))
+        return module.epochs[-2:]
+
+    assert train(Growing()) == train()
 
 
 # Resuming

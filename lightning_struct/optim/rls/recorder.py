@@ -168,7 +168,9 @@ def _nothing(*call: Any) -> None:
 
 def without_autocast(device: str) -> Any:
     """A context in which products keep the precision of their factors."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    # Devices without autocast, as "meta", cannot even be asked whether it is enabled.
+    is_enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

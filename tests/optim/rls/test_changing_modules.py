@@ -248,6 +248,25 @@ def test_parameters_that_were_replaced_are_an_error() -> None:
         optimizer.step()
 
 
+@pytest.fixture
+def on_meta() -> nn.Linear:
+    """Without memory yet, as a large module is made before its weights are loaded."""
+    return nn.Linear(3, 2, device="meta")
+
+
+def test_a_module_on_the_meta_device_can_be_called(on_meta: nn.Linear) -> None:
+    optimizer = RLS(on_meta)
+    assert on_meta(torch.empty(4, 3, device="meta")).shape == (4, 2)
+    optimizer.remove_hooks()
+
+
+def test_a_module_that_left_the_meta_device_has_other_parameters(on_meta: nn.Linear) -> None:
+    optimizer = RLS(on_meta)
+    on_meta.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"others than when RLS was made: weight\."):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("assigned", [False, True])
 def test_a_layer_that_was_replaced_is_not_left_to_the_auxiliary_optimizer(assigned: bool) -> None:
     module = network()

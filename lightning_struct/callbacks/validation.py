@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_struct.data.random_states import isolated_random_states
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import (
     prepare_batch,
@@ -20,6 +19,7 @@ from lightning_struct.utilities.lightning_internals import (
     validation_loaders,
 )
 from lightning_struct.utilities.namespaces import MisconfigurationException
+from lightning_struct.utilities.random_states import isolated_random_states
 
 
 def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:

@@ -9,10 +9,15 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_struct.data.random_states import RandomStates, isolated_random_states, random_states, set_random_states
 from lightning_struct.data.resizable_batches import ResizableBatchSampler
 from lightning_struct.utilities.lengths import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
+from lightning_struct.utilities.random_states import (
+    RandomStates,
+    isolated_random_states,
+    random_states,
+    set_random_states,
+)
 
 # Plain values and tensors only, so that a checkpoint that holds it can be loaded with weights_only=True.
 Position: TypeAlias = dict[str, Any]

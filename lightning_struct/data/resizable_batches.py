@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
-from lightning_struct.data.random_states import RandomStates, isolated_random_states, random_states, set_random_states
+from lightning_struct.utilities.random_states import (
+    RandomStates,
+    isolated_random_states,
+    random_states,
+    set_random_states,
+)
 
 
 class ResizableBatchSampler(Sampler[list[Any]]):

@@ -304,12 +304,12 @@ class JacobianForm:
     """How J is kept.
 
     Attributes:
-        kept: the weights whose columns are sums of outer products.
+        kept: the weights whose columns are sums of outer products, in order.
         numbers: that J takes.
         cost: multiplications for an entry of J Jᵀ.
     """
 
-    kept: frozenset[str]
+    kept: tuple[str, ...]
     numbers: int
     cost: float
 
@@ -328,16 +328,16 @@ def jacobian_form(
     Example:
         >>> sizes = {"wide": (256, 256), "narrow": (1, 256)}
         >>> jacobian_form([{"wide": 4, "narrow": 4}], [100], sizes, for_gram=True).kept
-        frozenset({'wide'})
+        ('wide',)
     """
-    kept, numbers, cost = set(), 0, 0.0
+    kept, numbers, cost = list[str](), 0, 0.0
     for name, size in sizes.items():
         numbers_of, cost_of = sum(rows) * math.prod(size), float(math.prod(size))
         if all(name in of_block for of_block in counts):
             products = sum(of_block[name] * n for of_block, n in zip(counts, rows, strict=True))
             kept_numbers, kept_cost = products * sum(size), (products / sum(rows)) ** 2 * (sum(size) + _PAIR)
             if kept_cost < cost_of if for_gram else kept_numbers < numbers_of:
-                kept.add(name)
+                kept.append(name)
                 numbers_of, cost_of = kept_numbers, kept_cost
         numbers, cost = numbers + numbers_of, cost + cost_of
-    return JacobianForm(frozenset(kept), numbers, cost)
+    return JacobianForm(tuple(kept), numbers, cost)

@@ -115,7 +115,8 @@ class BatchResiduals:
         sizes = [params[name].numel() for name in params if name not in kept]
         reference = next(iter(params.values()))
         matrix = reference.new_empty(sum(self.sizes), sum(sizes))
-        products: dict[str, list[OuterProducts]] = {name: [] for name in kept}
+        # in one order in all processes, which gather them one after another
+        products: dict[str, list[OuterProducts]] = {name: [] for name in params if name in kept}
         for name, part in zip(self.blocks, matrix.split(self.sizes), strict=True):
             of_block = self._write_rows(name, params, part, kept)
             if of_block is None and kept:
@@ -339,7 +340,7 @@ class _Rows:
         over_rows = vmap(
             lambda tensors: self.record.products.gradients(params, self._buffers, tensors), in_dims=(dims,)
         )
-        values, products = [], {name: list[OuterProducts]() for name in kept}
+        values, products = [], {name: list[OuterProducts]() for name in params if name in kept}
         for first in range(0, count, at_once):
             tensors = [t if dim is None else t[first : first + at_once] for t, dim in zip(points, dims, strict=True)]
             residuals, gradients, outer = over_rows(tensors)

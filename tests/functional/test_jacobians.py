@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -174,12 +177,38 @@ COUNTS = [{"wide": 4, "narrow": 4, "least": 4}, {"wide": 1, "narrow": 1, "least"
 
 def test_outer_products_are_kept_where_they_make_the_gram_matrix_cheaper() -> None:
     form = jacobian_form(COUNTS, [90, 10], SIZES, for_gram=True)
-    assert form.kept == {"wide"}
+    assert form.kept == ("wide",)
     assert form.numbers == 370 * 512 + 100 * (400 + 16 + 256)
     assert form.cost < 256 * 256
 
 
 def test_outer_products_are_kept_where_they_are_fewer_numbers() -> None:
     form = jacobian_form(COUNTS, [90, 10], SIZES, for_gram=False)
-    assert form.kept == {"wide", "narrow"}
+    assert form.kept == ("wide", "narrow")  # in the order of the weights, as processes gather them
     assert form.numbers == 370 * (512 + 40) + 100 * (16 + 256)
+
+
+STEPS = """
+import torch
+from lightning_struct import SHF
+torch.manual_seed(0)
+hidden = [layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+module = torch.nn.Sequential(*hidden, torch.nn.Linear(8, 1), torch.nn.Flatten(0))
+shf = SHF(module, "least_squares", solver="exact", damping=0.1)
+print([shf.step(inputs=torch.randn(20, 8)).loss_after for _ in range(3)])
+"""
+
+
+@pytest.mark.slow
+def test_steps_are_the_same_in_processes_that_hash_texts_differently() -> None:
+    losses = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", STEPS],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "3")
+    ]
+    assert losses[0] == losses[1] != ""

@@ -140,7 +140,7 @@ class ResidualModel:
     @property
     def _dense_form(self) -> JacobianForm:
         columns = len(self.weights.vector)
-        return JacobianForm(frozenset(), len(self.residual) * columns, columns)
+        return JacobianForm((), len(self.residual) * columns, columns)
 
     def _form(self, rows: Sequence[int], *, for_gram: bool) -> JacobianForm | None:
         counts = self._batch.product_counts()

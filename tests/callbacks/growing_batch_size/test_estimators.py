@@ -30,13 +30,13 @@ def seeded():
     seed()
 
 
-def fit(tmp_path, module, loader=None, *, callbacks=(), ckpt_path=None, growing=None, **options):
+def fit(tmp_path, module, loader=None, *, validation=None, callbacks=(), ckpt_path=None, growing=None, **options):
     """The callback, after a fit in float64 that keeps the size of batches."""
     loader = DataLoader(regression(), batch_size=4) if loader is None else loader
     growing = GrowingBatchSize(**({"max_batch_size": loader.batch_size, "window": 2} | (growing or {})))
     defaults = {"max_epochs": 1, "precision": "64-true", "enable_checkpointing": bool(callbacks)}
     trainer = make_trainer(tmp_path, callbacks=[growing, *callbacks], **(defaults | options))
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
     return growing
 
 
@@ -201,7 +201,7 @@ def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
 )
 def test_the_line_says_what_else_decides(tmp_path, caplog, growing, words):
     with caplog.at_level("INFO"):
-        fit(tmp_path, Regressor(), growing={"window": 5} | growing)
+        fit(tmp_path, Regressor(), validation=DataLoader(regression(), 4), growing={"window": 5} | growing)
     (line,) = said(caplog)
     assert all(word in line for word in words)
 

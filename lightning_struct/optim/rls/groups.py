@@ -33,6 +33,9 @@ class Membership:
         defaults: options of the groups of RLS, the optimizer's own dict.
         factory: makes the auxiliary optimizer; None: there is none.
 
+    Raises:
+        TypeError: the factory cannot be called.
+
     Attributes:
         auxiliary: the auxiliary optimizer; None as long as there is nothing for it.
     """
@@ -47,6 +50,12 @@ class Membership:
         defaults: Mapping[str, Any],
         factory: AuxiliaryFactory | None,
     ) -> None:
+        if factory is not None and not callable(factory):
+            raise TypeError(
+                "auxiliary must be a function that makes an optimizer from a list of parameters, or None, got "
+                f"this {type(factory).__name__}: give a function, "
+                "functools.partial(torch.optim.Adam, lr=1e-3)"
+            )
         self._module, self._left_alone, self._table, self._recorder = module, left_alone, table, recorder
         self._scales, self._defaults, self._factory = scales, defaults, factory
         self.auxiliary: torch.optim.Optimizer | None = None

@@ -4,55 +4,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from numbers import Integral, Real
+from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_struct.functional.layers import plain_name, plain_named_modules
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 # Of an option: whether a number is in it, and its text.
-_Range: TypeAlias = tuple[Callable[[float], bool], str]
+_Range: TypeAlias = tuple[Callable[[Any], bool], str]
 
 
-def check_options(gradient_scale: float | Mapping[str, float], **options: float | None) -> None:
-    """Raise unless the numbers that RLS is made with are in their ranges.
+def check_options(gradient_scale: object, **options: object) -> None:
+    """Raise unless the numbers that RLS is made with are numbers, and in their ranges.
 
     Raises:
         ValueError: one is not; it is named.
     """
     for scale in gradient_scale.values() if isinstance(gradient_scale, Mapping) else [gradient_scale]:
-        _check_range("gradient_scale", scale, scale > 0, "> 0")
+        _check_range("gradient_scale", scale, _POSITIVE)
     for name, value in options.items():
-        holds, expected = _RANGES[name]
-        if value is None and name in _OPTIONAL:
-            continue
-        assert value is not None
-        _check_range(name, value, holds(value), expected + (", or None" if name in _OPTIONAL else ""))
+        if value is not None or name not in _OPTIONAL:
+            _check_range(name, value, _RANGES[name])
 
 
-def _check_range(name: str, value: float, holds: bool, expected: str) -> None:
-    if not (holds and math.isfinite(value)):
-        raise ValueError(f"{name} must be {expected}, got {value}")
+def _check_range(name: str, value: Any, taken: _Range) -> None:
+    holds, expected = taken
+    if not holds(value):
+        raise ValueError(f"{name} must be {expected}{', or None' if name in _OPTIONAL else ''}, got {value!r}")
 
 
-_POSITIVE: _Range = (lambda value: value > 0, "> 0")
-_NOT_NEGATIVE: _Range = (lambda value: value >= 0, ">= 0")
-_AT_LEAST_ONE: _Range = (lambda value: value >= 1, ">= 1")
+def _number(holds: Callable[[Any], bool], expected: str) -> _Range:
+    """The finite numbers of which this holds; also those in a tensor, as torch's optimizers take a rate."""
+    return lambda value: _is_number(value) and math.isfinite(value) and holds(value), expected
+
+
+def _integer(least: int) -> _Range:
+    return (
+        lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least,
+        f"an integer >= {least}",
+    )
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+_POSITIVE = _number(lambda value: value > 0, "a finite number > 0")
+_NOT_NEGATIVE = _number(lambda value: value >= 0, "a finite number >= 0")
 _OPTIONAL = {"max_grad_norm", "max_gain", "block_size", "max_size"}
 _RANGES: dict[str, _Range] = {
     "lr": _NOT_NEGATIVE,
     "ratio": _POSITIVE,
-    "forgetting": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "forgetting": _number(lambda value: 0 < value <= 1, "a number in (0, 1]"),
+    "momentum": _number(lambda value: 0 <= value < 1, "a number in [0, 1)"),
     "l1": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "max_grad_norm": _POSITIVE,
     "max_gain": _POSITIVE,
-    "interval": _AT_LEAST_ONE,
-    "rank": _AT_LEAST_ONE,
-    "block_size": _POSITIVE,
-    "max_size": _NOT_NEGATIVE,
+    "interval": _integer(1),
+    "rank": _integer(1),
+    "block_size": _integer(1),
+    "max_size": _integer(0),
     "regularization": _POSITIVE,
 }
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -269,22 +270,23 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 0.0}, "ratio must be > 0, got 0.0"),
-        ({"forgetting": 1.1}, r"forgetting must be in \(0, 1\], got 1.1"),
-        ({"gradient_scale": -1.0}, "gradient_scale must be > 0, got -1.0"),
+        ({"ratio": 0.0}, "ratio must be a finite number > 0, got 0.0"),
+        ({"forgetting": 1.1}, r"forgetting must be a number in \(0, 1\], got 1.1"),
+        ({"gradient_scale": -1.0}, "gradient_scale must be a finite number > 0, got -1.0"),
         ({"gradient_scale": {"7": 1.0}}, "gradient_scale names '7'"),
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"l1": math.nan}, "l1 must be >= 0, got nan"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0, or None, got 0.0"),
-        ({"max_gain": 0.0}, "max_gain must be > 0, or None, got 0.0"),
+        ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
+        ({"l1": math.nan}, "l1 must be a finite number >= 0, got nan"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number > 0, or None, got 0.0"),
+        ({"max_gain": 0.0}, "max_gain must be a finite number > 0, or None, got 0.0"),
         ({"form": "half"}, "form must be 'full', 'low_rank', 'rank1' or None, got 'half'"),
         ({"form": "low_rank", "forgetting": 0.9}, "form='low_rank' does not forget"),
-        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
-        ({"weight_decay": -1.0}, "weight_decay must be >= 0, got -1.0"),
-        ({"interval": 0}, "interval must be >= 1, got 0"),
-        ({"rank": 0}, "rank must be >= 1, got 0"),
-        ({"block_size": 0}, "block_size must be > 0, or None, got 0"),
-        ({"max_size": -1}, "max_size must be >= 0, or None, got -1"),
+        ({"lr": -1.0}, "lr must be a finite number >= 0, got -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay must be a finite number >= 0, got -1.0"),
+        ({"interval": 0}, "interval must be an integer >= 1, got 0"),
+        ({"rank": 0}, "rank must be an integer >= 1, got 0"),
+        ({"block_size": 0}, "block_size must be an integer >= 1, or None, got 0"),
+        ({"max_size": -1}, "max_size must be an integer >= 0, or None, got -1"),
+        ({"lr": math.inf}, "lr must be a finite number >= 0, got inf"),
         ({"exclude": ["head"]}, "exclude has 'head', which is no module of Sequential"),
         ({"exclude": [nn.Tanh()]}, "exclude has this Tanh, which is no module of Sequential"),
         ({"exclude": "*2"}, r"'\*2', which is no .* the full names of modules, no patterns; it matches '2'$"),
@@ -295,6 +297,40 @@ def test_a_scheduler_of_the_momentum_acts_on_it() -> None:
 def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RLS(network(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": True}, "lr must be a finite number >= 0, got True"),
+        ({"lr": "1"}, "lr must be a finite number >= 0, got '1'"),
+        ({"lr": torch.ones(2)}, r"lr must be a finite number >= 0, got tensor\(\[1., 1.\]\)"),
+        ({"momentum": "a"}, r"momentum must be a number in \[0, 1\), got 'a'"),
+        ({"forgetting": None}, r"forgetting must be a number in \(0, 1\], got None"),
+        ({"max_gain": "x"}, "max_gain must be a finite number > 0, or None, got 'x'"),
+        ({"gradient_scale": None}, "gradient_scale must be a finite number > 0, got None"),
+        ({"gradient_scale": {"0": "a"}}, "gradient_scale must be a finite number > 0, got 'a'"),
+        ({"interval": 1.5}, "interval must be an integer >= 1, got 1.5"),
+        ({"rank": 2.5, "form": "low_rank"}, "rank must be an integer >= 1, got 2.5"),
+        ({"block_size": True}, "block_size must be an integer >= 1, or None, got True"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RLS(network(), **options)
+
+
+def test_numbers_may_be_of_numpy_or_in_a_tensor() -> None:
+    optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), interval=np.int64(2))  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("auxiliary", "what"), [(torch.optim.Adam(nn.Linear(2, 2).parameters()), "Adam"), ("a", "str")]
+)
+def test_an_auxiliary_optimizer_that_is_no_function_is_told_what_to_give(auxiliary: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=rf"auxiliary must be a function .*, got this {what}: .*partial\(torch"):
+        RLS(mixed(), auxiliary=auxiliary)
 
 
 def test_layers_with_parametrized_weights_are_named() -> None:

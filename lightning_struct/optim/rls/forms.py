@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
@@ -10,6 +10,12 @@ InverseForm: TypeAlias = Literal["full", "low_rank", "rank1"]
 # A weight with more inputs has the low-rank form where no form is asked for: a product with P would cost more than the
 # rest of its step.
 LARGEST_FULL = 512
+# Settings that have no meaning beside a form that is asked for.
+_WITHOUT_MEANING: dict[InverseForm, tuple[str, ...]] = {
+    "full": ("rank",),
+    "low_rank": ("block_size",),
+    "rank1": ("rank", "block_size", "max_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class InverseSettings:
             form.
 
     Raises:
-        ValueError: there is no such form, or it does not forget.
+        ValueError: there is no such form, it does not forget, or another setting has no meaning beside it.
     """
 
     form: InverseForm | None
@@ -45,6 +51,14 @@ class InverseSettings:
             raise ValueError(f"form must be 'full', 'low_rank', 'rank1' or None, got {self.form!r}")
         if self.form == "low_rank" and self.forgetting < 1:
             raise ValueError("form='low_rank' does not forget: use forgetting=1, or form='full' or 'rank1'")
+        if self.form is not None:
+            self._refuse_without_meaning(_WITHOUT_MEANING[self.form])
+
+    def _refuse_without_meaning(self, names: tuple[str, ...]) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name in names and given != field.default:
+                raise ValueError(f"{field.name}={given!r} has no meaning beside form={self.form!r}; leave it out")
 
     def form_of(self, features: int) -> InverseForm:
         """Form of the P of a weight with so many inputs, not counting biases."""

@@ -320,6 +320,15 @@ def test_arguments_of_another_type_are_named(options: dict[str, Any], message: s
         RLS(network(), **options)
 
 
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("full", "rank"), ("low_rank", "block_size"), ("rank1", "rank"), ("rank1", "block_size"), ("rank1", "max_size")],
+)
+def test_what_has_no_meaning_beside_a_form_is_refused(form: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=4 has no meaning beside form='{form}'; leave it out"):
+        RLS(network(), form=form, **{name: 4})  # type: ignore[arg-type]
+
+
 def test_numbers_may_be_of_numpy_or_in_a_tensor() -> None:
     optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), interval=np.int64(2))  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == 0.5

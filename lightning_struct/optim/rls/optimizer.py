@@ -33,7 +33,7 @@ from lightning_struct.optim.rls.selection import (
     linear_layer,
     modules_beside,
 )
-from lightning_struct.optim.rls.settings import GradientScales, check_options
+from lightning_struct.optim.rls.settings import GradientScales, check_decay, check_options
 from lightning_struct.optim.rls.state import (
     check_states,
     converted,
@@ -85,7 +85,7 @@ class RLS(torch.optim.Optimizer):
             The longest matching name counts; without a match η is 1.
         momentum: α in [0, 1).
         l1: γ >= 0; each step takes about twice as long with it.
-        weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ.
+        weight_decay: δ >= 0, decoupled: each step begins with θ ← (1 - lr·δ) θ, with lr·δ < 1.
         max_grad_norm: bound on the norm of all gradients together, including those of the auxiliary optimizer. For
             layers that RLS trains, only the step is scaled; their gradients stay as they are.
         max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
@@ -157,6 +157,7 @@ class RLS(torch.optim.Optimizer):
             weight_decay=weight_decay, max_grad_norm=max_grad_norm, max_gain=max_gain, interval=interval, rank=rank,
             block_size=block_size, max_size=max_size,
         )  # fmt: skip
+        check_decay(lr, weight_decay)
         inverses = InverseSettings(form, forgetting, rank, block_size, max_size, interval, max_gain is not None)
         self._begin(
             module, excluded_modules(module, exclude), inverses, GradientScales(gradient_scale, module),

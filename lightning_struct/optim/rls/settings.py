@@ -30,6 +30,19 @@ def check_options(gradient_scale: object, **options: object) -> None:
             _check_range(name, value, _RANGES[name])
 
 
+def check_decay(lr: float, weight_decay: float) -> None:
+    """Raise where weight decay alone would change the signs of all weights, or leave none.
+
+    Raises:
+        ValueError: it would.
+    """
+    if lr * weight_decay >= 1:
+        raise ValueError(
+            f"lr * weight_decay must be < 1, got lr={lr} and weight_decay={weight_decay}: each step multiplies the "
+            "weights by 1 - lr * weight_decay"
+        )
+
+
 def _check_range(name: str, value: Any, taken: _Range) -> None:
     holds, expected = taken
     if not holds(value):

@@ -329,6 +329,12 @@ def test_what_has_no_meaning_beside_a_form_is_refused(form: Any, name: str) -> N
         RLS(network(), form=form, **{name: 4})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("lr", "weight_decay"), [(1.0, 5.0), (10.0, 0.1)])
+def test_weight_decay_that_leaves_nothing_of_the_weights_is_refused(lr: float, weight_decay: float) -> None:
+    with pytest.raises(ValueError, match=rf"must be < 1, got lr={lr} and weight_decay={weight_decay}:"):
+        RLS(network(), lr=lr, weight_decay=weight_decay)
+
+
 def test_numbers_may_be_of_numpy_or_in_a_tensor() -> None:
     optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), interval=np.int64(2))  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -125,7 +125,7 @@ class SHF(torch.optim.Optimizer):
         report: the :class:`StepReport` of the last step; None before the first.
 
     Raises:
-        ValueError: an argument is out of range, or has no meaning with the loss; no parameter requires a gradient;
+        ValueError: an argument of another type or out of range, or without meaning with the loss; no parameter requires a gradient;
             weights are neither float32 nor float64, of mixed dtype, on several devices, or spread over processes
             (FSDP2).
         TypeError: ``module`` is not a module (for instance a list of parameters); a loss lacks methods.
@@ -246,7 +246,7 @@ class SHF(torch.optim.Optimizer):
             StepReport: also kept as ``report``.
 
         Raises:
-            TypeError: inputs or targets are missing.
+            TypeError: inputs or targets are missing, or targets are no tensor.
             ValueError: NaN or infinity in the data, the outputs or the loss; an empty batch; a forward that changes its
                 inputs in place; a preconditioner of gradients per sample beside batch normalisation; weights that were
                 frozen, replaced or made half precision since SHF was made. The weights are unchanged.

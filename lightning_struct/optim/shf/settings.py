@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Final, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt
 from lightning_struct.functional.gauss_newton import BACKENDS
@@ -37,6 +38,18 @@ PAPER: dict[str, Any] = {
     "max_factor_size": None,
     "single_samples": True,
 }
+_INTEGERS = (
+    *("maxiter", "miniter", "recover", "progress_window", "dataset_size", "chunk_size", "factor_interval"),
+    *("max_factor_size", "seed"),
+)
+_NUMBERS = (
+    *("damping", "drop", "lower", "upper", "min_damping", "max_damping", "warm_start", "warm_start_growth"),
+    *("max_warm_start", "atol", "ftol", "progress_tolerance", "armijo", "l2", "theta", "factor_decay", "held_out"),
+    "curvature_share",
+)
+_SWITCHES = ("scale_maxiter", "return_best", "single_samples", "geodesic_acceleration")
+# Those that take None, although it is not their default.
+_MAY_BE_NONE = ("drop", "max_factor_size")
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Settings:
     :class:`ResidualSettings`.
 
     Raises:
-        ValueError: a setting out of range, or two that exclude each other. The message names them.
+        ValueError: a setting of another type or out of range, or two that exclude each other. The message names them.
 
     Example:
         >>> Settings(damping=10.0).damped_space
@@ -101,6 +114,7 @@ class Settings:
     geodesic_acceleration: bool | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.damping is not None:
             check_damping(self.damping)
         self._check_choices()
@@ -125,6 +139,26 @@ class Settings:
     def damped_space(self) -> str:
         """``damping_space``, or where it is not given the one that the other settings allow."""
         return damped_space(self.damping_space, self.solver, self.preconditioner, self.damping_center, self.l2)
+
+    def _check_types(self) -> None:
+        for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES):
+            self._check_type(name, getattr(self, name))
+
+    def _check_type(self, name: str, value: Any) -> None:
+        default = getattr(Settings, name)
+        takes: list[str | None] = [AUTO] if default == AUTO else []
+        if default is None or name in _MAY_BE_NONE:
+            takes.append(None)
+        if value is None or isinstance(value, str):
+            holds = value in takes
+        elif name in _SWITCHES:
+            holds = isinstance(value, bool)
+        else:
+            numbers = Integral if name in _INTEGERS else (Real, Tensor)
+            holds = isinstance(value, numbers) and not isinstance(value, bool)
+        if not holds:
+            kind = "True or False" if name in _SWITCHES else "an integer" if name in _INTEGERS else "a number"
+            raise ValueError(f"{name} must be {' or '.join([kind, *map(repr, takes)])}, got {value!r}")
 
     def _check_choices(self) -> None:
         _check_choice("solver", self.solver, (*SOLVERS, None))

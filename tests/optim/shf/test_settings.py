@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -168,6 +169,49 @@ def test_settings_are_frozen() -> None:
     settings = Settings(damping=1.0)
     with pytest.raises(FrozenInstanceError):
         settings.damping = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("seed", "a", "an integer"),
+        ("seed", 1.5, "an integer"),
+        ("seed", None, "an integer"),
+        ("maxiter", 1.5, "an integer or None"),
+        ("maxiter", "20", "an integer or None"),
+        ("factor_interval", 1.5, "an integer or None"),
+        ("progress_window", True, "an integer or None"),
+        ("dataset_size", 1.5, "an integer or None"),
+        ("max_factor_size", 8.5, "an integer or 'auto' or None"),
+        ("max_factor_size", "x", "an integer or 'auto' or None"),
+        ("damping", "1", "a number or None"),
+        ("drop", "x", "a number or 'auto' or None"),
+        ("l2", None, "a number"),
+        ("single_samples", "no", "True or False or None"),
+        ("return_best", "x", "True or False"),
+        ("return_best", None, "True or False"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_refused_with_what_it_takes(name: str, value: Any, takes: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Settings(**{name: value})
+    assert str(caught.value) == f"{name} must be {takes}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"l2": 1}, {"damping": torch.tensor(2.0)}, {"damping": np.float32(2.0)}, {"maxiter": np.int64(7)}],
+    ids=["integer for a number", "tensor", "NumPy", "NumPy's integer"],
+)
+def test_numbers_of_other_libraries_are_settings_too(given: dict[str, Any]) -> None:
+    assert vars(Settings(**given)).items() >= given.items()
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "exclude_factors"])
+def test_each_setting_refuses_bytes_by_its_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^(a )?{name} "):
+        Settings(**{name: b"x"})
 
 
 def test_settings_made_of_others_are_checked_too() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
+from lightning_struct.functional.gauss_newton import rows_of_arguments
 from lightning_struct.functional.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -36,9 +37,11 @@ from lightning_struct.optim.shf.preconditioner import (
     preconditioner_by_object,
 )
 from lightning_struct.optim.shf.report import StepReport
+from lightning_struct.optim.shf.samples import arguments
 from lightning_struct.optim.shf.settings import Settings
 from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
 from lightning_struct.optim.shf.step_state import StepState
+from lightning_struct.optim.shf.unreached import called_without_gradients, without_gradients_message
 
 _log = logging.getLogger(__name__)
 # A step whose direction is no descent direction, or along which no step length will do, is solved anew from zero with
@@ -97,20 +100,27 @@ class OutputSteps:
         self._validation: Batches | None = None
         self._uncovered = False
         self._checked_loss: GaussNewtonLoss | None = None
+        self._checked_reached = False
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
         """One step of the weights.
 
         Raises:
-            TypeError: inputs or targets are missing.
+            TypeError: inputs or targets are missing; targets in a dict, list or tuple.
         """
         if inputs is None or targets is None:
             raise TypeError(
                 "SHF.step needs the batch: step(inputs=..., targets=...). In Lightning put SHFOptimization before the "
                 "LightningModule: automatic optimization gives an optimizer no batch"
             )
+        if not hasattr(targets, "shape"):
+            raise TypeError(
+                f"SHF.step takes targets as one tensor, got {type(targets).__name__}: pass the tensor itself, with row "
+                "i for sample i. A loss of your own may split its columns"
+            )
         model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
         self._check_loss(model)
+        self._check_reached(now, model, inputs, targets)
         self._choose_damping(now, model)
         if self._took_back(now, model):  # beyond the paper
             for name, buffer in model.buffers_before.items():
@@ -191,6 +201,20 @@ class OutputSteps:
                 "value the mean over samples; else steps and their measure belong to different losses",
                 stacklevel=_CALLER_OF_STEP,
             )
+
+    def _check_reached(self, now: StepState, model: BatchModel, inputs: Any, targets: Tensor) -> None:
+        """Warn in the first step of layers that are called with gradients turned off."""
+        if self._checked_reached:
+            return
+        self._checked_reached = True
+        penalty = model.weights.vector * self.settings.l2
+        gradient = model.weights.unflat(model.gradient - penalty)
+        rows = slice(self.settings.chunk_size)
+        args = rows_of_arguments(arguments(inputs), rows, len(targets))
+        with seeded(now.seed(f"network on rank {rank()}"), model.gradient.device):
+            names = called_without_gradients(self._module, now.weights, gradient, args)
+        if names:
+            warnings.warn(without_gradients_message(names), stacklevel=_CALLER_OF_STEP)
 
     def _measures(self, now: StepState) -> bool:
         """Whether the batch shows what the last step gained."""

@@ -28,6 +28,7 @@ from lightning_struct.optim.shf.residual_solvers import make_solver
 from lightning_struct.optim.shf.samples import arguments
 from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
+from lightning_struct.optim.shf.unreached import called_without_gradients, without_gradients_message
 
 _log = logging.getLogger(__name__)
 # Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update_of`, `_update`, `take`, `step`,
@@ -57,7 +58,8 @@ class ResidualUpdate:
         iterations: iterations of the solver; 0 for the exact one.
         stop_reason: why the solver stopped (``"exact"``, ``"normal_residual"``, ``"maxiter"``), or ``"line_search"`` or
             ``"zero_gradient"`` where the weights stay.
-        gradient_squared: ‖∇f‖² at the old weights.
+        gradient: ∇f at the old weights, flat.
+        gradient_squared: its squared norm.
         variance: ‖Var‖₁ of the gradients of single samples.
     """
 
@@ -69,6 +71,7 @@ class ResidualUpdate:
     damping: float
     iterations: int
     stop_reason: str
+    gradient: Tensor
     gradient_squared: float
     variance: float | None = None
 
@@ -115,6 +118,7 @@ class ResidualSteps:
         self.loss = loss
         self._adapts_warm_start = given.is_left("warm_start")
         self.settings = ResidualSettings.of(given.filled(_FILLED))
+        self._module, self._checked_reached = module, False
         self._records, self._buffers = RowRecords(module), BufferUpdates(module)
         self._warned: set[str] = set()
 
@@ -144,6 +148,13 @@ class ResidualSteps:
                 counts=memory.get("blocks"),
                 timed=now.timed,
             )
+        if not self._checked_reached:
+            self._checked_reached = True
+            with seeded(seed, like.device):
+                gradient = update.model.weights.unflat(update.gradient)
+                names = called_without_gradients(self._module, weights, gradient, arguments(inputs))
+            if names:
+                warnings.warn(without_gradients_message(names), stacklevel=_CALLER_OF_STEP - 3)
         if self._buffers.are_needed():
             with seeded(seed, like.device), torch.enable_grad():  # residuals may be derivatives in the inputs
                 self._buffers.run(arguments(inputs))
@@ -236,6 +247,7 @@ class ResidualSteps:
                 damping,
                 solver.iterations,
                 reason,
+                solver.gradient,
                 squared,
                 solver.variance,
             )

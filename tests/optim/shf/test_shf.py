@@ -507,6 +507,13 @@ def test_layers_that_are_never_called_do_not_end_a_step() -> None:
     assert report.loss_after < report.loss_before
 
 
+@pytest.mark.parametrize("wrap", [lambda y: {"y": y}, lambda y: [y]], ids=["dict", "list"])
+def test_targets_that_are_no_tensor_are_refused_by_their_type(wrap: Callable[[Tensor], Any]) -> None:
+    inputs, targets = batch()
+    with pytest.raises(TypeError, match=f"takes targets as one tensor, got {type(wrap(targets)).__name__}: "):
+        SHF(network(), "mse").step(inputs=inputs, targets=wrap(targets))
+
+
 def test_a_module_of_several_inputs_takes_a_tuple() -> None:
     class Difference(nn.Module):
         def __init__(self) -> None:

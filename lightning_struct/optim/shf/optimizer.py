@@ -125,9 +125,9 @@ class SHF(torch.optim.Optimizer):
         report: the :class:`StepReport` of the last step; None before the first.
 
     Raises:
-        ValueError: an argument of another type or out of range, or without meaning with the loss; no parameter requires a gradient;
-            weights are neither float32 nor float64, of mixed dtype, on several devices, or spread over processes
-            (FSDP2).
+        ValueError: an argument of another type, out of range, or without meaning with the loss; no parameter requires a
+            gradient; weights are neither float32 nor float64, of mixed dtype, on several devices, or spread over
+            processes (FSDP2).
         TypeError: ``module`` is not a module (for instance a list of parameters); a loss lacks methods.
         MemoryError: the Kronecker factors do not fit into the free memory.
 

@@ -45,44 +45,44 @@ def check_decay(lr: float, weight_decay: float) -> None:
 
 def _check_range(name: str, value: Any, taken: _Range) -> None:
     holds, expected = taken
-    if not holds(value):
-        raise ValueError(f"{name} must be {expected}{', or None' if name in _OPTIONAL else ''}, got {value!r}")
+    kind, is_of_kind = ("an integer ", _is_integer) if name in _INTEGERS else ("a finite number ", _is_finite)
+    right_kind = is_of_kind(value)
+    if not (right_kind and holds(value)):
+        takes = ("" if right_kind else kind) + expected + (", or None" if name in _OPTIONAL else "")
+        raise ValueError(f"{name} must be {takes}, got {value!r}")
 
 
-def _number(holds: Callable[[Any], bool], expected: str) -> _Range:
-    """The finite numbers of which this holds; also those in a tensor, as torch's optimizers take a rate."""
-    return lambda value: _is_number(value) and math.isfinite(value) and holds(value), expected
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _integer(least: int) -> _Range:
-    return (
-        lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least,
-        f"an integer >= {least}",
-    )
-
-
-def _is_number(value: object) -> bool:
+def _is_finite(value: Any) -> bool:
+    """Whether this is a finite number, which may be in a tensor, as torch's optimizers take a rate."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
-    return isinstance(value, Real) and not isinstance(value, bool)
+        is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    else:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
-_POSITIVE = _number(lambda value: value > 0, "a finite number > 0")
-_NOT_NEGATIVE = _number(lambda value: value >= 0, "a finite number >= 0")
+_POSITIVE: _Range = (lambda value: value > 0, "> 0")
+_NOT_NEGATIVE: _Range = (lambda value: value >= 0, ">= 0")
+_AT_LEAST_ONE: _Range = (lambda value: value >= 1, ">= 1")
 _OPTIONAL = {"max_grad_norm", "max_gain", "block_size", "max_size"}
+_INTEGERS = {"interval", "rank", "block_size", "max_size"}
 _RANGES: dict[str, _Range] = {
     "lr": _NOT_NEGATIVE,
     "ratio": _POSITIVE,
-    "forgetting": _number(lambda value: 0 < value <= 1, "a number in (0, 1]"),
-    "momentum": _number(lambda value: 0 <= value < 1, "a number in [0, 1)"),
+    "forgetting": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "momentum": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "l1": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "max_grad_norm": _POSITIVE,
     "max_gain": _POSITIVE,
-    "interval": _integer(1),
-    "rank": _integer(1),
-    "block_size": _integer(1),
-    "max_size": _integer(0),
+    "interval": _AT_LEAST_ONE,
+    "rank": _AT_LEAST_ONE,
+    "block_size": _POSITIVE,
+    "max_size": _NOT_NEGATIVE,
     "regularization": _POSITIVE,
 }
 

@@ -175,8 +175,8 @@ def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting: float) -> 
         (lambda: RLS.exact(nn.Sequential(nn.ReLU())), ValueError, "Sequential has none"),
         (lambda: RLS.exact(nn.Sequential(nn.Conv1d(2, 2, 2)), "0"), ValueError, "'0', which is no linear layer"),
         (lambda: RLS.exact(Network(), "head"), ValueError, "RLS does not train body.0.weight.*give auxiliary"),
-        (lambda: RLS.exact(nn.Linear(2, 2), regularization=0.0), ValueError, "regularization must be .* > 0, got 0"),
-        (lambda: RLS.exact(nn.Linear(2, 2), forgetting=1.1), ValueError, r"forgetting must be a number in \(0, 1\]"),
+        (lambda: RLS.exact(nn.Linear(2, 2), regularization=0.0), ValueError, "regularization must be > 0, got 0"),
+        (lambda: RLS.exact(nn.Linear(2, 2), forgetting=1.1), ValueError, r"forgetting must be in \(0, 1\], got 1.1"),
         (lambda: RLS.exact(nn.Linear(2, 2).parameters()), TypeError, "RLS takes the module"),
     ],
 )  # fmt: skip

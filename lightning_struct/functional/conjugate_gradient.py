@@ -66,7 +66,7 @@ def conjugate_gradient(
         maxiter: bound on the iterations.
         progress_tolerance: ε of the rule; 0 turns it off.
         progress_window: the fewest steps that the rule looks back; with a good preconditioner 10 are many.
-        rtol: stop when ‖b - B x‖ <= rtol ‖b‖.
+        rtol: stop when ‖b - B x‖ <= rtol ‖b‖; in any case when only rounding is left of the residual of the start.
         callback: as for ``lsmr``.
 
     Returns:
@@ -84,7 +84,7 @@ def conjugate_gradient(
     """
     if progress_window < 1:
         raise ValueError(f"progress_window must be >= 1, got {progress_window}")
-    if maxiter < 0 or progress_tolerance < 0 or rtol < 0:
+    if not (maxiter >= 0 and progress_tolerance >= 0 and rtol >= 0):  # nor NaN
         raise ValueError(
             f"maxiter, progress_tolerance and rtol must be >= 0, got {maxiter}, {progress_tolerance}, {rtol}"
         )
@@ -97,6 +97,7 @@ def conjugate_gradient(
     y = precondition(r)
     p, r_y = [t.clone() for t in y], dot(r, y)
     smallest = rtol * norm(right) if rtol > 0 else 0.0
+    rounding = r_y * max(torch.finfo(t.dtype).eps for t in r) ** 2  # beyond it the recurrence is noise, which may grow
     values = [0.0 if x0 is None else -0.5 * (dot(r, x) + dot(right, x))]  # B x = b - r
     iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
     while reason == "maxiter" and iteration < maxiter:
@@ -119,7 +120,7 @@ def conjugate_gradient(
         for p_, y_ in zip(p, y, strict=True):
             p_.mul_(r_y / previous).add_(y_)
         iteration += 1
-        if r_y == 0.0 or (rtol > 0 and norm(r) <= smallest):
+        if r_y <= rounding or (rtol > 0 and norm(r) <= smallest):
             reason = "residual"
         elif progress_tolerance > 0 and _has_slowed_down(values, progress_window, progress_tolerance):
             reason = "progress"

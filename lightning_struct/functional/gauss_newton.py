@@ -72,7 +72,8 @@ def linearize(
             it saves, and ``"double_backward"`` comes before it where ``backend`` is not given.
 
     Raises:
-        ValueError: an unknown backend, a backend that does not cover the function, or nothing to differentiate.
+        ValueError: an unknown backend, a backend that does not cover the function, nothing to differentiate, or a name
+            that the module does not have.
         TypeError: the function did not return one tensor.
 
     Example:
@@ -89,6 +90,8 @@ def linearize(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
     if not params:
         raise ValueError("params is empty: there is nothing to differentiate (are all parameters frozen?)")
+    if isinstance(function, nn.Module):
+        _check_names(params, function)
     params = {name: p.detach() for name, p in params.items()}
     if chunk_size is not None:
         return _Chunked(function, params, args, backend, chunk_size)
@@ -122,6 +125,16 @@ def linearize(
         _log.info("backend='linearize' fails, 'double_backward' is taken: %s", first_line(error))
         set_random_state(before)
         return _DoubleBackward(function, params, args)
+
+
+def _check_names(params: Parameters, module: nn.Module) -> None:
+    """Raise a ValueError for names of tensors that a module does not have: their derivatives would be zero."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    names.update(name for name, _ in module.named_buffers(remove_duplicate=False))
+    if unknown := [name for name in params if name not in names]:
+        raise ValueError(
+            f"{type(module).__name__} has no {', '.join(unknown)}: params are named as by named_parameters()"
+        )
 
 
 def _layer_chain(

@@ -441,7 +441,7 @@ def _iterate(
 ) -> LeastSquaresResult:
     if maxiter is None:
         maxiter = min(problem.size_of_b, problem.size_of_x) + (problem.size_of_x if problem.rows_in_operator else 0)
-    if maxiter < 0 or atol < 0 or btol < 0:
+    if not (maxiter >= 0 and atol >= 0 and btol >= 0):  # nor NaN
         raise ValueError(f"maxiter, atol and btol must be >= 0, got {maxiter}, {atol}, {btol}")
     process = _Bidiagonalisation(problem)
     z = [torch.zeros_like(t) for t in process.v]

@@ -479,3 +479,8 @@ def test_acdc_layers_of_any_orthogonal_polynomials(seed, n):
 def test_wrong_arguments_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_krylov_matrix_by_the_names_of_its_arguments():
+    v = randn(5, seed=0)
+    torch.testing.assert_close(krylov_matrix(op=shift(5, 1.0), v=v), krylov_matrix(shift(5, 1.0), v))

@@ -295,3 +295,9 @@ def test_a_module_that_runs_out_of_memory_is_not_run_again() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         linearize(module, trainable(module), torch.ones(3, 2), products=1)
     assert module.calls == 1
+
+
+def test_a_name_that_the_module_does_not_have_is_refused():
+    module = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="Linear has no wieght: params are named as by named_parameters"):
+        linearize(module, {"weight": module.weight, "wieght": module.weight}, torch.ones(3, 2))

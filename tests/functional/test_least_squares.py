@@ -550,6 +550,7 @@ def test_a_right_hand_side_with_nan_is_an_error(solver: Solver) -> None:
         ({"maxiter": -1}, "maxiter.* -1"),
         ({"atol": -1e-3}, "atol.* -0.001"),
         ({"btol": -1e-3}, "btol.* -0.001"),
+        ({"atol": math.nan}, "atol.* nan"),
         ({"preconditioner": torch.ones(5, dtype=torch.float64)}, r"preconditioner .*\(5,\).*\(4,\)"),
         ({"preconditioner": {"a": torch.ones(4, dtype=torch.float64)}}, r"preconditioner .*\['a'\].* a tensor"),
         ({"damping_center": torch.ones(5, dtype=torch.float64), "damp": 1.0}, r"damping_center .*\(5,\).*\(4,\)"),

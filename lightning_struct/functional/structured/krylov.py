@@ -9,11 +9,11 @@ from lightning_struct.functional.operators import DisplacementOperator, as_opera
 from lightning_struct.functional.structured.cost_model import factors_are_faster
 
 
-def krylov_matrix(operator: DisplacementOperator | Tensor, v: Tensor, columns: int | None = None) -> Tensor:
+def krylov_matrix(op: DisplacementOperator | Tensor, v: Tensor, columns: int | None = None) -> Tensor:
     """K(A, v), whose column j is Aʲv (Thomas et al., Proposition 3), by one product with A for each column.
 
     Args:
-        operator: A of size n, or its matrix (n, n).
+        op: A of size n, or its matrix (n, n).
         v: (..., n).
         columns: p, at least 1; n by default.
 
@@ -28,8 +28,8 @@ def krylov_matrix(operator: DisplacementOperator | Tensor, v: Tensor, columns: i
         tensor([[1., 1., 1., 1.],
                 [1., 2., 4., 8.]])
     """
-    operator = as_operator(operator)
-    return krylov_rows(operator, v, operator.size if columns is None else columns).movedim(0, -1)
+    op = as_operator(op)
+    return krylov_rows(op, v, op.size if columns is None else columns).movedim(0, -1)
 
 
 def krylov_rows(operator: DisplacementOperator, v: Tensor, count: int) -> Tensor:

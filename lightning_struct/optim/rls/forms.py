@@ -14,7 +14,7 @@ LARGEST_FULL = 512
 _WITHOUT_MEANING: dict[InverseForm, tuple[str, ...]] = {
     "full": ("rank",),
     "low_rank": ("block_size",),
-    "rank1": ("rank", "block_size", "max_size"),
+    "rank1": ("rank", "block_size"),  # a max_size holds: its P takes less than any
 }
 
 

@@ -170,7 +170,8 @@ class ResidualSteps:
                 f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
                 f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}",
             )
-        now.damping = update.damping
+        if group["drop"] is not None or group["damping"] is None:
+            now.damping = update.damping
         now.memory = {
             "steps": memory["steps"] + 1,
             "largest_batch": 0,

@@ -480,6 +480,26 @@ def test_the_log_recommends_float64_where_float32_ends() -> None:
         train_to_the_end()
 
 
+class NoisyFit(nn.Module):
+    """The residuals of a curve, of samples with noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.network(x) - y
+
+
+def test_a_fixed_damping_is_raised_for_a_step_alone() -> None:
+    torch.manual_seed(0)
+    options = {"warm_start": 0.9, "warm_start_growth": 1.0, "geodesic_acceleration": False}
+    optimizer = SHF(NoisyFit().double(), "least_squares", solver="exact", damping=0.03, drop=None, **options)
+    samples = [gaussian(40, 2, seed=seed) for seed in range(20)]
+    dampings = [optimizer.step(inputs=(x, x.sum(1).sin() + 0.3 * x[:, 0].roll(1))).damping for x in samples]
+    assert max(dampings) > 0.03 and optimizer.damping == 0.03
+
+
 def test_a_fixed_damping_is_kept_while_it_lowers_the_loss() -> None:
     optimizer = SHF(Equation(), "least_squares", damping=2.0, drop=None)
     assert [optimizer.step(inputs=points()).damping for _ in range(3)] == [2.0] * 3

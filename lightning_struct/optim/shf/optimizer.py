@@ -127,7 +127,7 @@ class SHF(torch.optim.Optimizer):
     Raises:
         ValueError: an argument of another type, out of range, or without meaning with the loss; no parameter requires a
             gradient; weights are neither float32 nor float64, of mixed dtype, on several devices, or spread over
-            processes (FSDP2).
+            processes (FSDP2), or with sparse gradients.
         TypeError: ``module`` is not a module (for instance a list of parameters); a loss lacks methods.
         MemoryError: the Kronecker factors do not fit into the free memory.
 
@@ -397,6 +397,16 @@ def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None
         raise ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "
             "train, or unfreeze the weights by requires_grad_()"
+        )
+    sparse = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+    ]
+    if sparse:
+        raise ValueError(
+            f"SHF needs dense gradients, and {', '.join(sparse)} have sparse ones: make them with sparse=False, or "
+            "freeze them"
         )
     refuse_distributed_tensors(named, "the factors and the Jacobian products need")
     dtypes = {p.dtype for p in named.values()}

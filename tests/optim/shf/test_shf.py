@@ -1390,6 +1390,15 @@ def test_a_loss_that_cannot_take_its_place_is_refused_at_once(first: str, second
     assert optimizer.loss is before
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
+    module = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"dense gradients, and 0 have sparse ones: .*sparse=False"):
+        SHF(module, "mse")
+    module[0].weight.requires_grad_(False)
+    SHF(module, "mse")
+
+
 def test_weights_of_mixed_dtypes_are_refused() -> None:
     module = network(torch.float32)
     module[0].double()

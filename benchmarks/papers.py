@@ -2,9 +2,9 @@
 
     python benchmarks/papers.py
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Below it stand the commands and the machines that
-its runs name. To add seeds, give its commands others: they write under docs/results/data, where no run is repeated that
-is there.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Below it stand the commands that give its runs, as
+few as there can be, and the machines that the runs name. To add seeds, give its commands others: they write under
+docs/results/data, where no run is repeated that is there.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.arguments import is_integer
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
@@ -448,6 +448,6 @@ def positive_size(name: str, value: int) -> int:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{name} must be a positive integer, but is {value!r}")
     return int(value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.arguments import is_integer, is_real
 from lightning_struct.functional.layers import plain_name, plain_named_modules
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -45,15 +45,11 @@ def check_decay(lr: float, weight_decay: float) -> None:
 
 def _check_range(name: str, value: Any, taken: _Range) -> None:
     holds, expected = taken
-    kind, is_of_kind = ("an integer ", _is_integer) if name in _INTEGERS else ("a finite number ", _is_finite)
+    kind, is_of_kind = ("an integer ", is_integer) if name in _INTEGERS else ("a finite number ", _is_finite)
     right_kind = is_of_kind(value)
     if not (right_kind and holds(value)):
         takes = ("" if right_kind else kind) + expected + (", or None" if name in _OPTIONAL else "")
         raise ValueError(f"{name} must be {takes}, got {value!r}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_finite(value: Any) -> bool:
@@ -61,7 +57,7 @@ def _is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
     else:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        is_number = is_real(value)
     return is_number and math.isfinite(value)
 
 

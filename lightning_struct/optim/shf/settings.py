@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
+from lightning_struct.functional.arguments import is_integer, is_real
 from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt
 from lightning_struct.functional.gauss_newton import BACKENDS
 from lightning_struct.functional.least_squares import RightPreconditioner
@@ -154,8 +154,7 @@ class Settings:
         elif name in _SWITCHES:
             holds = isinstance(value, bool)
         else:
-            numbers = Integral if name in _INTEGERS else (Real, Tensor)
-            holds = isinstance(value, numbers) and not isinstance(value, bool)
+            holds = is_integer(value) if name in _INTEGERS else is_real(value) or isinstance(value, Tensor)
         if not holds:
             kind = "True or False" if name in _SWITCHES else "an integer" if name in _INTEGERS else "a number"
             raise ValueError(f"{name} must be {' or '.join([kind, *map(repr, takes)])}, got {value!r}")

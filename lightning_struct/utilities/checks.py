@@ -1,8 +1,8 @@
 """Checks of values that a user gives."""
 
 import math
+from numbers import Integral, Real
 
-from lightning_struct.functional.arguments import is_integer, is_real
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -58,7 +58,7 @@ def is_count(value: object, least: float = 1) -> bool:
         >>> [is_count(value) for value in (3, 0, 2.0, True, "3", None)]
         [True, False, False, False, False, False]
     """
-    return is_integer(value) and value >= least  # type: ignore[operator]
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_number(value: object) -> bool:
@@ -68,4 +68,4 @@ def is_number(value: object) -> bool:
         >>> [is_number(value) for value in (3, 0.5, math.inf, math.nan, True, "3", None)]
         [True, True, True, False, False, False, False]
     """
-    return is_real(value) and not math.isnan(value)  # type: ignore[arg-type]
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)

@@ -87,10 +87,11 @@ class ResidualModel:
         # In the dtype of the weights, as those of all other values of f: autocast and modules may round residuals.
         wide = {name: block.to(self._dtype) for name, block in blocks.items()}
         squares = [0.5 * inner(block, block) / counts[name] for name, block in wide.items()]
-        self.block_losses = dict(zip(blocks, all_reduce(torch.stack(squares)).tolist(), strict=True))
-        self.value = sum(shares[name] * value for name, value in self.block_losses.items())
         self.rows = sum(counts[name] * _row_size(block) for name, block in blocks.items())
         self.residual = self._scaled(torch.cat([block.reshape(-1) for block in blocks.values()]))
+        of_all = 0.5 * inner(self.residual, self.residual)  # as `value_of` has it, to be compared with that
+        *block_losses, self.value = all_reduce(torch.stack([*squares, of_all])).tolist()
+        self.block_losses = dict(zip(blocks, block_losses, strict=True))
 
     def residual_at(self, d: Tensor) -> Tensor:
         """r(w + d), this process's rows."""

@@ -161,7 +161,8 @@ class ResidualSteps:
         if update.direction is not None:
             update.model.weights.add_(update.direction)
         if self._adapts_warm_start:
-            group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, memory.get("loss_after"))
+            left, rounding = memory.get("loss_after"), torch.finfo(like.dtype).eps ** 0.5
+            group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, left, rounding)
         else:
             group["warm_start"] = self.settings.grown_warm_start(group["warm_start"])
         if memory["steps"] == 0 and rank() == 0:
@@ -293,7 +294,7 @@ class ResidualSteps:
             warnings.warn(message, stacklevel=_CALLER_OF_STEP)
 
 
-def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> float:
+def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:
     """γ for the steps to come, by how much of the loss of a batch the one before did not show.
 
     Where the samples stay, a batch begins with the loss that the last step left: γ stays, at first 0. Samples that are
@@ -304,8 +305,9 @@ def adapted_warm_start(warm_start: float, loss: float, left: float | None) -> fl
         warm_start: γ.
         loss: of the batch, before its step.
         left: the loss that the last step left of its batch; None for the first step.
+        rounding: share of the loss that rounding may change.
     """
-    if left is None or abs(loss - left) <= torch.finfo(torch.float64).eps ** 0.5 * left:
+    if left is None or abs(loss - left) <= rounding * left:
         return warm_start
     unseen = 1.0 - left / loss if loss > left else 0.0
     return 0.5 * (warm_start + min(unseen, _LARGEST_WARM_START))

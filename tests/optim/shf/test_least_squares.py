@@ -167,8 +167,10 @@ def test_a_small_damping_costs_no_digits() -> None:
     assert (module.weight - solution).norm() < 1e-3
 
 
-def test_the_warm_start_stays_zero_where_the_points_stay() -> None:
-    optimizer, inputs = SHF(Equation(), "least_squares"), points()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_warm_start_stays_zero_where_the_points_stay(dtype: torch.dtype) -> None:
+    inputs = {name: rows.to(dtype) for name, rows in points().items()}
+    optimizer = SHF(Equation().to(dtype), "least_squares")
     for _ in range(5):
         optimizer.step(inputs=inputs)
     assert optimizer.param_groups[0]["warm_start"] == 0.0

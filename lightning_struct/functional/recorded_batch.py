@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_struct.functional.errors import first_line
@@ -23,6 +23,8 @@ from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.torch_internals import tree_flatten, tree_unflatten
 
 _log = logging.getLogger(__name__)
+# Rounding, in units of the last place of the largest number that took part.
+_ROUNDING = 1e3
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 
@@ -94,7 +96,12 @@ class RecordedBatch:
         """Whether these are the values of the blocks."""
         values = self.values(params)
         return values.keys() == blocks.keys() and all(
-            is_equal_up_to_rounding(values[name], blocks[name]) for name in blocks
+            is_equal_up_to_rounding(
+                values[name],
+                blocks[name],
+                lambda: largest_number(self._graph, params, self._buffers, self._inputs.tensors),
+            )
+            for name in blocks
         )
 
 
@@ -120,9 +127,9 @@ class BatchInputs:
         shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
         self.key = f"{self._structure} {self.dims} {shapes}"
 
-    def first_row(self) -> list[Tensor]:
-        """The tensors of the first residual."""
-        return [t[0] if dim == 0 else t for t, dim in zip(self.tensors, self.dims, strict=True)]
+    def row(self, index: int) -> list[Tensor]:
+        """The tensors of one residual."""
+        return [t[index] if dim == 0 else t for t, dim in zip(self.tensors, self.dims, strict=True)]
 
     def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The module's arguments with other tensors."""
@@ -130,10 +137,41 @@ class BatchInputs:
         return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in self._leaves], self._structure)
 
 
-def is_equal_up_to_rounding(values: Tensor, block: Tensor, scale: float = 0.0) -> bool:
-    """Whether values are those of a block but for rounding, in which the largest of them, or ``scale``, counts."""
-    tolerance = torch.finfo(block.dtype).eps ** 0.5 * max(scale, block.abs().max().item())
-    return values.numel() == block.numel() and bool(((values.view_as(block) - block).abs() <= tolerance).all())
+def is_equal_up_to_rounding(values: Tensor, block: Tensor, largest: Callable[[], float]) -> bool:
+    """Whether values are those of a block but for rounding.
+
+    Args:
+        values: as many.
+        block: the residuals.
+        largest: the largest number that they were computed from, of which rounding may leave a share where the
+            residuals are small. It is asked only where it matters.
+    """
+    if values.numel() != block.numel():
+        return False
+    difference, eps = (values.view_as(block) - block).abs().max().item(), torch.finfo(block.dtype).eps
+    return difference <= eps**0.5 * block.abs().max().item() or difference <= min(eps**0.5, _ROUNDING * eps) * largest()
+
+
+def largest_number(graph: GraphModule, *args: Any) -> float:
+    """The largest finite number that a graph works with, by its magnitude."""
+    interpreter = _Largest(graph)
+    with torch.no_grad():
+        interpreter.run(*args)
+    return torch.stack(interpreter.largest).max().item()
+
+
+class _Largest(Interpreter):
+    """Runs a graph and keeps the largest number of each tensor."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.largest: list[Tensor] = []
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.users and isinstance(result, Tensor) and result.is_floating_point() and result.numel() > 0:
+            self.largest.append(result.nan_to_num(0.0, 0.0, 0.0).abs().max().float())
+        return result
 
 
 def recorded_graph(

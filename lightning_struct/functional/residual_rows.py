@@ -1,4 +1,4 @@
-"""Residuals of a batch as a function of the weights, and their Jacobian as a dense matrix.
+"""Residuals of a batch as a function of the weights, and their Jacobian.
 
 A residual mostly depends on one row of the inputs alone: on one point of a differential equation. Then the rows of the
 Jacobian are gradients of single rows, N times cheaper than by a backward pass for each through the whole batch. The
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.fx import GraphModule
 
+from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.jacobians import DenseJacobian, FactoredJacobian, Jacobian, OuterProducts
 from lightning_struct.functional.recorded_batch import (
     BatchInputs,
@@ -28,6 +29,7 @@ from lightning_struct.functional.recorded_batch import (
     Parameters,
     RecordedBatch,
     is_equal_up_to_rounding,
+    largest_number,
     recorded_graph,
 )
 from lightning_struct.functional.residuals import residual_blocks
@@ -147,7 +149,7 @@ class BatchResiduals:
         rows = self._known_rows(name)
         if rows is not None:
             values, products = rows.jacobian(params, out, kept)  # the values come with the rows
-            if is_equal_up_to_rounding(values, self.blocks[name], rows.record.scale):
+            if rows.are(values, self.blocks[name], params):
                 return products
         rows = self._checked_rows(name)
         return None if rows is None else rows.jacobian(params, out, kept)[1]
@@ -181,8 +183,10 @@ class BatchResiduals:
             if as_recorded() or without_detachments() or without_outer_products():
                 rows.record.derivative_is_checked = True
                 return rows
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # as of an operation that writes to a given tensor
-            reason = f"a single row cannot be differentiated ({str(error).splitlines()[0]})"
+            reason = f"a single row cannot be differentiated ({first_line(error)})"
         self._records.refuse(name, reason)
         self._rows = {**self._by_rows(), name: None}
         return None
@@ -251,11 +255,13 @@ class RowRecords:
         try:
             with context():
                 graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
-            record = _Record(graph, (dict(params), buffers, inputs.first_row()), block.abs().max().item())
+            record = _Record(graph, (dict(params), buffers, inputs.row(0)))
             rows = _Rows(record, inputs, buffers)
             fits = rows.give(block, params)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
-            return self.refuse(name, f"a single row cannot be recorded ({str(error).splitlines()[0]})")
+            return self.refuse(name, f"a single row cannot be recorded ({first_line(error)})")
         if not fits:
             return self.refuse(name, "they depend on more than one row of the inputs")
         self._kept[_key(name, inputs, block)] = rows.record
@@ -284,12 +290,11 @@ class _Record:
     Attributes:
         graph: the graph; it returns the residuals of the row, (k,).
         products: what gives its gradients.
-        scale: the largest residual where the record was made.
         derivative_is_checked: whether its Jacobian was compared with the module's.
     """
 
-    def __init__(self, graph: GraphModule, example: Example, scale: float) -> None:
-        self.graph, self.products, self.scale = graph, WeightProducts(graph, example), scale
+    def __init__(self, graph: GraphModule, example: Example) -> None:
+        self.graph, self.products = graph, WeightProducts(graph, example)
         self.derivative_is_checked = False
 
     def remove_detachments(self, example: Example) -> None:
@@ -315,8 +320,19 @@ class _Rows:
             return over_rows(params, self._buffers, self._inputs.tensors)
 
     def give(self, block: Tensor, params: Parameters) -> bool:
-        """Whether these are the values of a block. A single row is rounded otherwise than the whole batch."""
-        return is_equal_up_to_rounding(self.values(params), block, self.record.scale)
+        """Whether these are the values of a block."""
+        return self.are(self.values(params), block, params)
+
+    def are(self, values: Tensor, block: Tensor, params: Parameters) -> bool:
+        """Whether values (n_b, k) are those of a block. A single row is rounded otherwise than the whole batch."""
+
+        def largest() -> float:
+            """Of the row that differs most."""
+            difference = (values - block.view_as(values)).abs().flatten(1).amax(1)
+            row = self._inputs.row(int(difference.argmax()))
+            return largest_number(self.record.graph, params, self._buffers, row)
+
+        return is_equal_up_to_rounding(values, block, largest)
 
     def jacobian(
         self, params: Parameters, out: Tensor, kept: Collection[str] = (), at: Tensor | None = None
@@ -375,7 +391,7 @@ class _Rows:
 
     def example(self, params: Parameters) -> Example:
         """Arguments of the record, for the first row."""
-        return dict(params), self._buffers, self._inputs.first_row()
+        return dict(params), self._buffers, self._inputs.row(0)
 
 
 def _graph_of_single_row(
@@ -386,7 +402,7 @@ def _graph_of_single_row(
         returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
         return residual_blocks(returned)[name].reshape(-1)
 
-    return recorded_graph(single_row, params, buffers, inputs.first_row())
+    return recorded_graph(single_row, params, buffers, inputs.row(0))
 
 
 def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:

@@ -315,6 +315,43 @@ def test_what_a_module_holds_may_change_from_step_to_step() -> None:
         assert report.loss_after == pytest.approx(after, rel=1e-12)
 
 
+def test_a_small_change_of_what_a_module_holds_is_noticed_after_large_residuals() -> None:
+    module = Fit()
+    module.shift = 0.0  # type: ignore[assignment]
+    module.forward = lambda x, measured: module.net(x) - measured + module.shift  # type: ignore[method-assign]
+    optimizer, (x, measured) = SHF(module, "least_squares", damping=1e6, drop=None), measurements()
+    optimizer.step(inputs=(x, 1e6 * measured))
+    module.shift = 1e-3  # type: ignore[assignment]
+    few = x[:5], module.net(x).detach()[:5]
+    report = optimizer.step(inputs=few)
+    assert report.loss_after == pytest.approx(0.5 * module(*few).square().sum().item() / 5, rel=1e-6)
+
+
+class NearItsSolution(Equation):
+    """Its terms are far larger than its residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.solution = copy.deepcopy(self.net).requires_grad_(False)
+        with torch.no_grad():
+            for p in self.net.parameters():
+                p += 1e-10
+
+    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = points["interior"]
+        net, residuals = self.net, self.equation(x)
+        self.net = self.solution
+        residuals = residuals - self.equation(x)
+        self.net = net
+        return {"interior": residuals}
+
+
+def test_rows_are_told_apart_where_a_run_begins_near_the_solution() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SHF(NearItsSolution(), "least_squares").step(inputs=points())
+
+
 class Counted(Equation):
     """It counts its calls."""
 
@@ -450,6 +487,49 @@ def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step(inputs=points())
+
+
+class ShortOfMemory(Fit):
+    """Memory is short once: when a row is recorded, or when the derivative of the batch is compared with its own."""
+
+    calls = 0
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor, measured: Tensor) -> Tensor:
+        self.calls += 1
+        residuals = super().forward(x, measured)
+        if self.where == "record" and self.calls == 2:
+            raise torch.OutOfMemoryError
+        if self.where == "derivative" and self.calls == 3:
+            residuals.register_hook(self.short)
+        return residuals
+
+    def short(self, _: Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("where", ["record", "derivative"])
+def test_short_memory_is_an_error_and_no_reason_to_tell_no_rows_apart(where: str) -> None:
+    optimizer = SHF(ShortOfMemory(where), "least_squares")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step(inputs=measurements())
+        optimizer.step(inputs=measurements())
+
+
+def test_an_error_without_a_message_is_named_by_its_kind() -> None:
+    class OfBatches(Fit):
+        def forward(self, x: Tensor, measured: Tensor) -> Tensor:
+            if len(x) == 1:
+                raise AssertionError
+            return super().forward(x, measured)
+
+    with pytest.warns(UserWarning, match="a single row cannot be recorded .AssertionError"):
+        SHF(OfBatches(), "least_squares").step(inputs=measurements())
 
 
 def test_a_block_of_a_single_row_is_not_warned_of() -> None:

@@ -86,8 +86,8 @@ class StructuredLinear(nn.Module, ABC):
     parameters alone: the dense matrix (at most 64 MiB in float32 if the class has something smaller), or spectra or
     factors, whichever multiplies faster, or both for batches of different sizes. This cache is renewed when a parameter
     has changed, and dropped by ``train()``, ``eval()``, ``to()`` and each product with gradients to the parameters. A
-    layer that was made in inference mode keeps nothing. A change through ``parameter.data`` in eval mode goes unnoticed
-    until the next ``eval()``.
+    layer that was made in inference mode, or whose parameters are shared with other processes, keeps nothing. A change
+    through ``parameter.data`` in eval mode goes unnoticed until the next ``eval()``.
 
     A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``,
     and ``_compressed`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
@@ -97,7 +97,7 @@ class StructuredLinear(nn.Module, ABC):
         out_features: m, at least 1.
         bias: add a trained vector, zero at the start.
         device: of the parameters.
-        dtype: float32 or float64 (None: torch's default).
+        dtype: of the parameters (None: torch's default).
 
     Attributes:
         approximation_error: ‖M - W‖ / ‖W‖ in the Frobenius norm if the layer was made from a weight W, else None.
@@ -390,21 +390,22 @@ class StructuredLinear(nn.Module, ABC):
             self._cached = None  # what comes next may be a step of an optimizer that leaves no trace
             return self._multiply(x)
         rows = x.shape[:-1].numel()
-        if self._cached is None or not self._cached.is_current(self._parameters, self._buffers):
+        cached = self._cached  # another thread may drop it meanwhile
+        if cached is None or not cached.is_current(self._parameters, self._buffers):
             weights = self._weights()
             # Under torch.func and in functional_call the weights are no Parameters of this module.
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
                 return self._multiply(x)
             sources = weights | {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            if any(source.is_inference() for source in sources.values()):  # whose changes leave no trace
+            if any(_changes_unseen(source) for source in sources.values()):
                 return self._multiply(x)
             self.check_finite()
-            self._cached = _Cached(sources)
-        matrix = self._cached.matrix(rows)
+            cached = self._cached = _Cached(sources)
+        matrix = cached.matrix(rows)
         if matrix is None:
             # What is made within inference mode could not take part in a backward pass to the inputs later.
             with torch.inference_mode(False), torch.no_grad():
-                matrix = self._cached.prepared(rows, self._keeps_dense(rows), self._prepare)
+                matrix = cached.prepared(rows, self._keeps_dense(rows), self._prepare)
         return matrix.matmul(x)
 
     def _kept(self, cached: _Cached, x: Tensor) -> PreparedMatrix | None:
@@ -440,6 +441,11 @@ class StructuredLinear(nn.Module, ABC):
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_to_be_scripted(self)
+
+
+def _changes_unseen(tensor: Tensor) -> bool:
+    """Whether changes may leave no trace: in inference mode, or by another process, which counts them by itself."""
+    return tensor.is_inference() or (tensor.device.type == "cpu" and tensor.is_shared())  # on a GPU all count as shared
 
 
 def positive_size(name: str, value: int) -> int:

@@ -97,6 +97,16 @@ def test_a_change_of_the_parameters_is_seen_by_the_next_product(form, change):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_what_another_process_writes_to_shared_parameters_is_seen_by_the_next_product(form):
+    layer, x = FORMS[form]().eval().share_memory(), torch.randn(3, 12, dtype=torch.float64)
+    with torch.no_grad():
+        layer(x)
+        numbers = first(layer).detach().numpy()
+        numbers *= 2  # which the parameter does not notice either
+        torch.testing.assert_close(layer(x), expected(layer, x))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_averaged_weights_are_seen_by_the_next_product(form):
     torch.manual_seed(0)
     layer, x = FORMS[form](), torch.randn(3, 12, dtype=torch.float64)

@@ -182,7 +182,7 @@ class Fastfood(StructuredLinear):
         self.order.copy_(torch.randperm(self.length, device=self.order.device)[:k])
         self.B.bernoulli_(0.5).mul_(2).sub_(1)
         nn.init.normal_(self.G)
-        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n)).sample()
+        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n, dtype=computing_dtype(self.S))).sample()
         self.S.copy_(chi_squared.sqrt() / self.G.norm())
         if self.init == "reference":
             self.S.mul_(self.length)

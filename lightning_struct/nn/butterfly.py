@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.butterfly import (
     Order,
     butterfly_as_monarch,
@@ -188,7 +189,7 @@ class Butterfly(StructuredLinear):
 def _random_orthogonal_(factor: Tensor) -> None:
     """Fill with orthogonal blocks, times a number where they have fewer rows: lengths remain on average."""
     rows, columns = factor.shape[-2:]
-    gaussian = torch.randn_like(factor if rows >= columns else factor.mT)
+    gaussian = torch.randn_like(factor if rows >= columns else factor.mT, dtype=computing_dtype(factor))
     Q, R = torch.linalg.qr(gaussian)
     Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # all orthogonal matrices alike
     factor.copy_(Q if rows >= columns else Q.mT * (columns / rows) ** 0.5)

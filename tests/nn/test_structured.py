@@ -409,6 +409,16 @@ def test_initial_weights_keep_the_variance_of_the_input(name):
         assert 0.5 < sum(ratios) / len(ratios) < 2, (sizes, ratios)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_drawn_in_half_precision(name, dtype):
+    torch.manual_seed(0)
+    layer = FACTORIES[name](64, 64, dtype=dtype)
+    with torch.no_grad():
+        outputs = layer(torch.randn(32, 64, dtype=dtype)).float()
+    assert {parameter.dtype for parameter in layer.parameters()} == {dtype} and 0.1 < outputs.var() < 10
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_drawn_from_the_seed(name):
     first, second = make(name), make(name)

@@ -14,6 +14,7 @@ from lightning_struct.functional.layers import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.tracing import is_traced, whole_call
 
 _PROBES = 16
 Sides = Literal["none", "outputs", "both"]
@@ -189,6 +190,8 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., out_features) for an input (..., in_features); of images as the convolution."""
+        if is_traced(input):
+            return whole_call(self, input)
         y = self.base(input)
         x = F.dropout(input, self.dropout, self.training)
         if isinstance(self.base, CONVOLUTIONS):

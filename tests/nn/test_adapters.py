@@ -341,6 +341,13 @@ def test_dropout_is_of_the_update_alone_and_of_training_alone():
     assert torch.equal(model(inputs()), model(inputs()))
 
 
+def test_a_graph_of_torch_fx_has_dropout_in_training_alone():
+    model = add_adapters(nn.Sequential(nn.Linear(8, 8)), LowRank, dropout=0.5)
+    nn.init.normal_(model[0].update.adapter.G)
+    graph, x = torch.fx.symbolic_trace(model).eval(), torch.randn(3, 8)
+    assert torch.equal(graph(x), model.eval()(x))
+
+
 def test_adapters_of_a_model_in_eval_mode_are_in_eval_mode():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     add_adapters(model, partial(LowRank, rank=2), dropout=0.5)

@@ -391,6 +391,7 @@ def test_torch_fx_records_layers_as_a_whole(make):
     assert torch.equal(graph(x), model(x))
     targets = [node.target for node in graph.graph.nodes if node.op == "call_module"]
     assert {"blocks", "patches", "lstm", "attention", *(f"layers.{name}" for name in NAMES)} < set(targets)
+    assert "adapted" in targets
     with pytest.raises(RuntimeError, match="torch.fx does not look into LowRank.*nn.Sequential"):
         torch.fx.symbolic_trace(LowRank(4, 4))
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.nn.replace import LayerFactory
+from lightning_struct.nn.replace import LayerFactory, check_makes_layers
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 from lightning_struct.nn.tracing import is_traced, whole_call
 
@@ -67,6 +67,7 @@ class BlockStructured(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_makes_layers(factory)
         self.in_channels = positive_size("in_channels", in_channels)
         self.out_channels = positive_size("out_channels", out_channels)
         self.size = positive_size("size", size)

@@ -7,13 +7,13 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_struct.functional.arguments import is_real
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.functional.layers import hidden_layers
 from lightning_struct.nn.approximation import progress_bar
@@ -173,9 +173,10 @@ def check_goal(budget: float | None, max_loss_increase: float | None) -> None:
             "max_loss_increase=0.02 for the smallest model whose loss has risen by no more"
         )
     if budget is None:
-        if not (isinstance(max_loss_increase, Real) and max_loss_increase >= 0):
+        assert max_loss_increase is not None
+        if not (is_real(max_loss_increase) and max_loss_increase >= 0):
             raise ValueError(f"max_loss_increase must be a number that is not negative, but is {max_loss_increase!r}")
-    elif not (isinstance(budget, Real) and 0 < budget < float("inf")):
+    elif not (is_real(budget) and 0 < budget < float("inf")):
         raise ValueError(
             f"budget must be positive and finite, a number of parameters or a part of them, but is {budget!r}"
         )

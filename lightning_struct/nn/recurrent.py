@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_struct.functional.arguments import is_real
 from lightning_struct.functional.structured.arguments import require_one_of
-from lightning_struct.nn.replace import LayerFactory
+from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.structured import positive_size
 from lightning_struct.nn.tracing import is_traced, whole_call
 
@@ -42,7 +43,9 @@ class StructuredLSTM(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: a size is not positive, ``dropout`` is no probability, or ``gates`` is unknown.
+        TypeError: a factory is a layer, or cannot be called so.
+        ValueError: a size is not positive, ``dropout`` is no probability, ``gates`` is unknown, or a factory is a
+            ``from_linear``.
 
     Example:
         >>> from functools import partial
@@ -71,8 +74,12 @@ class StructuredLSTM(nn.Module):
     ) -> None:
         super().__init__()
         require_one_of("gates", gates, get_args(Gates))
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be a probability, but is {dropout}")
+        if not is_real(dropout) or not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be a probability, but is {dropout!r}")
+        for given in (factory, hidden_factory or nn.Linear):
+            check_makes_layers(given)
+            if is_from_linear(given):
+                raise ValueError("StructuredLSTM draws its matrices: give the class instead of its from_linear")
         self.input_size = positive_size("input_size", input_size)
         self.hidden_size = positive_size("hidden_size", hidden_size)
         self.num_layers = positive_size("num_layers", num_layers)

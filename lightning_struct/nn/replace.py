@@ -98,10 +98,12 @@ def replace_linear(
         if replacement is not None and (isinstance(layer, nn.MultiheadAttention) or selection.has(name, layer)):
             places.append((name, replacement))
     if not places:
+        structured = [name for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)]
+        reasons = {name or "the model": "it is structured" for name in structured} | reasons_for_left(model)
         raise ValueError(
             "replace_linear replaces nothing: no nn.Linear, attention or 1 x 1 convolution that is included and not "
             f"excluded is in {type(model).__name__}; lightning_struct.functional.register_layer declares layers of "
-            f"other types to be linear{reasons_as_text(reasons_for_left(model))}"
+            f"other types to be linear{reasons_as_text(reasons)}"
         )
     if not is_from_linear(factory) and (frozen := _names_of_frozen(places)):
         warnings.warn(
@@ -268,18 +270,22 @@ def check_makes_layers(factory: LayerFactory) -> None:
     if isinstance(factory, nn.Module):
         name = type(factory).__name__
         raise TypeError(f"the factory is a layer, not what makes one: give {name}, or functools.partial({name}, ...)")
+    if not callable(factory):
+        raise TypeError(f"the factory must be a class of layers or a function that makes one, but is {factory!r}")
     if is_from_linear(factory):
         return
+    called = factory if isinstance(factory, functools.partial) else functools.partial(factory)
     try:
-        signature = inspect.signature(factory)
+        signature = inspect.signature(called.func)
     except (TypeError, ValueError):  # such as a class in C: it says itself what it does not take
         return
     try:
-        signature.bind(1, 1, bias=True)
+        signature.bind(*called.args, 1, 1, **{**called.keywords, "bias": True})
     except TypeError as error:
         raise TypeError(
             f"the factory cannot be called as factory(in_features, out_features, bias=...): {error}. Give a class, "
-            "functools.partial(CLASS, ...), or a function that takes bias, too, and hands it on"
+            "functools.partial(CLASS, ...) with arguments of that class, or a function that takes bias, too, and hands "
+            "it on"
         ) from error
 
 

@@ -164,7 +164,8 @@ class StructuredLinear(nn.Module, ABC):
 
         Raises:
             TypeError: W is complex.
-            ValueError: W has NaN or infinite entries, or none, on the meta device; or it is no matrix.
+            ValueError: W has NaN or infinite entries, or none, on the meta device; or it is no matrix; or ``refine`` is
+                negative.
 
         Example:
             >>> linear = nn.Linear(8, 8, bias=False)
@@ -173,6 +174,8 @@ class StructuredLinear(nn.Module, ABC):
             >>> Circulant.from_linear(linear).approximation_error
             0.0
         """
+        if refine is not None and (not is_integer(refine) or refine < 0):
+            raise ValueError(f"refine must be an integer that is not negative, or None, but is {refine!r}")
         weight = linear.weight.detach()
         if weight.is_complex():
             raise TypeError(f"the weight of {linear} is complex: {cls.__name__}.from_linear takes real ones")

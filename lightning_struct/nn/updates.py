@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.arguments import is_real
 from lightning_struct.functional.layers import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
@@ -237,11 +238,11 @@ def check_options(scale: float | None, learned_diagonals: Sides, dropout: float 
     Raises:
         ValueError: one is out of range.
     """
-    if scale is not None and (scale == 0 or not math.isfinite(scale)):
-        raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale}")
+    if scale is not None and (not is_real(scale) or scale == 0 or not math.isfinite(scale)):
+        raise ValueError(f"scale must be finite and not 0, with which nothing is trained, but is {scale!r}")
     require_one_of("learned_diagonals", learned_diagonals, get_args(Sides))
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout}")
+    if not is_real(dropout) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and less than 1, but is {dropout!r}")
 
 
 def rudin_shapiro_signs(size: int) -> Tensor:

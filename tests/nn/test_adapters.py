@@ -439,6 +439,7 @@ class OwnForward(nn.MultiheadAttention):
         (made, partial(add_adapters, factory=LowRank, train="head"), "train names 'head', which has no parameters"),
         (made, partial(add_adapters, factory=LowRank, dropout=1), "^dropout must be"),
         (made, partial(add_adapters, factory=LowRank, scale=0.0), "^scale must be finite and not 0"),
+        (made, partial(add_adapters, factory=LowRank, scale="1"), "^scale must be finite and not 0.*but is '1'"),
         (
             made,
             partial(add_adapters, factory=LowRank, learned_diagonals="all"),

@@ -217,6 +217,7 @@ def test_the_candidates_are_ranks_to_a_64th_and_monarch_matrices_of_2_to_16_bloc
     ("options", "message"),
     [
         ({"budget": 0}, "budget must be positive"),
+        ({"budget": True}, "budget must be positive and finite.*but is True"),
         ({"budget": float("inf")}, "budget must be positive and finite"),
         ({"budget": 0.5, "loss": lambda model, batch: model(batch[0])}, r"loss returns a tensor \(16, 3\) for a batch"),
         ({}, "needs one goal, but neither is given"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_struct.nn import LowRank, StructuredLSTM
+from lightning_struct.nn import BlockStructured, LowRank, StructuredLSTM
 
 
 @contextmanager
@@ -123,12 +123,20 @@ def test_dropout_is_between_the_levels_alone():
     [
         ({"gates": "both"}, "gates must be one of 'separate', 'joint', but is 'both'"),
         ({"dropout": 1.5}, "dropout must be a probability, but is 1.5"),
+        ({"dropout": "1"}, "dropout must be a probability, but is '1'"),
+        ({"hidden_factory": LowRank.from_linear}, "give the class instead of its from_linear"),
         ({"num_layers": 0}, "num_layers must be a positive integer, but is 0"),
     ],
 )
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         StructuredLSTM(5, 7, nn.Linear, **options)
+
+
+@pytest.mark.parametrize("make", [partial(StructuredLSTM, 5, 7), partial(BlockStructured, 2, 2, 5)])
+def test_layer_in_place_of_a_factory_is_an_error_that_says_so(make):
+    with pytest.raises(TypeError, match="^the factory is a layer, not what makes one: give LowRank"):
+        make(LowRank(5, 7))
 
 
 def test_wrong_inputs_are_named():

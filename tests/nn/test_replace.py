@@ -106,6 +106,19 @@ def test_factory_without_bias_is_an_error_that_says_how_it_is_called(put):
         put(Net(), lambda in_features, out_features: LowRank(in_features, out_features, rank=2))
 
 
+@pytest.mark.parametrize("put", [replace_linear, add_adapters])
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (None, "^the factory must be a class of layers or a function that makes one, but is None"),
+        (partial(LowRank, ranks=2), "^the factory cannot be called as .*'ranks'.*with arguments of that class"),
+    ],
+)
+def test_factory_that_no_layer_comes_from_is_an_error_that_names_no_layer(put, factory, message):
+    with pytest.raises(TypeError, match=message):
+        put(Net(), factory)
+
+
 @pytest.mark.parametrize(
     ("factory", "error", "message"),
     [
@@ -359,6 +372,8 @@ def test_error_where_nothing_is_replaced_says_why():
         replace_linear(attention, FACTORY)
     with pytest.raises(ValueError, match="; 0: it is recurrent; .*; 4: it is recurrent; and 2 more$"):
         replace_linear(nn.Sequential(*(nn.GRU(4, 4) for _ in range(7))), FACTORY)
+    with pytest.raises(ValueError, match="; 0: it is structured$"):
+        replace_linear(nn.Sequential(LowRank(4, 4)), FACTORY)
 
 
 def test_hooks_and_requires_grad_are_carried_over():

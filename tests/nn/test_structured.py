@@ -496,6 +496,12 @@ def test_gpu_computes_what_the_cpu_computes(name):
     assert type(ours).from_linear(linear, refine=3, **FACTORIES[name].keywords).to_dense().device.type == "cuda"
 
 
+@pytest.mark.parametrize("refine", [-1, "all", 0.5])
+def test_iterations_that_there_cannot_be_are_named(refine):
+    with pytest.raises(ValueError, match=f"^refine must be .* not negative, or None, but is {refine!r}"):
+        LowRank.from_linear(nn.Linear(4, 4), refine=refine)
+
+
 def test_filters_have_no_nearest_member():
     with pytest.raises(ValueError, match=r"has shape \(4, 3, 1, 1\): LowRank.from_linear takes nn.Linear; repl"):
         LowRank.from_linear(nn.Conv2d(3, 4, 1), rank=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_struct.nn.replace import (
 from lightning_struct.nn.report import note_left, reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector
 
+_MANY_BLOCKS = 10_000
 _Convolution = Any  # nn.Conv1d, nn.Conv2d or nn.Conv3d
 
 
@@ -46,7 +48,7 @@ def replace_conv(
     channels, where a convolution has the Toeplitz matrix of a filter. So the sizes of images must be known: the model
     is run once on an example, in eval mode and without gradients. From then on it takes images of that size alone.
     A filter of 3 x 3 has 9 numbers, a block of most classes more than its images have pixels: the blocks can do more,
-    and are not smaller.
+    and are not smaller. They are made and called one by one, so a warning names layers with more than 10,000.
 
     Left as they are: convolutions of images of several sizes, and those of 1 x 1 pixels, which :func:`replace_linear`
     takes. :func:`~lightning_struct.nn.replacement_report` names them. A block is no filter, so a ``BlockStructured``
@@ -97,6 +99,14 @@ def replace_conv(
             continue
         if id(layer) not in replacements:
             ((size, out_size),) = seen
+            blocks = layer.in_channels * layer.out_channels // layer.groups
+            if blocks > _MANY_BLOCKS:
+                warnings.warn(
+                    f"{name or 'the model'} becomes {blocks:,} blocks, one for each pair of channels, which are made "
+                    "and called one by one: this takes much time and memory. Leave such layers out by exclude=..., or "
+                    "take compress",
+                    stacklevel=2,
+                )
             replacements[id(layer)] = blocks_in_place_of(name, layer, size, out_size, factory)
             log_replacement(name, layer, replacements[id(layer)])
             take_hooks(replacements[id(layer)], layer)

@@ -641,6 +641,15 @@ def test_no_name_is_advised_where_the_model_itself_is_refused():
         add_adapters(nn.Linear(64, 1), FACTORY)
 
 
+def test_a_convolution_with_very_many_pairs_of_channels_is_named_before_its_blocks_are_made():
+    model = nn.Sequential(nn.Conv2d(128, 256, 3, groups=2))
+    with (
+        pytest.warns(UserWarning, match="^0 becomes 16,384 blocks.*exclude"),
+        pytest.raises(ValueError, match="^0: rank must be at most"),
+    ):
+        replace_conv(model, partial(LowRank, rank=99), torch.zeros(1, 128, 4, 4))
+
+
 def test_convolutions_are_selected_and_errors_name_them():
     model = convolutions()
     replace_conv(model, FACTORY, torch.zeros(1, 2, 9, 9), exclude="3")

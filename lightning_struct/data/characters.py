@@ -102,9 +102,11 @@ class CharactersDataModule(InMemoryDataModule):
         parts = {"train": windows[:first], "val": windows[first:second], "test": windows[second:]}
         for name, part in parts.items():
             if len(part) < (self.sizes[name] or 1):
+                size = self.sizes[name]
+                asked = f"the {name} set needs a window" if size is None else f"{name}_size is {size}"
                 raise MisconfigurationException(
-                    f"{name}_size is {self.sizes[name] or 1}, but the text has {len(part)} windows of {self.steps} "
-                    "characters for it: make it smaller, or take a longer text."
+                    f"{asked}, but the text has {len(part)} windows of {self.steps} characters for it: make the number "
+                    "or steps smaller, or take a longer text."
                 )
         kept = (part[: self.sizes[name]] for name, part in parts.items())
         return Splits(*(BatchedTensorDataset(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in kept))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, Samples, keep_batch
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts, check_positive
 from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -116,13 +116,13 @@ class InMemoryDataModule(LightningDataModule, ABC):
             (Emirahmetoglu & Stewart, Algorithm 1); ``"epoch"``: shuffled passes through the training set.
         draws_per_epoch: independent draws that Lightning counts as one epoch: the steps between two validations.
         eval_batch_size: validation, test and prediction samples at a time, per process.
-        seed: seed of draws, shuffles and training fractions, and of data that ``synthetic`` makes instead of files; the
-            cut of files into training, validation and test set does not depend on it.
+        seed: seed of draws, shuffles and training fractions, and of data that ``synthetic`` makes instead of files, not
+            negative; the cut of files into training, validation and test set does not depend on it.
         drop_last: leave out of each shuffled pass what does not fill a batch.
 
     Raises:
-        MisconfigurationException: for an unknown ``draws``, and for a batch size that is not positive, or larger than
-            the training set where ``drop_last`` would leave no batch.
+        MisconfigurationException: for an unknown ``draws``, and for a number out of its range; of the training loader,
+            for a batch size larger than the training set where ``drop_last`` would leave no batch.
 
     Example:
         >>> class Numbers(InMemoryDataModule):
@@ -146,7 +146,8 @@ class InMemoryDataModule(LightningDataModule, ABC):
         super().__init__()
         if draws not in ("independent", "epoch"):
             raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
-        check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size, draws_per_epoch=draws_per_epoch)
+        check_counts(0, seed=seed)
         self.batch_size = batch_size
         self.draws = draws
         self.draws_per_epoch = draws_per_epoch

@@ -119,7 +119,8 @@ class Classifier(L.LightningModule):
 
     Raises:
         MisconfigurationException: if ``num_classes`` is below 2 or the loss unknown; in the first batch, if the outputs
-            are not (n, num_classes), or the labels not of their shape.
+            are not (n, num_classes), or the labels not of their shape; in a validation or test, for labels that are
+            not 0 to ``num_classes - 1``.
 
     Example:
         >>> model = Classifier(fully_connected([784, 32, 10]))
@@ -213,9 +214,17 @@ class Classifier(L.LightningModule):
         return 0.5 * F.mse_loss(outputs, targets, reduction="sum") / len(outputs)
 
     def _evaluate(self, batch: Any, stage: str, accuracy: MulticlassAccuracy) -> None:
+        labels = batch[1]
+        # here, not in training, where asking a GPU would cost time in every step; it comes before training, too
+        low, high = (int(bound) for bound in labels.aminmax())
+        if low < 0 or high >= self.num_classes:
+            raise MisconfigurationException(
+                f"Labels go from {low} to {high}, but must be 0 to {self.num_classes - 1} with "
+                f"num_classes={self.num_classes}: give network and model as many classes as the data have"
+            )
         inputs, targets = self.inputs_and_targets(batch)
         outputs = self(inputs)
-        accuracy(outputs, batch[1])
+        accuracy(outputs, labels)
         loss = self._average_loss(outputs, targets)
         self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=len(inputs), sync_dist=True)
         self.log(f"{stage}_accuracy", accuracy, prog_bar=True, batch_size=len(inputs))

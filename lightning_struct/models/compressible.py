@@ -70,7 +70,8 @@ class CharacterTransformer(nn.Module):
         blocks: layers of attention and of ``4 * width`` units.
 
     Raises:
-        MisconfigurationException: if a size is not positive, or ``heads`` does not divide ``width``.
+        MisconfigurationException: if a size is not positive, or ``heads`` does not divide ``width``; in a batch, if the
+            texts are longer than ``steps``.
 
     Example:
         >>> CharacterTransformer(steps=16, width=8)(torch.zeros(5, 16, dtype=torch.int64)).shape
@@ -99,6 +100,11 @@ class CharacterTransformer(nn.Module):
     def forward(self, characters: Tensor) -> Tensor:
         """Logits of the next characters, (n, characters, steps), for (n, steps), int64."""
         steps = characters.shape[1]
+        if steps > len(self.places):
+            raise MisconfigurationException(
+                f"The texts have {steps} characters, but the network looks back on steps={len(self.places)}: give both "
+                "the same steps"
+            )
         x = self.embedding(characters) + self.places[:steps]
         for block in self.blocks:
             x = block(x, self.causal[:steps, :steps], is_causal=True)

@@ -16,6 +16,12 @@ def test_windows_follow_each_other_in_the_text(tmp_path):
     assert inputs[1].tolist() == inputs[0].tolist()
 
 
+def test_a_text_too_short_for_a_set_is_named_as_that(tmp_path):
+    (tmp_path / "some.txt").write_text("a few words", encoding="utf-8")
+    with pytest.raises(MisconfigurationException, match="the train set needs a window, but the text has 0 windows"):
+        CharactersDataModule(text_file=str(tmp_path / "some.txt")).setup("fit")
+
+
 def test_errors_name_the_remedy(tmp_path):
     with pytest.raises(MisconfigurationException, match="put tinyshakespeare.txt there, .*, or any text"):
         CharactersDataModule(data_dir=str(tmp_path)).setup("fit")

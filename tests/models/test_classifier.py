@@ -153,6 +153,15 @@ def test_labels_that_the_squared_error_would_broadcast_are_refused(samples, kind
         model.training_step((inputs, labels[:, None]), 0)
 
 
+@pytest.mark.parametrize("labels", [[0, 3], [-1, 0]])
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+def test_labels_that_are_no_classes_are_named_before_training(tmp_path, loss, labels):
+    data = DataLoader(TensorDataset(torch.zeros(2, 4), torch.tensor(labels)), batch_size=2)
+    low, high = labels
+    with pytest.raises(MisconfigurationException, match=rf"Labels go from {low} to {high}, but must be 0 to 2"):
+        trainer(tmp_path).validate(small_classifier(loss=loss), data, verbose=False)
+
+
 def test_predictions_are_classes(tmp_path, samples):
     model = small_classifier()
     predictions = trainer(tmp_path).predict(model, DataLoader(samples, batch_size=20))

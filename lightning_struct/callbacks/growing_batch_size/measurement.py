@@ -243,6 +243,9 @@ class Measurement:
             "estimator": None if estimator is None else estimator.name,
             "asked": self._asked,
             "state": None if estimator is None else estimator.state_dict(),
+            "gave_up": self._gave_up,
+            "sees_steps": self._sees_steps,
+            "expected": self._expected,
             "noise": {number: noise.state_dict() for number, noise in self.noise.items()},
             "stationarity": [test.state_dict() for test in self._stationarity] if self._tests_stationarity else None,
             "loss_growth": self._loss_growth.state_dict() if self._sees_loss else None,
@@ -255,7 +258,11 @@ class Measurement:
             test.load_state_dict(of_test)
         if state.get("loss_growth") is not None:
             self._loss_growth.load_state_dict(state["loss_growth"])
-        if self._estimator is None or state["estimator"] is None:
+        self._sees_steps, self._expected = state.get("sees_steps", False), state.get("expected", 0)
+        if self._estimator is None:
+            return
+        if state.get("gave_up", False) and self._asked == state["asked"]:
+            self._estimator, self._gave_up = None, True
             return
         went_on_by_steps = state["estimator"] == "steps" and self._estimator.name != "steps"
         if went_on_by_steps and self._asked == state["asked"]:

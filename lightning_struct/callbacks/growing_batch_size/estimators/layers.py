@@ -36,7 +36,7 @@ CHANGED = (
     "clipping after loss.backward(), of which, other than of self.manual_backward(loss), a callback is not told"
 )
 
-# Batches whose gradients are compared with what was measured, from the start of each fit.
+# Batches whose gradients are compared with what was measured, from the start of a run.
 CHECKED_BATCHES = 3
 
 # Part of ‖G‖² that has to be measured, or another estimator decides. Single numbers outside of all layers do not count:
@@ -191,9 +191,14 @@ class SampleGradients:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        unmeasured = [i for i, optimizer in enumerate(self._trainer.optimizers) if optimizer in self._unmeasured]
+        return {"left_out": dict(self._left_out), "unmeasured": unmeasured, "checked": self._checked}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:  # nothing was saved once
+            self._left_out, self._checked = dict(state["left_out"]), state["checked"]
+            optimizers = self._trainer.optimizers
+            self._unmeasured = {optimizers[i] for i in state["unmeasured"] if i < len(optimizers)}
 
     def _measured(self) -> dict[nn.Parameter, ParameterNorms]:
         """What was measured of the gradients that there are: Lightning clears all of them before a validation."""

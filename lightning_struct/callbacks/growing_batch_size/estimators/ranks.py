@@ -128,11 +128,17 @@ class BackwardPasses:
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"due": self._due, "every_n_steps": self.every_n_steps, "cadence": self._cadence.state_dict()}
+        return {
+            "due": self._due,
+            "every_n_steps": self.every_n_steps,
+            "cadence": self._cadence.state_dict(),
+            "has_missed": self._has_missed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._due, self.every_n_steps = state["due"], state["every_n_steps"]
         self._cadence.load_state_dict(state["cadence"])
+        self._has_missed = state.get("has_missed", False)
 
     def _squared_norm(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Tensor:
         """This process's part of ‖∇‖² by which the optimizer is about to step, (), of some parameters."""

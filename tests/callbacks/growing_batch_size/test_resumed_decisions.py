@@ -1,0 +1,220 @@
+"""What a run has found out about its own measuring: a resumed run goes by it, as the uninterrupted one does."""
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_struct import GrowingBatchSize
+from tests.callbacks.growing_batch_size.projects import regression
+from tests.strategies.helpers import make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+    pytest.mark.filterwarnings("ignore:GrowingBatchSize"),
+]
+
+
+def records_of_whole_and_resumed(tmp_path, make, stopped, loader=None, **options):
+    """What an uninterrupted run has recorded, and one that is resumed from its checkpoint after ``stopped`` batches."""
+    growing = {"theta": 0.3, "max_batch_size": 8, "window": 20, "every_n_steps": 1} | options.pop("growing", {})
+    records = []
+    loader = DataLoader(regression(), batch_size=4) if loader is None else loader
+    for ckpt_path in (None, tmp_path / f"{stopped}.ckpt"):
+        callback = GrowingBatchSize(**growing)
+        trainer = make_trainer(
+            tmp_path,
+            callbacks=[callback, *([] if ckpt_path else [Saves(tmp_path, stopped)])],
+            max_epochs=1,
+            **options,
+        )
+        trainer.fit(make(), loader, ckpt_path=ckpt_path)
+        records.append(callback.records)
+    return records
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint after so many batches."""
+
+    def __init__(self, directory, batches):
+        self.directory, self.batches = directory, batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.directory / f"{self.batches}.ckpt")
+
+
+class Penalised(L.LightningModule):
+    """A weight is penalised, a little, in the loss of one batch: its gradient is not all from the samples."""
+
+    def __init__(self, batch):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.batch = batch
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.network(batch[0]), batch[1])
+        return loss + 0.1 * self.network[0].weight.square().sum() * (batch_idx == self.batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_a_parameter_that_was_left_out_stays_so(tmp_path):
+    whole, resumed = records_of_whole_and_resumed(
+        tmp_path, lambda: Penalised(batch=1), stopped=4, growing={"estimator": "layers"}
+    )
+    assert len(whole) == 10 and resumed == whole
+
+
+def test_batches_are_not_checked_anew(tmp_path):
+    whole, resumed = records_of_whole_and_resumed(
+        tmp_path, lambda: Penalised(batch=5), stopped=4, growing={"estimator": "layers"}
+    )
+    assert len(whole) == 10 and resumed == whole
+
+
+class Parts(L.LightningModule):
+    """Two optimizers; a penalised parameter has most of the gradient of one in batch 1, and of the other in batch 5."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    def training_step(self, batch, batch_idx):
+        for part, optimizer, penalised in zip(self.parts, self.optimizers(), (1, 5), strict=True):
+            optimizer.zero_grad()
+            weight = 100.0 if batch_idx == penalised else 0.1
+            loss = F.mse_loss(part(batch[0]), batch[1])
+            self.manual_backward(loss + weight * part.bias.square().sum())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=1e-4) for part in self.parts]
+
+
+def test_optimizers_that_could_not_be_measured_count_together(tmp_path):
+    whole, resumed = records_of_whole_and_resumed(tmp_path, Parts, stopped=4, growing={"estimator": "layers"})
+    assert len(whole) == 8 and resumed == whole
+
+
+class RawAt(L.LightningModule):
+    """Steps its optimizer past Lightning in some batches, of which callbacks are not told."""
+
+    def __init__(self, *batches):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.layer, self.batches = nn.Linear(3, 2), batches
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=batch_idx not in self.batches)
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(self.layer(batch[0]), batch[1]))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("estimator", ["layers", "steps"])
+def test_what_was_given_up_is_not_measured_again(tmp_path, estimator):
+    whole, resumed = records_of_whole_and_resumed(
+        tmp_path, lambda: RawAt(0), stopped=3, growing={"estimator": estimator}
+    )
+    assert whole == resumed == []
+
+
+def test_a_step_past_lightning_does_not_end_what_has_been_measured(tmp_path):
+    whole, resumed = records_of_whole_and_resumed(
+        tmp_path, lambda: RawAt(4), stopped=4, growing={"estimator": "layers"}
+    )
+    assert len(whole) == 9 and resumed == whole
+
+
+class Unfrozen(Penalised):
+    """Its first layer is frozen when a batch begins, and trained nevertheless."""
+
+    def __init__(self):
+        super().__init__(batch=None)
+        self.network[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.network[0].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.network[0].requires_grad_(False)
+
+
+def test_backward_passes_that_are_missed_again_are_given_up_as_soon(tmp_path):
+    whole, resumed = records_of_whole_and_resumed(
+        tmp_path, Unfrozen, stopped=2, growing={"estimator": "ranks"}, accumulate_grad_batches=2
+    )
+    assert len(whole) > 1 and resumed == whole
+
+
+class Graphs(IterableDataset):
+    """Graphs of some nodes each, joined into one when they are collated."""
+
+    def __iter__(self):
+        return iter(regression(11))
+
+
+class WithPosition(DataLoader):
+    """Keeps its own position, which Lightning saves."""
+
+    done = 0
+
+    def __iter__(self):
+        start, self.done = self.done, 0
+        for number, batch in enumerate(super().__iter__()):
+            self.done = number + 1
+            if number >= start:
+                yield batch
+        self.done = 0
+
+    def state_dict(self):
+        return {"done": self.done - 1}  # of a stream Lightning has fetched one batch ahead
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+def joined(graphs):
+    nodes = torch.stack([inputs for inputs, _ in graphs]).repeat_interleave(5, 0)
+    return nodes, torch.stack([targets for _, targets in graphs]).repeat_interleave(5, 0)
+
+
+def test_the_last_batch_of_a_stream_has_no_more_samples_than_those_before(tmp_path):
+    loader = WithPosition(Graphs(), batch_size=4, collate_fn=joined)
+    whole, resumed = records_of_whole_and_resumed(
+        tmp_path,
+        lambda: Penalised(batch=None),
+        stopped=2,
+        loader=loader,
+        growing={"mode": "accumulate", "theta": float("inf")},
+    )
+    assert whole[-1]["samples"] == 12 and resumed == whole
+
+
+def test_a_checkpoint_from_before_all_this_was_saved_is_gone_on_with(tmp_path):
+    callback = GrowingBatchSize(every_n_steps=1, estimator="layers")
+    trainer = make_trainer(tmp_path, callbacks=[callback, Saves(tmp_path, 4)], max_epochs=1)
+    trainer.fit(Penalised(batch=None), DataLoader(regression(), batch_size=4))
+    checkpoint = torch.load(tmp_path / "4.ckpt", weights_only=True)
+    measurement = checkpoint["callbacks"]["GrowingBatchSize"]["measurement"]
+    for name in ("gave_up", "sees_steps", "expected"):
+        del measurement[name]
+    measurement["state"] = {}
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    again = GrowingBatchSize(every_n_steps=1, estimator="layers")
+    trainer = make_trainer(tmp_path, callbacks=[again], max_epochs=1)
+    trainer.fit(Penalised(batch=None), DataLoader(regression(), batch_size=4), ckpt_path=tmp_path / "old.ckpt")
+    assert again.records == callback.records

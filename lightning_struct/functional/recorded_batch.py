@@ -34,12 +34,15 @@ class BatchRecords:
 
     Args:
         module: returns residuals.
+
+    Attributes:
+        refused: whether batches cannot be recorded.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kept: dict[str, GraphModule] = {}  # the last one
-        self._refused = False
+        self.refused = False
 
     def __getstate__(self) -> dict[str, Any]:  # a copy records anew
         return {**vars(self), "_kept": {}}
@@ -52,7 +55,7 @@ class BatchRecords:
         context: Callable[[], AbstractContextManager[None]],
     ) -> RecordedBatch | None:
         """A whole batch, by a record that gives its blocks at ``params``; None where there is none."""
-        if self._refused:
+        if self.refused:
             return None
         inputs = BatchInputs(args, next(iter(blocks.values())))
         sizes = [(tuple(t.shape), t.dtype, t.device) for t in (*inputs.tensors, *blocks.values())]
@@ -69,13 +72,13 @@ class BatchRecords:
         try:
             with context():
                 graph = _graph_of_batch(self._module, params, buffers, inputs)
-            self._refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
+            self.refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
         except torch.OutOfMemoryError:
             return None
         except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
             _log.info("the operations of a batch cannot be recorded: %s", first_line(error))
-            self._refused = True
-        if self._refused:
+            self.refused = True
+        if self.refused:
             return None
         self._kept = {key: graph}
         return whole

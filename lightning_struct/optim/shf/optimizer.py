@@ -101,7 +101,7 @@ class SHF(torch.optim.Optimizer):
         factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next. 1;
             chosen from their sizes, at most 10.
         max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None: no bound. Chosen: 4,096, or as
-            many as fit into memory.
+            many as fit into memory, and as in a state that is loaded.
         exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.
         held_out: share of each batch, in [0, 1), that is left out of the model and used to measure ρ: its last samples,
             in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and the

@@ -88,19 +88,22 @@ class OutputSteps:
     ) -> None:
         check_settings_of_outputs(given)
         self._module, self.loss = module, loss
-        settings, factors = chosen_settings(given, module, named)
-        self._chosen = self.settings = settings
+        self._given, self._named = given, named
+        self._choose_settings(given)
         self._adapts_tolerance = given.is_left("damping") and given.is_left("progress_tolerance")
+        self._buffers = BufferUpdates(module)
+        self._validation: Batches | None = None
+        self._checked_loss: GaussNewtonLoss | None = None
+        self._checked_reached = False
+
+    def _choose_settings(self, given: Settings) -> None:
+        settings, factors = chosen_settings(given, self._module, self._named)
+        self._chosen = self.settings = settings
         self.kronecker: KroneckerAverages | None = None
         if factors is not None:
             self.kronecker = KroneckerAverages(
                 factors, decay=settings.factor_decay, interval=settings.factor_interval, l2=settings.l2
             )
-        self._buffers = BufferUpdates(module)
-        self._validation: Batches | None = None
-        self._uncovered = False
-        self._checked_loss: GaussNewtonLoss | None = None
-        self._checked_reached = False
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
         """One step of the weights.
@@ -118,6 +121,7 @@ class OutputSteps:
                 f"SHF.step takes targets as one tensor, got {type(targets).__name__}: pass the tensor itself, with row "
                 "i for sample i. A loss of your own may split its columns"
             )
+        self._take_over(now.memory)
         model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
         self._check_loss(model)
         self._check_reached(now, model, inputs, targets)
@@ -157,6 +161,12 @@ class OutputSteps:
             self._validation = None
             raise ValueError("the validation data has no samples: give a validation set, or None to do without")
 
+    def _take_over(self, memory: Mapping[str, Any]) -> None:
+        """Factors as large as those of the state, which may have been loaded: they were chosen by the free memory."""
+        size = memory.get("max_factor_size", self._chosen.max_factor_size)
+        if size != self._chosen.max_factor_size and self._given.is_left("max_factor_size"):
+            self._choose_settings(replace(self._given, max_factor_size=size))
+
     def _model_of(self, now: StepState, inputs: Any, targets: Tensor) -> BatchModel:
         """The damped least-squares model of a batch at the current weights."""
         settings, device = self.settings, now.group["params"][0].device
@@ -175,7 +185,7 @@ class OutputSteps:
                 curvature_share=settings.curvature_share,
                 products=2 * now.group["maxiter"],
                 single_samples=settings.single_samples,
-                layers_show=not self._uncovered,
+                layers_show=not now.memory.get("uncovered", False),
                 buffers=self._buffers,
                 keep_buffers=self._measures(now),  # the last step may be taken back
             )
@@ -185,7 +195,8 @@ class OutputSteps:
                 f"each layer reads. That does not do here: {model.uncovered}.",
                 stacklevel=_CALLER_OF_STEP,
             )
-        self._uncovered = self._uncovered or model.uncovered is not None
+        if model.uncovered is not None:
+            now.memory = now.memory | {"uncovered": True}
         return model
 
     def _check_loss(self, model: BatchModel) -> None:
@@ -367,15 +378,16 @@ class OutputSteps:
                 "change": None if update.solution is None else update.solution.direction * update.step_length,
                 "own_change": update.loss - model.value,
             }
-        if "first_damping" in memory:
-            measured["first_damping"] = memory["first_damping"]
+        decided: dict[str, Any] = {name: memory[name] for name in ("first_damping", "uncovered") if name in memory}
         now.memory = {
             "steps": memory["steps"] + 1,
             "largest_batch": max(model.n, memory["largest_batch"]),
             "direction": None if update.solution is None else update.solution.last,
+            "max_factor_size": settings.max_factor_size,
             "factors": preconditioner.factors,
             "factor_damping": preconditioner.factor_damping,
             **measured,
+            **decided,
         }
 
     def _report(self, now: StepState, model: BatchModel, update: Update) -> StepReport:

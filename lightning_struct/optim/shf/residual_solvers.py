@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +25,37 @@ _PRODUCTS, _FACTORISATIONS = 30.0, 2.0
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
 # A Krylov solver ends where the gradient of the damped problem has fallen to this share.
 _TOLERANCE = 1e-4
+
+
+class Room:
+    """What fits into memory, as it was found at first: what others use changes from step to step, and must decide none.
+
+    What fitted is not asked about again; what did not is not tried again, in a run that is resumed either.
+
+    Attributes:
+        too_many: by name, the rows of J from which on there was no room. It belongs to the state of a run.
+    """
+
+    def __init__(self) -> None:
+        self.too_many: dict[str, int] = {}
+        self._fitted: dict[str, int] = {}
+
+    def has(self, name: str, model: ResidualModel, needed: Mapping[str, tuple[int, str]]) -> bool:
+        """Whether there is room for what is needed, on all processes.
+
+        Args:
+            name: of what needs it.
+            model: the problem, which it is the larger for the more rows it has.
+            needed: as for :func:`~lightning_struct.optim.memory.fits_memory`.
+        """
+        rows, device = model.rows, model.residual.device
+        too_many, fitted = self.too_many.get(name, sys.maxsize), self._fitted.get(name, 0)
+        fits = _everywhere(rows < too_many and (rows <= fitted or fits_memory(needed, device)), device)
+        if fits:
+            self._fitted[name] = max(rows, fitted)
+        else:
+            self.too_many[name] = min(rows, too_many)
+        return fits
 
 
 class ResidualSolver(ABC):
@@ -68,7 +100,6 @@ class ExactSolver(ResidualSolver):
     """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller; by QR and SVD where λ is too small for that.
 
     Raises:
-        MemoryError: J and its factors take more than is free, on any of the processes.
         ValueError: NaN or infinity in J.
     """
 
@@ -76,10 +107,6 @@ class ExactSolver(ResidualSolver):
 
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
-        memory = what, needed, _, remedy = _memory_of_exact(model)
-        if not _fits_everywhere(model, needed):
-            check_memory(*memory)
-            raise MemoryError(f"{what} take more than is free on another process. {remedy}")
         self._jacobian = model.jacobian(model.form_for_gram)
         self.gradient = all_reduce(self._jacobian.transposed_product(model.residual))
         self.variance = model.variance_from_rows(self._jacobian)
@@ -145,16 +172,17 @@ class KrylovSolver(ResidualSolver):
         model: the problem.
         method: ``"lsmr"``, ``"lsqr"``, or ``"cg"``, which in exact arithmetic is LSQR.
         maxiter: bound on the iterations.
+        room: what fits into memory.
 
     Raises:
         FloatingPointError: a product holds NaN or infinity.
     """
 
-    def __init__(self, model: ResidualModel, method: str, maxiter: int) -> None:
+    def __init__(self, model: ResidualModel, method: str, maxiter: int, room: Room) -> None:
         self._model, self.method, self._maxiter = model, "lsmr" if method == "lsmr" else "lsqr", maxiter
         form = model.form_for_products
         self._products: Products | RowProducts
-        fits = _fits_everywhere(model, _memory_of_products(model, form, maxiter))  # asked on all processes
+        fits = room.has("J", model, _memory_of_products(model, form, maxiter))  # asked on all processes
         if form is not None and fits:
             jacobian = model.jacobian(form)
             self._products, self.variance = RowProducts(jacobian), model.variance_from_rows(jacobian)
@@ -237,32 +265,42 @@ def chosen_solver(
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
-def make_solver(model: ResidualModel, name: str | None, maxiter: int) -> ResidualSolver:
+def make_solver(model: ResidualModel, name: str | None, maxiter: int, room: Room) -> ResidualSolver:
     """The solver of a batch.
 
     Args:
         model: the problem.
         name: of the solver; None for one by :func:`chosen_solver`, which is ``"lsmr"`` where memory is short too.
         maxiter: bound on the iterations of all but the exact one.
+        room: what fits into memory.
 
     Raises:
-        MemoryError: ``"exact"`` was asked for, and takes more than is free.
+        MemoryError: ``"exact"`` was asked for, and takes more than is free, on any of the processes.
     """
-    if name is None:
+    if name == "exact":
+        _check_memory_of_exact(model)
+    elif name is None:
         sizes = model.rows, len(model.weights.vector), model.residual.element_size(), maxiter
         name = chosen_solver(*sizes, numbers=0, cost=0.0)  # however J is kept
         if name == "exact" and (form := model.form_for_gram).kept:
             name = chosen_solver(*sizes, numbers=form.numbers, cost=form.cost)
         elif name == "exact":
             name = chosen_solver(*sizes)
-        if name == "exact" and not _fits_everywhere(model, _memory_of_exact(model)[1]):
+        if name == "exact" and not room.has("exact", model, _memory_of_exact(model)[1]):
             name = "lsmr"
-    return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter)
+    return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter, room)
 
 
-def _fits_everywhere(model: ResidualModel, needed: dict[str, tuple[int, str]]) -> bool:
-    device = model.residual.device
-    return all_reduce(torch.tensor([not fits_memory(needed, device)], dtype=torch.int, device=device)).item() == 0
+def _check_memory_of_exact(model: ResidualModel) -> None:
+    memory = what, needed, device, remedy = _memory_of_exact(model)
+    if not _everywhere(fits_memory(needed, device), device):
+        check_memory(*memory)
+        raise MemoryError(f"{what} take more than is free on another process. {remedy}")
+
+
+def _everywhere(holds: bool, device: torch.device) -> bool:
+    """Whether something holds on all processes."""
+    return all_reduce(torch.tensor([not holds], dtype=torch.int, device=device)).item() == 0
 
 
 def _memory_of_products(model: ResidualModel, form: JacobianForm | None, maxiter: int) -> dict[str, tuple[int, str]]:

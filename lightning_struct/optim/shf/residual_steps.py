@@ -24,7 +24,7 @@ from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
-from lightning_struct.optim.shf.residual_solvers import make_solver
+from lightning_struct.optim.shf.residual_solvers import Room, make_solver
 from lightning_struct.optim.shf.samples import arguments
 from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
@@ -119,7 +119,7 @@ class ResidualSteps:
         self._adapts_warm_start = given.is_left("warm_start")
         self.settings = ResidualSettings.of(given.filled(_FILLED))
         self._module, self._checked_reached = module, False
-        self._records, self._buffers = RowRecords(module), BufferUpdates(module)
+        self._records, self._buffers, self._room = RowRecords(module), BufferUpdates(module), Room()
         self._warned: set[str] = set()
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
@@ -136,6 +136,7 @@ class ResidualSteps:
         if inputs is None:
             raise TypeError("SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none")
         group, memory, weights = now.group, now.memory, now.weights
+        self._take_over(memory.get("decisions", {}))
         like = group["params"][0]
         seed = now.seed(f"network on rank {rank()}")
         with seeded(seed, like.device), self._buffers.watched():
@@ -179,6 +180,11 @@ class ResidualSteps:
             "direction": update.direction,
             "blocks": update.model.counts,
             "loss_after": update.loss,
+            "decisions": {
+                "refused_rows": dict(self._records.refused),
+                "refused_batches": self._records.whole_batches.refused,
+                "too_many_rows": dict(self._room.too_many),
+            },
         }
         return update.report(self.settings, now.timed.seconds)
 
@@ -195,6 +201,12 @@ class ResidualSteps:
 
     def set_validation(self, batches: Batches | None, device: torch.device) -> None:
         """Nothing: no solver of residuals needs a merit."""
+
+    def _take_over(self, decisions: Mapping[str, Any]) -> None:
+        """What the steps before found to be impossible, of a state that may have been loaded since."""
+        self._records.refused = dict(decisions.get("refused_rows", {}))
+        self._records.whole_batches.refused = decisions.get("refused_batches", False)
+        self._room.too_many = dict(decisions.get("too_many_rows", {}))
 
     def _update(
         self,
@@ -229,7 +241,7 @@ class ResidualSteps:
         """The same, given the problem of the batch."""
         settings = self.settings
         with timed("linearize"):
-            solver = make_solver(model, settings.solver, settings.maxiter)
+            solver = make_solver(model, settings.solver, settings.maxiter, self._room)
         if solver.method == "exact":
             self._warn_of_slow_rows()
         squared = inner(solver.gradient, solver.gradient).item()

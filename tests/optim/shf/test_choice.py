@@ -149,6 +149,18 @@ def test_factors_that_find_no_room_are_made_smaller(monkeypatch: pytest.MonkeyPa
     take(optimizer, (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4)))
 
 
+def test_a_resumed_run_keeps_the_size_of_the_factors_that_found_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, data = nn.Linear(40, 4), (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4))
+    with monkeypatch.context() as short:
+        short.setattr(memory, "available_memory", lambda _: 4_000)
+        optimizer = SHF(module, "mse")
+    take(optimizer, data)
+    resumed = SHF(copy.deepcopy(module), "mse")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert without_seconds(take(resumed, data)) == without_seconds(take(optimizer, data))
+
+
 @pytest.mark.parametrize("settings", [{}, {"damping": 1.0, "preconditioner": "kronecker"}], ids=["chosen", "given"])
 def test_the_blocks_of_the_factors_are_found_once(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = 0
@@ -344,6 +356,26 @@ def test_a_run_by_two_arguments_resumes_bit_for_bit(tmp_path: Path, done: int) -
     assert train(other, done, done + 4) == expected
     assert torch.equal(weights(resumed), weights(module))
     assert other.settings == optimizer.settings
+
+
+class SometimesBorrowing(Borrowing):
+    """Uses a weight outside of the layer that owns it where the first input is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x[0, 0] > 0 else self.layer(x).tanh()
+
+
+def test_a_resumed_run_takes_the_variance_as_the_uninterrupted_one_does() -> None:
+    torch.manual_seed(0)
+    module, (inputs, _) = SometimesBorrowing().double(), batch(11)
+    targets = torch.zeros(11, 4, dtype=torch.float64)
+    optimizer = SHF(module, "mse")
+    take(optimizer, (inputs.abs(), targets))
+    other = copy.deepcopy(module)
+    resumed = SHF(other, "mse")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = take(optimizer, (-inputs.abs(), targets)).gradient_variance
+    assert take(resumed, (-inputs.abs(), targets)).gradient_variance == expected
 
 
 # Boundaries

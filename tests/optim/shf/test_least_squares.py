@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, vmap
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_struct.data import Poisson
@@ -22,7 +23,7 @@ from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
 from lightning_struct.optim.shf.residual_model import ResidualModel, RowProducts
-from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver
+from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver, Room
 from tests.cases import flat, gaussian, trainable
 
 
@@ -302,6 +303,75 @@ def test_a_run_that_is_resumed_repeats_itself_bit_for_bit() -> None:
         assert torch.equal(weights(module), weights(other))
 
 
+class Counted(Equation):
+    """It counts its calls, and may refuse to be recorded as a whole."""
+
+    calls, is_recordable = 0, True
+
+    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.calls += 1
+        if not self.is_recordable and get_proxy_mode() is not None and 1 not in map(len, points.values()):
+            raise AssertionError
+        return super().forward(points)
+
+
+class SometimesCoupled(Equation):
+    """Its residuals depend on all points together where these are few."""
+
+    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = points["interior"]
+        residuals = self.equation(x)
+        if 1 < len(x) < 10:
+            residuals = residuals - 0.5 * residuals.mean()
+        return {"interior": residuals}
+
+
+def resumed_from(module: nn.Module, optimizer: SHF) -> tuple[nn.Module, SHF]:
+    other = type(module)()
+    other.load_state_dict(module.state_dict())
+    resumed = SHF(other, "least_squares")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other, resumed
+
+
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+def test_rows_that_were_not_told_apart_are_not_told_apart_in_a_resumed_run() -> None:
+    optimizer = SHF(module := SometimesCoupled(), "least_squares")
+    optimizer.step(inputs={"interior": points()["interior"][:5]})
+    with pytest.warns(UserWarning, match="the rows of J for the residuals 'interior'"):
+        resumed_from(module, optimizer)[1].step(inputs=points())
+
+
+def test_batches_that_were_not_recorded_are_not_recorded_in_a_resumed_run() -> None:
+    module, calls = Counted(), []
+    optimizer = SHF(module, "least_squares")
+    module.is_recordable = False
+    for _ in range(2):
+        optimizer.step(inputs=points())
+    other, resumed = resumed_from(module, optimizer)
+    for shf, of_calls in ((optimizer, module), (resumed, other)):
+        shf.step(inputs=points())  # in which a single row is recorded anew
+        of_calls.is_recordable, of_calls.calls = True, 0
+        shf.step(inputs=points())
+        calls.append(of_calls.calls)
+    assert calls[1] == calls[0]
+
+
+def test_a_resumed_run_keeps_the_solver_that_short_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SHF(module := Equation(), "least_squares")
+    with monkeypatch.context() as short:
+        short.setattr("lightning_struct.optim.memory.available_memory", lambda _: 1000)
+        optimizer.step(inputs=points())
+    assert resumed_from(module, optimizer)[1].step(inputs=points()).stop_reason != "exact"
+
+
+def test_memory_that_others_take_later_changes_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SHF(Equation(), "least_squares")
+    optimizer.step(inputs=points())
+    monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: 1000)
+    assert optimizer.step(inputs=points()).stop_reason == "exact"
+
+
 def test_what_a_module_holds_may_change_from_step_to_step() -> None:
     """The record of a single row is made anew where its values are no longer those of the module."""
     module = Fit()
@@ -350,16 +420,6 @@ def test_rows_are_told_apart_where_a_run_begins_near_the_solution() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SHF(NearItsSolution(), "least_squares").step(inputs=points())
-
-
-class Counted(Equation):
-    """It counts its calls."""
-
-    calls = 0
-
-    def forward(self, points: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.calls += 1
-        return super().forward(points)
 
 
 def test_the_module_is_called_once_in_a_step_on_as_many_points_as_in_the_steps_before() -> None:
@@ -768,7 +828,7 @@ def test_matrices_that_do_not_fit_are_an_error_with_the_alternative(monkeypatch:
 
 
 def test_matrices_that_do_not_fit_on_another_process_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_struct.optim.shf.residual_solvers._fits_everywhere", lambda *_: False)
+    monkeypatch.setattr("lightning_struct.optim.shf.residual_solvers._everywhere", lambda *_: False)
     with pytest.raises(MemoryError, match=r"for 32 residuals .* than is free on another process.*solver='lsmr'"):
         SHF(Equation(), "least_squares", solver="exact").step(inputs=points())
 
@@ -788,7 +848,7 @@ def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
     assert model.form_for_products is not None
     free = (2 * model.form_for_products.numbers + 10 * (len(model.residual) + 17)) * 8
     monkeypatch.setattr("lightning_struct.optim.memory.available_memory", lambda _: free)
-    assert isinstance(KrylovSolver(model, "lsmr", maxiter)._products, RowProducts) == is_formed
+    assert isinstance(KrylovSolver(model, "lsmr", maxiter, Room())._products, RowProducts) == is_formed
 
 
 def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:

@@ -65,7 +65,7 @@ def gain(mean: Tensor, applied: Tensor, weight: float, forgetting: float) -> Ten
         >>> gain(mean, applied, weight=0.1, forgetting=1.0)  # 1 + 0.1 · 5
         tensor([1.5000])
     """
-    return forgetting + weight * torch.linalg.vecdot(mean, applied).clamp(min=0)
+    return torch.linalg.vecdot(mean, applied).clamp_(min=0).mul_(weight).add_(forgetting)
 
 
 @dataclass(frozen=True)
@@ -299,11 +299,11 @@ _gain = gain  # where an argument has that name
 
 def _bounded(factor: Tensor, mean: Tensor, applied: Tensor) -> Tensor:
     """The factor of uuᵀ, such that P stays above rounding along x̄: large inputs would make it indefinite else."""
-    energy = torch.linalg.vecdot(mean, applied)  # x̄ᵀP x̄, of which the update leaves the part 1 - factor · x̄ᵀP x̄
     finfo = torch.finfo(mean.dtype)
-    least = SMALLEST_ALONG_MEAN * finfo.eps * torch.linalg.vecdot(mean, mean)
-    most = (1 - least / energy.clamp(min=finfo.tiny)) / energy.clamp(min=finfo.tiny)
-    return torch.minimum(factor, most).clamp(min=0)
+    # x̄ᵀP x̄, of which the update leaves the part 1 - factor · x̄ᵀP x̄
+    energy = torch.linalg.vecdot(mean, applied).clamp_(min=finfo.tiny)
+    left = torch.sub(energy, torch.linalg.vecdot(mean, mean), alpha=SMALLEST_ALONG_MEAN * finfo.eps)
+    return torch.minimum(factor, left.div_(energy).div_(energy)).clamp_(min=0)
 
 
 def _identity(groups: int, size: int, like: Tensor) -> Tensor:

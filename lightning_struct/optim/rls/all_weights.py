@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
+from lightning_struct.optim.rls.norms import StepNorms
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 # The states of weights by their names, of those that have one.
@@ -62,35 +61,25 @@ def _takes_part(weight: TrainedWeight, states: States) -> bool:
     )
 
 
-def clip_coefficient(
-    module: nn.Module,
-    gradients: Sequence[Tensor],
-    means: Mapping[TrainedWeight, Tensor],
-    max_norm: float | None,
-    states: States,
-) -> Tensor | float:
-    """The factor of the gradients, after a look at whether all is finite: the step's only wait for the device.
+def check_finite(module: nn.Module, norms: StepNorms, means: Mapping[TrainedWeight, Tensor], states: States) -> None:
+    """Raise where anything that the step reads is not finite.
 
     Args:
         module: all of it.
-        gradients: of all parameters that are trained, by whomever.
+        norms: of the step.
         means: of :func:`mean_inputs`.
-        max_norm: of all gradients together.
         states: of the weights.
 
     Raises:
         NotFinite: NaN or infinity in gradients or x̄; named are the step and where it is.
     """
-    if not gradients:
-        return 1.0
-    norm = get_total_norm(gradients)
-    if not torch.isfinite(norm + get_total_norm(list(means.values())).to(norm)):
-        wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
-        raise NotFinite(
-            f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look "
-            "at the loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
-        )
-    return 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if norms.is_finite():
+        return
+    wrong = ", ".join(_not_finite(module, means)) or "the norm of the gradients"
+    raise NotFinite(
+        f"RLS step {_coming_step(means, states)}: NaN or infinity in {wrong}; no weight and no P was changed. Look "
+        "at the loss and the data of this batch; lower lr, and where max_gain is None set max_grad_norm"
+    )
 
 
 def _not_finite(module: nn.Module, means: Mapping[TrainedWeight, Tensor]) -> list[str]:

@@ -169,6 +169,6 @@ class GainLimit:
         time and one weight: h > λ_max for k = 1, and the step stays that of least squares.) Where η > 1 it is bounded
         likewise; where η < 1 the step is that part of the one with η = 1. ``lr`` multiplies what comes out.
         """
-        allowed = (h / self.weights).clamp(min=self.bound)
-        gain = (self.largest * max(scale, 1.0)).clamp(min=torch.finfo(h.dtype).tiny)
-        return (allowed / gain).clamp(max=1)
+        allowed = (h / self.weights).clamp_(min=self.bound)
+        gain = (self.largest * max(scale, 1.0)).clamp_(min=torch.finfo(h.dtype).tiny)
+        return allowed.div_(gain).clamp_(max=1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers import excluded_modules
@@ -16,7 +16,7 @@ from lightning_struct.optim.messages import tell
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
 from lightning_struct.optim.rls.all_weights import (
-    clip_coefficient,
+    check_finite,
     forget_statistics,
     gain_limits,
     mark_as_stepped,
@@ -25,6 +25,7 @@ from lightning_struct.optim.rls.all_weights import (
 from lightning_struct.optim.rls.forms import InverseForm, InverseSettings
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
 from lightning_struct.optim.rls.memory import check_inverses_fit, memory_in_words, summary_table
+from lightning_struct.optim.rls.norms import step_norms
 from lightning_struct.optim.rls.recorder import InputRecorder, without_autocast
 from lightning_struct.optim.rls.selection import (
     WeightTable,
@@ -289,19 +290,20 @@ class RLS(torch.optim.Optimizer):
                 result = closure()
         try:
             with without_autocast(self._weights[0].parameter.device.type):
-                coefficient = self._step_weights()
+                clip = self._step_weights()
         except ValueError:
             forget_statistics(self._weights)
             raise
         auxiliary = self._membership.auxiliary
         if auxiliary is not None:
             if self.max_grad_norm is not None:
-                for gradient in _gradients(auxiliary.param_groups):
-                    gradient.mul_(coefficient)
+                for parameter in _parameters(auxiliary.param_groups):
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(clip)
             auxiliary.step()
         return result
 
-    def _step_weights(self) -> Tensor | float:
+    def _step_weights(self) -> float:
         """Step what RLS trains; returned is the coefficient of clipping."""
         self._membership.take_in_rest(self.param_groups)
         group_of = self._membership.share(self.param_groups)
@@ -311,18 +313,21 @@ class RLS(torch.optim.Optimizer):
         means = mean_inputs(group_of, states)
         if not means:
             self._membership.check_parameters()
-        coefficient = clip_coefficient(self.module, _gradients(self.param_groups), means, self.max_grad_norm, states)
+        norms = step_norms(_parameters(self.param_groups), means)
+        check_finite(self.module, norms, means, states)
+        clip = 1.0 if self.max_grad_norm is None else min(self.max_grad_norm / (norms.total + 1e-6), 1.0)
         limits_steps = self.max_gain is not None
         limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
         together, bounded = limits_steps and len(means) > 1, limits_steps and not self._is_linear_model(means)
         for weight, mean in means.items():
             state, group, limit = self._state_of(weight), group_of[weight], limits.get(weight)
-            weight.step_(state, mean, group, clip=coefficient, limit=limit, together=together, bounded=bounded)
+            of_weight = norms.of(weight) if bounded else None
+            weight.step_(state, mean, group, clip=clip, limit=limit, together=together, norms=of_weight)
         mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
         forget_statistics(self._weights)
         for weight in self._weights:
             weight.statistics.arrived.clear()
-        return coefficient
+        return clip
 
     def _is_linear_model(self, weights: Collection[TrainedWeight]) -> bool:
         """Whether the module is one layer that has read one row of each sample: its steps are those of regression."""
@@ -411,5 +416,5 @@ class RLS(torch.optim.Optimizer):
         self._membership.share(self.param_groups)
 
 
-def _gradients(groups: list[dict[str, Any]]) -> list[Tensor]:
-    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+def _parameters(groups: list[dict[str, Any]]) -> Iterator[nn.Parameter]:
+    return (parameter for group in groups for parameter in group["params"])

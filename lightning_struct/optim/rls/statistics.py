@@ -25,7 +25,7 @@ class Bias(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """The bias's part of a tensor of the parameter's shape, a view."""
-        return tensor[self.rows]
+        return tensor if self.rows == slice(None) else tensor[self.rows]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.recursive_least_squares import (
@@ -21,7 +20,7 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
-from lightning_struct.functional.torch_internals import current_backward
+from lightning_struct.functional.torch_internals import current_backward, norms_of_each
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.gain_limit import (
@@ -34,6 +33,18 @@ from lightning_struct.optim.rls.gain_limit import (
     sample_rows,
 )
 from lightning_struct.optim.rls.statistics import MOST_SAMPLED, Arrival, Bias, Statistics
+
+
+class WeightNorms(NamedTuple):
+    """Norms of a weight and its biases together, before a step.
+
+    Attributes:
+        theta: of their values.
+        gradient: of their gradients; biases that are part of a parameter count as the whole of it.
+    """
+
+    theta: float
+    gradient: float
 
 
 class TrainedWeight:
@@ -225,10 +236,10 @@ class TrainedWeight:
         mean: Tensor,
         group: Mapping[str, float],
         *,
-        clip: float | Tensor,
+        clip: float,
         limit: GainLimit | None = None,
         together: bool = False,
-        bounded: bool = False,
+        norms: WeightNorms | None = None,
     ) -> None:
         """θ ← (1 - lr·δ) θ + ω with ω ← αω - lr (η/h) P ∇, then P ← its update, then θ ← θ - γ P sgn(θ).
 
@@ -240,7 +251,7 @@ class TrainedWeight:
             clip: the coefficient of clipping.
             limit: of the gain; None where it is small for sure.
             together: other weights step, too.
-            bounded: whether the change is bounded; see :mod:`.gain_limit`.
+            norms: where the change is bounded, see :mod:`.gain_limit`.
         """
         inverse, weight = self.inverse(state), group["ratio"] * self.statistics.steps
         if self.settings.by_rows:
@@ -251,10 +262,11 @@ class TrainedWeight:
             h = gain(mean, applied, weight, self.settings.forgetting)
         rate = self._rate(h, group, clip, limit, together)
         theta = self._theta()
-        if decay := group["lr"] * group["weight_decay"]:
+        kept = 1 - float(group["lr"]) * group["weight_decay"]
+        if kept != 1:
             for part in theta:
-                part.mul_(1 - decay)
-        most = self._largest_step(theta, group) if bounded else None
+                part.mul_(kept)
+        most = None if norms is None else self._largest_step(group, norms.theta * kept, norms.gradient, inverse, rate)
         self._move_(theta, state, group["momentum"], inverse, -rate, most)
         if not self.settings.by_rows and state["steps"] % self.settings.interval == 0:
             self._update_inverse_(state, inverse, mean, applied, h, weight)
@@ -266,28 +278,53 @@ class TrainedWeight:
         self._write(*theta)
 
     def _rate(
-        self, h: Tensor, group: Mapping[str, float], clip: float | Tensor, limit: GainLimit | None, together: bool
+        self, h: Tensor, group: Mapping[str, float], clip: float, limit: GainLimit | None, together: bool
     ) -> Tensor:
         """The factor of ∇ P, (groups,): lr η/h, clipped and within the limit of the gain."""
         scale = group["gradient_scale"]
         if self.settings.by_rows:
             scale = scale * self.statistics.samples_seen  # the loss is averaged over them
-        rate = scale / h
-        if limit is not None:
-            rate = rate * limit.coefficient(h, scale)
-        return rate * group["lr"] * clip * (TOGETHER if together else 1.0)
+        rate = scale * float(group["lr"]) * clip * (TOGETHER if together else 1.0) / h
+        return rate if limit is None else rate.mul_(limit.coefficient(h, scale))
+
+    def theta_parts(self) -> list[Tensor]:
+        """What θ consists of: the weight, and of parameters of biases the parts that are added to its products."""
+        return [self.parameter.detach(), *(bias.of(bias.parameter.detach()) for bias in self.biases)]
 
     def _theta(self) -> list[Tensor]:
-        """θ: (groups, outputs, n), the weight itself where its dtype and strides allow it, and (groups, outputs, m)."""
-        features = self._features(self.parameter.detach()).to(self.dtype)
-        if self.parameter.grad is None:
-            features = features.clone()  # it is frozen: only the biases are written
-        return [features, self._constants([bias.parameter for bias in self.biases])]
+        """θ: (groups, outputs, n) and (groups, outputs, m), the parameters themselves where :meth:`_write` finds it.
 
-    def _largest_step(self, theta: Sequence[Tensor], group: Mapping[str, float]) -> Tensor:
-        """Bound on the norm of a step; lr multiplies what the bounds leave."""
-        norm = get_total_norm(theta).clamp(min=self.first_norm)
-        return (1 - group["momentum"]) * group["lr"] * LARGEST_CHANGE * norm
+        That is where dtype and strides allow it, of the biases where there is one. What is frozen is copied.
+        """
+        features = self._features(self.parameter.detach()).to(self.dtype)
+        constants = self._constants([bias.parameter.detach() for bias in self.biases])
+        if self.parameter.grad is None:
+            features = features.clone()
+        if any(bias.parameter.grad is None for bias in self.biases):
+            constants = constants.clone()
+        return [features, constants]
+
+    def _largest_step(
+        self,
+        group: Mapping[str, float],
+        theta: float,
+        gradient: float,
+        inverse: InverseAutocorrelation,
+        rate: Tensor,
+    ) -> float | None:
+        """Bound on the norm of a step, which lr multiplies; None where the norms show that the step keeps it.
+
+        They do where P <= I, as it is where nothing is forgotten. On other devices a look at the rate would be a wait.
+
+        Args:
+            group: options.
+            theta, gradient: norms of θ and ∇.
+            inverse: P.
+            rate: factor of ∇ P, (groups,).
+        """
+        most = (1 - group["momentum"]) * float(group["lr"]) * LARGEST_CHANGE * max(theta, self.first_norm)
+        may_look = rate.device.type == "cpu" and inverse.forgetting == 1
+        return None if may_look and max(rate.tolist()) * gradient <= most else most
 
     def _move_(
         self,
@@ -296,7 +333,7 @@ class TrainedWeight:
         momentum: float,
         inverse: InverseAutocorrelation,
         factor: Tensor,
-        most: Tensor | None,
+        most: float | None,
     ) -> None:
         """Θ ← Θ + Ω with Ω ← αΩ + ``factor`` ∇ P, of which the second part has the norm ``most`` at most."""
         if not momentum:  # equations (62), (63) and (97)
@@ -350,25 +387,18 @@ class TrainedWeight:
         beta: float,
         inverse: InverseAutocorrelation,
         factor: Tensor,
-        most: Tensor | None,
+        most: float | None,
     ) -> None:
         """:meth:`_add_step_`, with ``factor`` ∇ P scaled to the norm ``most`` if its own is larger."""
-        if most is None or self._is_small_for_sure(inverse, factor, most):
+        if most is None:
             self._add_step_(targets, beta, inverse, factor)
             return
         step = [torch.zeros_like(target) for target in targets]
         self._add_step_(step, 1.0, inverse, factor)
-        norm = get_total_norm(step)
+        norm = torch.linalg.vector_norm(torch.stack(norms_of_each(step)))
         share = (most / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
         for target, part in zip(targets, step, strict=True):
-            target.mul_(beta).addcmul_(part, share)
-
-    def _is_small_for_sure(self, inverse: InverseAutocorrelation, factor: Tensor, most: Tensor) -> bool:
-        """Whether the norm of ∇ alone says so: P <= I where it does not forget. A look waits for the device."""
-        if most.device.type != "cpu" or inverse.forgetting < 1:
-            return False
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return bool(factor.abs().max() * get_total_norm(gradients) <= most)
+            (target if beta == 1 else target.mul_(beta)).addcmul_(part, share)
 
     @property
     def first_norm(self) -> float:
@@ -384,9 +414,8 @@ class TrainedWeight:
             weight, biases = self.parameter.grad, [bias.parameter.grad for bias in self.biases]
             features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
             constants = self._constants(biases)
-            if beta != 1:
-                for target in targets:
-                    target.mul_(beta)
+            for target in targets if beta != 1 else ():
+                target.mul_(beta)
             if isinstance(inverse, LowRankInverse):
                 inverse.add_product_(targets, features, constants, factor)
                 return
@@ -423,18 +452,18 @@ class TrainedWeight:
         return tensor.reshape(self.groups, self.outputs, self.features)
 
     def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a copy."""
+        """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a view of one where it may be."""
+        shape = self.groups, self.outputs
         columns = [
-            self.parameter.new_zeros(self.groups, self.outputs)
-            if tensor is None
-            else bias.of(tensor.detach()).reshape(self.groups, self.outputs)
+            self.parameter.new_zeros(shape) if tensor is None else bias.of(tensor).reshape(shape)
             for bias, tensor in zip(self.biases, tensors, strict=True)
         ]
         if not columns:
-            return self.parameter.new_zeros(self.groups, self.outputs, 0, dtype=self.dtype)
-        return torch.stack(columns, 2).to(self.dtype)
+            return self.parameter.new_zeros(*shape, 0, dtype=self.dtype)
+        return (columns[0][:, :, None] if len(columns) == 1 else torch.stack(columns, 2)).to(self.dtype)
 
     def _write(self, features: Tensor, constants: Tensor) -> None:
+        """Copy θ to the parameters that have a gradient, unless it is these themselves."""
         weight = self.parameter.detach()
         if self.parameter.grad is not None and features.data_ptr() != weight.data_ptr():
             if self.transposed:  # the inverse of _features
@@ -442,6 +471,6 @@ class TrainedWeight:
                 features = features.unflatten(2, (inputs, *weight.shape[2:])).transpose(1, 2).flatten(0, 1)
             weight.copy_(features.view(weight.shape))
         for bias, values in zip(self.biases, constants.unbind(2), strict=True):
-            if bias.parameter.grad is not None:
-                part = bias.of(bias.parameter.detach())
+            part = bias.of(bias.parameter.detach())
+            if bias.parameter.grad is not None and values.data_ptr() != part.data_ptr():
                 part.copy_(values.reshape(part.shape))

@@ -33,6 +33,9 @@ VALIDATION_LOSS = "val_loss"
 MOST_RECORDS = 4096
 COLUMNS = ("seconds", "step", *RECORDED_IN_TRAINING, VALIDATION_LOSS)
 
+# Labelled ticks of the axis of the losses.
+_FEWEST_TICKS, _MOST_TICKS = 2, 12
+
 # What Lightning adds to the name of a metric where there are several loaders, before the number of the loader.
 _OF_LOADER = "/dataloader_idx_"
 
@@ -107,7 +110,7 @@ class TrainingCurves(Callback):
             MisconfigurationException: if nothing has been recorded, or matplotlib is missing.
         """
         require("matplotlib", "TrainingCurves.plot")
-        from matplotlib.ticker import LogLocator, StrMethodFormatter
+        from matplotlib.ticker import AutoLocator, LogLocator, StrMethodFormatter
 
         if not self.records:
             raise MisconfigurationException(
@@ -128,8 +131,12 @@ class TrainingCurves(Callback):
         values = [record[name] for record in self.records for name in names if name in record]
         if any(value > 0 for value in values) and not any(value < 0 for value in values):
             losses.set_yscale("log", nonpositive="mask")
-            # 1, 2 and 5 of each decade, or round numbers where there are too few of these; never 8.1 x 10^1
-            losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            # 1, 2 and 5 of each decade, 1 where there are too many, round numbers where too few; never 8.1 x 10^1
+            low, high = losses.get_ylim()
+            for locator in (LogLocator(subs=(1, 2, 5)), LogLocator(), AutoLocator()):
+                losses.yaxis.set_major_locator(locator)
+                if _FEWEST_TICKS <= sum(low <= tick <= high for tick in losses.get_yticks()) <= _MOST_TICKS:
+                    break
             losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             losses.yaxis.set_minor_formatter("")
         for panel in others:

@@ -65,9 +65,9 @@ class SHF(torch.optim.Optimizer):
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
             ``"fisher"`` (Martens 2010); ``"kronecker"``, the layers' Kronecker factors, averaged over steps and damped
             by μ² = λ² + l2 (not in the paper; :meth:`summary` says what each parameter has); None; or an object with
-            ``solve`` and ``solve_transpose`` on dicts of tensors by parameter name, and optionally
-            ``update(linearization, loss, targets, damping)``, called in each step. The paper's ``"diagonal"``; chosen
-            ``"kronecker"``.
+            ``solve`` and ``solve_transpose`` on dicts of tensors by parameter name, and optionally ``solve_normal``,
+            both at once for CG, and ``update(linearization, loss, targets, damping)``, called in each step. The paper's
+            ``"diagonal"``; chosen ``"kronecker"``.
         damping_center: ``"start"``: λ²‖d - d0‖² (Algorithm 6); ``"origin"``: λ²‖d‖² (equation (18)).
         damping_space: ``"y"``: the damping is on the preconditioned direction (Algorithm 6); ``"x"``: on the direction
             itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there,

@@ -74,6 +74,11 @@ class _OnFlatVectors:
     def solve_transpose(self, x: Tensor) -> Tensor:
         return self._weights.flat(self._preconditioner.solve_transpose(self._weights.unflat(x)))
 
+    def solve_normal(self, x: Tensor) -> Tensor:
+        if not hasattr(self._preconditioner, "solve_normal"):
+            return self.solve(self.solve_transpose(x))
+        return self._weights.flat(self._preconditioner.solve_normal(self._weights.unflat(x)))
+
 
 class KroneckerAverages:
     """Running averages of the Kronecker factors over the steps, and the preconditioner that they give.

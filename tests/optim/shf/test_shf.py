@@ -756,6 +756,24 @@ def test_a_preconditioner_object_is_updated_in_each_step_with_what_it_needs() ->
     torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=1e-12)
 
 
+def test_a_preconditioner_object_is_asked_for_both_solves_at_once_by_cg() -> None:
+    class Normal:
+        calls = 0
+
+        def solve(self, y: dict[str, Tensor]) -> dict[str, Tensor]:
+            raise AssertionError
+
+        solve_transpose = solve
+
+        def solve_normal(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+            self.calls += 1
+            return x
+
+    normal = Normal()
+    take(SHF(network(), "mse", damping=1.0, solver="cg", preconditioner=normal), batch())
+    assert normal.calls > 0
+
+
 def test_a_preconditioner_object_works_with_damping_around_the_origin() -> None:
     """On the second step the start is not zero, and the damping must not need C itself."""
 

@@ -17,6 +17,8 @@ _BLOCKS = 8  # of rows of a Gram matrix
 # Rows of J Jᵀ that are computed at once from outer products, so that what is multiplied elementwise stays in the
 # caches.
 _ROWS_AT_ONCE = 128
+# Numbers of the gradients of samples that are computed at once.
+_NUMBERS_AT_ONCE = 2**20
 # Multiplications that an entry of J Jᵀ costs for each pair of outer products, beside those of their vectors.
 _PAIR = 8
 
@@ -117,10 +119,12 @@ class DenseJacobian(Jacobian):
         if len(matrix) == samples:
             norms = torch.linalg.vector_norm(matrix, dim=1) * u
             return inner(norms, norms)
-        size, total = len(matrix) // samples, u.new_zeros((), dtype=torch.float64)
-        for rows_of_sample, u_of_sample in zip(matrix.split(size), u.split(size), strict=True):
-            gradient = rows_of_sample.mT @ u_of_sample
-            total += inner(gradient, gradient)
+        size, columns = len(matrix) // samples, matrix.shape[1]
+        at_once, total = max(1, _NUMBERS_AT_ONCE // max(columns, 1)), u.new_zeros((), dtype=torch.float64)
+        by_sample = matrix.reshape(samples, size, columns).split(at_once)
+        for matrices, weights in zip(by_sample, u.reshape(samples, 1, size).split(at_once), strict=True):
+            gradients = weights @ matrices
+            total += inner(gradients, gradients)
         return total
 
     def squared_norm(self) -> Tensor:

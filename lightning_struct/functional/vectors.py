@@ -85,12 +85,16 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
     throughout for the recurrences of a solver, and a hundred times quicker on a CPU than a reduction with
     ``dtype=torch.float64``. Under autocast too.
     """
+    if torch.is_autocast_enabled(left.device.type):
+        with torch.autocast(left.device.type, enabled=False):
+            return inner(left, right)
     left, right = left.reshape(-1), right.reshape(-1)
-    whole = left.numel() // _BLOCK * _BLOCK
-    with torch.autocast(left.device.type, enabled=False):
-        blocks = torch.linalg.vecdot(left[:whole].view(-1, _BLOCK), right[:whole].view(-1, _BLOCK))
-        rest = torch.dot(left[whole:], right[whole:])
-    return blocks.sum(dtype=torch.float64) + rest.to(torch.float64)
+    count = left.numel()
+    whole = count // _BLOCK * _BLOCK
+    if whole == 0:
+        return torch.dot(left, right).to(torch.float64)
+    blocks = torch.linalg.vecdot(left[:whole].view(-1, _BLOCK), right[:whole].view(-1, _BLOCK)).sum(dtype=torch.float64)
+    return blocks if whole == count else blocks + torch.dot(left[whole:], right[whole:])
 
 
 _BLOCK = 1024

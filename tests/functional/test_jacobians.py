@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_struct.data import Heat, Poisson
-from lightning_struct.functional.jacobians import FactoredJacobian, Jacobian, jacobian_form
+from lightning_struct.functional.jacobians import DenseJacobian, FactoredJacobian, Jacobian, jacobian_form
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
 from tests.cases import gaussian, trainable
@@ -157,6 +157,13 @@ def test_gradients_of_samples_with_several_rows() -> None:
     u = gaussian(14, seed=2)
     gradients = torch.einsum("nk,nkp->np", u.view(7, 2), dense[:14].view(7, 2, -1))
     torch.testing.assert_close(jacobian.squared_norms(u, 7, slice(0, 14)), gradients.square().sum())
+
+
+def test_gradients_of_samples_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_struct.functional.jacobians._NUMBERS_AT_ONCE", 11)
+    dense, u = gaussian(21, 5, seed=0), gaussian(21, seed=1)
+    gradients = torch.einsum("nk,nkp->np", u.view(7, 3), dense.view(7, 3, -1))
+    torch.testing.assert_close(DenseJacobian(dense).squared_norms(u, 7, slice(0, 21)), gradients.square().sum())
 
 
 def test_rows_are_scaled_in_place() -> None:

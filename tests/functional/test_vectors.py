@@ -27,6 +27,13 @@ def test_inner_product_of_many_float32_numbers_is_better_than_a_float32_sum() ->
     assert product.item() == pytest.approx(exact, rel=5e-9)
 
 
+def test_inner_product_has_the_precision_of_its_tensors_under_autocast() -> None:
+    left, right = gaussian(2500, seed=0).float(), gaussian(2500, seed=1).float()
+    expected = inner(left, right)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert inner(left, right) == expected
+
+
 def test_norm_is_that_of_all_parts() -> None:
     parts = [gaussian(1500, seed=0), gaussian(2, 3, seed=1)]
     assert norm(parts) == pytest.approx(torch.cat([p.reshape(-1) for p in parts]).norm().item(), rel=1e-14)

@@ -344,7 +344,6 @@ class _State:
     residual_norm: float
     normal_residual_norm: float
     operator_norm: float
-    z_norm: float
 
 
 def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
@@ -399,7 +398,7 @@ def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _State(residual_norm, abs(zeta_bar), operator_norm, norm(z))
+        yield _State(residual_norm, abs(zeta_bar), operator_norm)
 
 
 def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
@@ -428,7 +427,7 @@ def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _State(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm, norm(z))
+        yield _State(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm)
 
 
 def _iterate(
@@ -449,7 +448,7 @@ def _iterate(
     if process.alpha * process.beta == 0.0:
         return LeastSquaresResult(problem.x_of(z), 0, right_hand_side_norm, 0.0, "zero_gradient")
 
-    state = _State(right_hand_side_norm, process.alpha * process.beta, process.alpha, 0.0)
+    state = _State(right_hand_side_norm, process.alpha * process.beta, process.alpha)
     iteration, reason = 0, "maxiter"
     if maxiter > 0:
         for iteration, state in enumerate(steps(process, problem.damp, z), start=1):
@@ -457,7 +456,7 @@ def _iterate(
             # ‖Āᵀr̄‖ <= atol ‖Ā‖ ‖r̄‖ (section 5, equation (19))
             if state.normal_residual_norm <= max(atol, _EPS) * small:
                 reason = "normal_residual"
-            elif state.residual_norm <= btol * right_hand_side_norm + atol * state.operator_norm * state.z_norm:
+            elif _is_small(state, btol * right_hand_side_norm, atol * state.operator_norm, problem.damp, z):
                 reason = "residual"
             # The callback sees the last iterate too, whatever ends the solve.
             if callback is not None and callback(iteration, lambda: problem.x_of(z)) and reason == "maxiter":
@@ -465,6 +464,16 @@ def _iterate(
             if reason != "maxiter" or iteration >= maxiter:
                 break
     return LeastSquaresResult(problem.x_of(z), iteration, state.residual_norm, state.normal_residual_norm, reason)
+
+
+def _is_small(state: _State, absolute: float, relative: float, damp: float, z: list[Tensor]) -> bool:
+    """Whether ‖r̄‖ <= ``absolute`` + ``relative`` ‖z‖.
+
+    ‖r̄‖ >= damp ‖z‖, up to a factor of 2 for the estimate of ‖r̄‖, so that ‖z‖, for which the host waits for the device,
+    is seldom needed.
+    """
+    missing = state.residual_norm - absolute
+    return missing <= 0.0 or (damp * missing <= 2.0 * relative * state.residual_norm and missing <= relative * norm(z))
 
 
 _EPS = torch.finfo(torch.float64).eps

@@ -72,7 +72,8 @@ class PredictionWriter(BasePredictionWriter):
             )
         directory = log_directory(trainer)
         directory.mkdir(parents=True, exist_ok=True)
-        file = directory / (f"{self.name}.pt" if trainer.world_size == 1 else f"{self.name}_{trainer.global_rank}.pt")
+        alone = trainer.world_size == 1
+        file = directory / (f"{self.name}.pt" if alone else f"{self.name}_{trainer.global_rank}.pt")
         written = {self.name: torch.cat(list(predictions)).cpu()}
         indices = [batch for batches in batch_indices for batch in batches]
         if [len(batch) for batch in indices] == [len(prediction) for prediction in predictions]:
@@ -83,4 +84,5 @@ class PredictionWriter(BasePredictionWriter):
                 f"places of {sum(map(len, indices))} samples in the data set are known"
             )
         torch.save(written, file)
-        rank_zero_info(f"{self.name.capitalize()} are in {file}")
+        files = file if alone else f"{directory / self.name}_0.pt to _{trainer.world_size - 1}.pt, one for each process"
+        rank_zero_info(f"{self.name.capitalize()} are in {files}")

@@ -15,6 +15,7 @@ WARNINGS = (
     r".isinstance\(treespec, LeafSpec\). is deprecated",  # inside Lightning
     r"Checkpoint directory .* exists and is not empty",  # the second ModelCheckpoint of a run
     r"The `srun` command is available on your system",
+    r"Couldn't infer the batch indices fetched from your dataloader",  # PredictionWriter says what that means
 )
 LOG_MESSAGES = (
     r"💡 Tip: ",  # Lightning's advice to install other packages

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -281,3 +283,13 @@ class DarkenInADict(Darken):
 def test_predictions_that_are_no_tensors_are_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="PredictionWriter writes tensors of one loader, but got dict"):
         trainer(tmp_path, PredictionWriter("reconstructions")).predict(DarkenInADict())
+
+
+def test_paths_of_the_predictions_of_several_processes_are_said(tmp_path, caplog):
+    of_second = SimpleNamespace(
+        fast_dev_run=False, log_dir=str(tmp_path), world_size=2, global_rank=1, is_global_zero=False
+    )
+    with caplog.at_level("INFO"):
+        PredictionWriter("classes").write_on_epoch_end(of_second, None, [torch.arange(2)], [[[1, 3]]])
+    assert [file.name for file in tmp_path.iterdir()] == ["classes_1.pt"]
+    assert "classes_0.pt to _1.pt, one for each process" in caplog.text

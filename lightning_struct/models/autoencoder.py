@@ -55,7 +55,7 @@ class Autoencoder(L.LightningModule):
 
     Raises:
         MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive; in a
-            step, if it begins with another number of pixels than the images have.
+            step, if the images are not flat, or it begins with another number of pixels than they have.
 
     Example:
         >>> Autoencoder([784, 30, 6])(torch.zeros(5, 784)).shape
@@ -95,6 +95,11 @@ class Autoencoder(L.LightningModule):
         """The images of a batch, twice. ``batch`` is a tensor (n, pixels) or a sequence that begins with it."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         pixels = self.hparams["layer_sizes"][0]
+        if images.dim() != 2:
+            raise MisconfigurationException(
+                f"The images must be flat, (n, pixels), but the batch is {tuple(images.shape)}: flatten them, as by "
+                "images.flatten(1)"
+            )
         if images.shape[-1] != pixels:
             raise MisconfigurationException(
                 f"The images have {images.shape[-1]} pixels, but layer_sizes begins with {pixels}: "
@@ -157,7 +162,7 @@ class SHFAutoencoder(SHFOptimization, Autoencoder):
 
     Raises:
         MisconfigurationException: if ``layer_sizes`` has fewer than two sizes, or one that is not positive; in a
-            step, if it begins with another number of pixels than the images have.
+            step, if the images are not flat, or it begins with another number of pixels than they have.
 
     Example:
         >>> model = SHFAutoencoder([784, 30, 6], sparse_connections=20)

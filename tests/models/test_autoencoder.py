@@ -92,6 +92,13 @@ def test_labels_in_a_batch_are_left_aside(images):
     assert inputs is images and targets is images
 
 
+def test_images_that_are_not_flat_are_refused():
+    with pytest.raises(
+        MisconfigurationException, match=r"must be flat, \(n, pixels\), but the batch is \(5, 1, 4, 4\)"
+    ):
+        Autoencoder([16, 2]).training_step([torch.rand(5, 1, 4, 4)], 0)
+
+
 def test_any_optimizer_trains_it(tmp_path, images):
     torch.manual_seed(0)
     model = Autoencoder(SIZES, optimizer=partial(torch.optim.Adam, lr=0.05))

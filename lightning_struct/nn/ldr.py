@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
-from lightning_struct.functional.structured.arguments import require_one_of
+from lightning_struct.functional.structured.arguments import has_values, require_one_of
 from lightning_struct.functional.structured.cost_model import (
     choose_tridiagonal_method,
     kept_matrix_is_faster,
@@ -287,7 +287,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
         weights = self._all_weights()
         if self.method != "auto" or torch.compiler.is_compiling():  # a compiled graph chooses whenever it runs
             return subdiagonal_matmul(*weights, x, self.method)
-        if not _has_values(self.subdiagonal_a):
+        if not has_values(self.subdiagonal_a):
             # No values can be read under torch.func: without an earlier choice one that is right for any, and so it is
             # for operators of several models, of which the choice may be that of another one.
             choices = None if _is_mapped_over(self.subdiagonal_a) else self._choices
@@ -434,17 +434,6 @@ class LDRTridiagonal(LearnedOperatorLinear):
     def _refinement(self) -> int:
         # An evaluation multiplies Krylov matrices: O(m n min(m, n)).
         return super()._refinement() * 512**2 // max(512, self.in_features, self.out_features) ** 2
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether numbers can be read: not under the transforms of torch.func, nor on the meta device."""
-    if tensor.is_meta:
-        return False
-    try:
-        tensor.data_ptr()
-    except RuntimeError:  # raised by the tensors that torch.func wraps
-        return False
-    return True
 
 
 def _is_mapped_over(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@ import copy
 import json
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -136,6 +137,24 @@ def test_function_transforms(name):
         alone = torch.func.grad(lambda p, x: run(p, x).square().sum())(parameters, x[sample])
         for key in parameters:
             torch.testing.assert_close(gradients[key][sample], alone[key])
+
+
+ALL_METHODS = FACTORIES | {
+    method: partial(LDRSubdiagonal, rank=2, method=method) for method in ("scaled", "dense", "tree")
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ALL_METHODS)
+def test_several_gradients_at_once_are_those_one_after_the_other(name, training):
+    torch.manual_seed(0)
+    layer = ALL_METHODS[name](12, 7, dtype=torch.float64).train(training).requires_grad_(training)
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    y, cotangents = layer(x), torch.randn(3, 5, 7, dtype=torch.float64)
+    inputs = [x, *layer.parameters()] if training else [x]
+    at_once = torch.autograd.grad(y, inputs, cotangents, is_grads_batched=True, retain_graph=True)
+    singly = [torch.autograd.grad(y, inputs, cotangent, retain_graph=True) for cotangent in cotangents]
+    torch.testing.assert_close(at_once, tuple(torch.stack(of) for of in zip(*singly, strict=True)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_struct.functional.structured.arguments import has_values
 from lightning_struct.functional.structured.generator_spectra import (
     GeneratorSpectra,
     by_side,
@@ -139,8 +140,9 @@ class _TrainingProduct(torch.autograd.Function):
             return (None,) * 7
         saved = ctx.saved_tensors
         inputs, rest = saved[:7], iter(saved[7:])
-        # To be differentiated again, for which what was kept has no graph; or under vmap, where nothing is kept.
-        if torch.is_grad_enabled() or ctx.small is None:
+        # To be differentiated again, for which what was kept has no graph; or under vmap, where nothing is kept; or for
+        # several gradients at once (is_grads_batched).
+        if torch.is_grad_enabled() or ctx.small is None or not has_values(u):
             return _gradients(inputs, u)
         x, small = inputs[0], ctx.small
         dx = torch.empty_like(x)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.functional.structured.arguments import by_rows
+from lightning_struct.functional.structured.arguments import by_rows, has_values
 from lightning_struct.functional.structured.cost_model import rows_are_few, two_steps_can_be_faster
 from lightning_struct.functional.structured.generator_spectra import (
     GeneratorSpectra,
@@ -237,7 +237,8 @@ class _InputProduct(torch.autograd.Function):
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         in_scale, right, middle, left, out_scale = ctx.saved_tensors
         # The transpose of M has the same structure, with the sides exchanged.
-        dx = _InputProduct.apply(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
+        product = _InputProduct.apply if has_values(u) else plain_product  # for several gradients at once
+        dx = product(u, out_scale, torch.conj_physical(left), middle, torch.conj_physical(right), in_scale)
         return dx, *(None,) * 5
 
     @staticmethod

@@ -69,7 +69,9 @@ def _sweep(a: Tensor, b: Tensor, source: Tensor, seed: Tensor, downwards: bool) 
         to, came_from = slice(0, -1), slice(1, None)
 
     def extended(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor[..., n - halo :], tensor] if downwards else [tensor, tensor[..., :halo]], -1)
+        # Not by an index, which torch.autograd.grad(..., is_grads_batched=True) cannot take where it is all of a row.
+        copied = tensor.narrow(-1, n - halo if downwards else 0, halo)
+        return torch.cat([copied, tensor] if downwards else [tensor, copied], -1)
 
     def views(matrix: Tensor, columns: slice) -> tuple[Tensor, ...]:
         of_rows = matrix[..., columns].unbind(-2)  # all at once: slicing in the loop would take longer than computing

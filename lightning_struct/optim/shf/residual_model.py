@@ -154,14 +154,12 @@ class ResidualModel:
         """Products with J at w."""
         return Products(self._batch, self._scale, self.weights)
 
-    def variance_from_rows(self, jacobian: Jacobian) -> float | None:
-        """‖Var‖₁ of the gradients of single samples, from the rows of J.
+    def gradient_and_variance(self, jacobian: Jacobian) -> tuple[Tensor, float | None]:
+        """∇f = Jᵀr, flat, and ‖Var‖₁ of the gradients of single samples, from the rows of J.
 
         A sample is a row of a block. Of blocks b with n_b rows it is N Σ_b w_b² tr Σ_b/n_b, N the rows of all: N times
         the variance of ∇f, so that N can stand for the size of the batch in the norm test. None for a batch of one.
         """
-        if self.samples == 1:
-            return None
         squares, sums, first = [], [], 0
         for size, block in zip(self._batch.sizes, self._batch.blocks.values(), strict=True):
             rows = slice(first, first + size)
@@ -174,17 +172,17 @@ class ResidualModel:
         for count, square, block_sum in zip(self.counts.values(), shared_squares, shared_sums, strict=True):
             if count > 1:
                 total += max(square - inner(block_sum, block_sum).item() / count, 0.0) * count / (count - 1)
-        return self.samples * total
+        return shared_sums.sum(0), None if self.samples == 1 else self.samples * total
 
-    def variance_from_parts(self, backward: Callable[[Tensor], Tensor]) -> float | None:
-        """An estimate of the same from the gradients of a few parts of the batch, a product with Jᵀ each.
+    def gradient_and_variance_of_parts(self, backward: Callable[[Tensor], Tensor]) -> tuple[Tensor, float | None]:
+        """∇f, and an estimate of the variance from the gradients of a few parts of the batch, a product with Jᵀ each.
 
-        A part has every so many-th row of each block, counted over all processes. None where some block has fewer than
-        two rows.
+        A part has every so many-th row of each block, counted over all processes. The variance is None where some block
+        has fewer than two rows.
         """
         parts = min(_PARTS, *self.counts.values())
         if parts < 2:
-            return None
+            return backward(self.residual), None
         counts = torch.tensor([_row_count(block) for block in self._batch.blocks.values()], device=self._device)
         firsts = all_gather_rows(counts)[: rank()].sum(0)  # rows of the processes before this one
         part_of = torch.cat(
@@ -195,7 +193,7 @@ class ResidualModel:
         )
         gradients = torch.stack([backward(self.residual * (part_of == part)) for part in range(parts)])
         deviations = gradients - gradients.mean(0)
-        return self.samples * inner(deviations, deviations).item() * parts / (parts - 1)
+        return gradients.sum(0), self.samples * inner(deviations, deviations).item() * parts / (parts - 1)
 
     def _scaled(self, residual: Tensor) -> Tensor:
         return residual.to(self._dtype) * self._scale

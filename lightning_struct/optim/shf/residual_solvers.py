@@ -108,8 +108,7 @@ class ExactSolver(ResidualSolver):
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
         self._jacobian = model.jacobian(model.form_for_gram)
-        self.gradient = all_reduce(self._jacobian.transposed_product(model.residual))
-        self.variance = model.variance_from_rows(self._jacobian)
+        self.gradient, self.variance = model.gradient_and_variance(self._jacobian)
         self._factored: FactoredLeastSquares | GramLeastSquares | None = None
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
@@ -185,11 +184,11 @@ class KrylovSolver(ResidualSolver):
         fits = room.has("J", model, _memory_of_products(model, form, maxiter))  # asked on all processes
         if form is not None and fits:
             jacobian = model.jacobian(form)
-            self._products, self.variance = RowProducts(jacobian), model.variance_from_rows(jacobian)
+            self._products = RowProducts(jacobian)
+            self.gradient, self.variance = model.gradient_and_variance(jacobian)
         else:
             self._products = model.products()
-            self.variance = model.variance_from_parts(self._products.backward)
-        self.gradient = self._products.backward(model.residual)
+            self.gradient, self.variance = model.gradient_and_variance_of_parts(self._products.backward)
 
     def begin(self, start: Tensor | None, damping: float | None) -> None:
         residual, self._start = self._model.residual, start

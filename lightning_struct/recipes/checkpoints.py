@@ -1,11 +1,14 @@
 """Checkpoints of recipes: the one at the end of a fit, and the best one of a run that is resumed."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
 class LastCheckpoint(Checkpoint):
@@ -33,6 +36,36 @@ class LastCheckpoint(Checkpoint):
         if writing and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             home = next((callback for callback in writing if callback.filename == "last"), writing[0])
             trainer.save_checkpoint(f"{home.dirpath}/last.ckpt")
+
+
+def compare_optimizers(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Compare the optimizers of two configs, of a checkpoint and of the run that goes on from it.
+
+    Settings of an optimizer are a part of its state, so those of the checkpoint stay: a warning names the others.
+
+    Raises:
+        MisconfigurationException: if they are of different classes.
+    """
+    (before, settings_before), (now, settings) = _optimizer(saved), _optimizer(present)
+    if before != now:
+        raise MisconfigurationException(
+            f"The checkpoint has the state of {before}, from which {now} cannot go on: leave out what names another "
+            "optimizer (--config, --model), or train anew, without --ckpt_path"
+        )
+    changed = [f"{name}={value}" for name, value in settings.items() if settings_before.get(name, value) != value]
+    if changed:
+        rank_zero_warn(
+            f"The settings of {now} are a part of the state that the checkpoint has, and stay as they were: "
+            f"{', '.join(changed)} may have no effect"
+        )
+
+
+def _optimizer(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Name and settings of what makes the optimizer, a class or a function."""
+    made_by = config["model"].get("init_args", {}).get("optimizer")
+    if not isinstance(made_by, Mapping):
+        made_by = {"class_path": made_by}
+    return str(made_by["class_path"]).rpartition(".")[-1], made_by.get("init_args", {})
 
 
 def keep_what_is_there(state: dict[str, Any], callback: ModelCheckpoint) -> None:

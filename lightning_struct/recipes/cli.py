@@ -13,7 +13,8 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, NoReturn
 from zipfile import is_zipfile
 
 import lightning as L
@@ -27,7 +28,7 @@ from lightning_struct import __version__
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.denormals import denormals_flushed
 from lightning_struct.recipes.catalogue import RECIPES, default_config, did_you_mean
-from lightning_struct.recipes.checkpoints import LastCheckpoint, keep_what_is_there
+from lightning_struct.recipes.checkpoints import LastCheckpoint, compare_optimizers, keep_what_is_there
 from lightning_struct.recipes.quiet import noise_filtered
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 CONFIG_IN_CHECKPOINT, RECIPE_IN_CHECKPOINT = "recipe_config", "recipe"
-WORDS_FOR_CHECKPOINTS = ("last", "hpc")  # Lightning finds these itself; "best" it knows in the process of the fit alone
+LAST_CHECKPOINT = "last"
+# Lightning finds these itself; "best" it knows in the process of the fit alone
+WORDS_FOR_CHECKPOINTS = (LAST_CHECKPOINT, "hpc")
 PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
 
 
@@ -91,8 +94,16 @@ class RunConfigCallback(SaveConfigCallback):
         checkpoint |= {CONFIG_IN_CHECKPOINT: self.text, RECIPE_IN_CHECKPOINT: self.recipe}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the best scores for a resumed run: Lightning drops them where the folder of checkpoints is another."""
-        for callback in trainer.checkpoint_callbacks if trainer.state.fn == "fit" else ():
+        """Keep the best scores for a resumed run: Lightning drops them where the folder of checkpoints is another.
+
+        Raises:
+            MisconfigurationException: for a fit with another optimizer than that of the checkpoint.
+        """
+        if trainer.state.fn != "fit":
+            return
+        if (text := checkpoint.get(CONFIG_IN_CHECKPOINT)) is not None:
+            compare_optimizers(yaml.safe_load(text), yaml.safe_load(self.text))
+        for callback in trainer.checkpoint_callbacks:
             state = checkpoint["callbacks"].get(callback.state_key)
             if isinstance(callback, ModelCheckpoint) and state:
                 keep_what_is_there(state, callback)
@@ -184,6 +195,10 @@ class RecipeCLI(LightningCLI):
         elif self.config[self.subcommand].trainer.logger is False:
             kwargs.setdefault("default_root_dir", self._folder_without_logger())
         trainer = super().instantiate_trainer(**kwargs)
+        # Lightning looks into the folders of this run, which has none yet, and goes on with untrained weights
+        named = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
+        if self._checkpoint == LAST_CHECKPOINT and not named:
+            self._refuse_missing(LAST_CHECKPOINT)
         if self.subcommand == "fit" and trainer.checkpoint_callbacks:
             trainer.callbacks.append(LastCheckpoint())  # type: ignore[attr-defined]
         return trainer
@@ -263,15 +278,18 @@ class RecipeCLI(LightningCLI):
         if path is None or path in WORDS_FOR_CHECKPOINTS or "://" in path or path.startswith("registry"):
             return
         if not Path(path).exists():
-            there = sorted(Path("results", self.recipe).glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime)
-            sentences = [
-                f"There is no checkpoint {path}.",
-                did_you_mean(path, map(str, there)),
-                f"The newest here is {there[-1]}." if there else "",
-            ]
-            raise MisconfigurationException(" ".join(filter(None, sentences)))
+            self._refuse_missing(path)
         if Path(path).is_file() and not is_zipfile(path):
             raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
+
+    def _refuse_missing(self, path: str) -> NoReturn:
+        there = sorted(Path("results", self.recipe).glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime)
+        sentences = [
+            f"There is no checkpoint {path}.",
+            did_you_mean(path, map(str, there)),
+            f"The newest here is {there[-1]}." if there else "",
+        ]
+        raise MisconfigurationException(" ".join(filter(None, sentences)))
 
     def _newest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint in the folders of this run."""
@@ -300,9 +318,15 @@ def _raise_what_a_class_has_said(error: ValueError) -> None:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, MisconfigurationException | ImportError):
+        of_argument = cause is not error and isinstance(cause, ValueError) and _raised_by_this_package(cause)
+        if of_argument or isinstance(cause, MisconfigurationException | ImportError):
             raise MisconfigurationException(str(cause)) from cause
         cause = cause.__cause__
+
+
+def _raised_by_this_package(error: BaseException) -> bool:
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith("lightning_struct.")
 
 
 def _configure_optimizers(model: L.LightningModule) -> Any:

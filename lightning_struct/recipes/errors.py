@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -24,20 +25,24 @@ REMEDIES = {
     errno.EEXIST: f"A file stands where a folder is needed: move it away, or {ELSEWHERE}",
     errno.EISDIR: "A folder stands where a file is needed: move it away",
 }
-
-
-PARTS_OF_LIGHTNING = tuple(
-    f"{namespace}.{part}."
-    for namespace in NAMESPACES
-    for part in ("trainer", "callbacks", "loops", "strategies", "loggers", "plugins", "profilers", "accelerators")
+PARTS_OF_LIGHTNING = (
+    *(
+        f"{namespace}.{part}."
+        for namespace in NAMESPACES
+        for part in ("trainer", "callbacks", "loops", "strategies", "loggers", "plugins", "profilers", "accelerators")
+    ),
+    *("lightning.fabric.", "lightning_fabric."),
 )
+LAYERS = ("torch.nn.", "torch._tensor", "lightning_struct.nn.")  # the last frame of Unflatten is in the second
+MISFIT = re.compile(r"\b(shapes?|sizes?|channels|dtype)\b")
 
 
 def run_command(main: Callable[[], Any]) -> None:
     """Run ``main`` as a command.
 
     Errors that the user can put right, a training that diverges among them, end it with one message and exit status 1,
-    and so does what the Trainer and Lightning's callbacks say of their arguments by a ValueError or a RuntimeError;
+    and so does what the Trainer and Lightning's callbacks say of their arguments by a ValueError or a RuntimeError, and
+    what a layer says of inputs of another shape or dtype;
     SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
@@ -47,7 +52,9 @@ def run_command(main: Callable[[], Any]) -> None:
     except (MisconfigurationException, FloatingPointError) as error:  # the latter: NaN or infinity in a step
         sys.exit(f"error: {error}")
     except (ValueError, RuntimeError) as error:
-        if not _said_by_lightning(error):
+        if _said_by(error, LAYERS) and MISFIT.search(str(error)):
+            sys.exit(f"error: The network does not fit the data: {error}. Give it their sizes (--model.network...).")
+        if not _said_by(error, PARTS_OF_LIGHTNING):
             raise
         sys.exit(f"error: {str(error).strip()}")
     except OSError as error:
@@ -66,7 +73,7 @@ def run_command(main: Callable[[], Any]) -> None:
         raise
 
 
-def _said_by_lightning(error: Exception) -> bool:
-    """Whether the error was raised by Lightning's Trainer, its callbacks and so on, not by what they call."""
+def _said_by(error: Exception, parts: tuple[str, ...]) -> bool:
+    """Whether the error was raised by modules whose names begin with one of ``parts``, not by what they call."""
     *_, (frame, _) = walk_tb(error.__traceback__)
-    return type(error) in (ValueError, RuntimeError) and frame.f_globals["__name__"].startswith(PARTS_OF_LIGHTNING)
+    return type(error) in (ValueError, RuntimeError) and frame.f_globals["__name__"].startswith(parts)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
-from lightning_struct.recipes.checkpoints import keep_what_is_there
+from lightning_struct.recipes.checkpoints import compare_optimizers, keep_what_is_there
 from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
 
 SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
@@ -153,6 +153,33 @@ def test_scores_of_checkpoints_that_are_there_are_kept(gone, save_top_k, kept):
     assert "".join(state["best_k_models"]) == kept
     assert (state["best_model_path"], state["kth_best_model_path"]) == (kept[0], kept[-1])
     assert (state["best_model_score"], state["kth_value"]) == (scores[kept[0]], scores[kept[-1]])
+
+
+ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1, "eps": 1e-8}}
+
+
+def config_of(optimizer):
+    return {"model": {"class_path": "Classifier", "init_args": {"optimizer": optimizer}}}
+
+
+@pytest.mark.parametrize("other", [{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}, "some.function"])
+def test_another_optimizer_cannot_go_on_from_a_checkpoint(other):
+    with pytest.raises(MisconfigurationException, match=r"the state of Adam, from which (SGD|function) cannot go on"):
+        compare_optimizers(config_of(ADAM), config_of(other))
+
+
+def test_settings_of_the_optimizer_that_a_checkpoint_keeps_are_named():
+    now = {**ADAM, "init_args": {"lr": 0.2, "eps": 1e-8}}
+    with pytest.warns(match="The settings of Adam are a part of the state .* lr=0.2 may have no effect"):
+        compare_optimizers(config_of(ADAM), config_of(now))
+
+
+@pytest.mark.slow
+def test_resumed_run_says_which_settings_of_its_optimizer_stay(conf):
+    run("mnist_fnn", "--config", conf("classifier"), "--trainer.max_epochs=1")
+    checkpoint = "results/mnist_fnn/version_0/checkpoints/last.ckpt"
+    with pytest.warns(match="lr=0.5 may have no effect"):
+        run("mnist_fnn", "--ckpt_path", checkpoint, "--model.optimizer.lr=0.5")
 
 
 @pytest.mark.slow

@@ -91,10 +91,10 @@ def compress(
     Raises:
         ValueError: neither or both of ``budget`` and ``max_loss_increase`` are given, or one is out of range; ``loss``
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
-            data, or the loss on them is not finite; a name is not in the model; a parameter has no values, on the meta
-            device, or no shape yet.
-        TypeError: ``loss`` is not given, and the outputs are not a tensor, the model needs more arguments, or a batch
-            is neither a tensor nor a sequence.
+            data, or the loss on them is not finite; without ``loss``, the outputs for a batch are zero; a name is not
+            in the model; a parameter has no values, on the meta device, or no shape yet.
+        TypeError: ``candidates`` is no function; or ``loss`` is not given, and the outputs are not a tensor, the model
+            needs more arguments, or a batch is neither a tensor nor a sequence.
 
     Example:
         >>> torch.manual_seed(0)
@@ -106,6 +106,8 @@ def compress(
     """
     _check_has_values(model)
     check_goal(budget, max_loss_increase)
+    if candidates is not None and not callable(candidates):
+        raise TypeError(f"candidates must be a function that returns them for an nn.Linear, but is {candidates!r}")
     parameters = _count(model)
     allowed = _allowed(budget, parameters)
     batches = [data] if isinstance(data, Tensor) else list(data)
@@ -410,7 +412,12 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
     before: dict[int, Tensor] = {}
 
     def keep(of: nn.Module, batch: Any) -> Tensor:
-        before[id(batch)] = outputs(of, batch)
+        before[id(batch)] = y = outputs(of, batch)
+        if not y.any():
+            raise ValueError(
+                f"the outputs of {type(of).__name__} for a batch are {'zero' if y.numel() else 'empty'}, of which "
+                "there is no relative change: train the model first, leave the batch out, or give loss="
+            )
         return torch.zeros(())
 
     _mean_loss(model, batches, keep)

@@ -257,6 +257,20 @@ def test_without_a_loss_inputs_and_outputs_must_be_tensors(model, batch, message
         compress(model, [batch], budget=0.5)
 
 
+@pytest.mark.parametrize(("rows", "what"), [(5, "zero"), (0, "empty")])
+def test_without_a_loss_outputs_must_not_be_zero(rows, what):
+    model = nn.Linear(8, 8)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    with pytest.raises(ValueError, match=f"^the outputs of Linear for a batch are {what}, .*train the model first"):
+        compress(model, torch.randn(rows, 8), budget=0.5)
+
+
+def test_candidates_that_are_no_function_are_named():
+    with pytest.raises(TypeError, match="^candidates must be a function .*, but is \\["):
+        compress(low_rank_network(), batches(), budget=0.5, candidates=[LowRank])
+
+
 def test_compressed_layers_are_not_compressed_again():
     model = compress(nn.Sequential(nn.Linear(24, 24)), batches(), budget=0.5)
     with pytest.raises(ValueError, match="not structured already"):

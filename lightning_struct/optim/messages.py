@@ -1,10 +1,14 @@
-"""What optimizers say once: shown where nobody has set up logging, as Lightning shows its own messages."""
+"""What optimizers say: once, where nobody has set up logging too, as Lightning shows its own messages; and warnings."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import warnings
+
+# A warning points at none of these, but at what calls them.
+_PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning")
 
 
 def tell(logger: logging.Logger, message: str) -> None:
@@ -16,6 +20,14 @@ def tell(logger: logging.Logger, message: str) -> None:
         logger.info(message)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def _has_level(logger: logging.Logger) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -15,6 +14,7 @@ from lightning_struct.functional.kronecker import DiagonalRoot, KroneckerRoot, N
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.functional.per_sample.contributions import Contribution
 from lightning_struct.optim.memory import bytes_as_text, check_memory
+from lightning_struct.optim.messages import warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.curvature_blocks import CurvatureBlock, DiagonalBlock, curvature_blocks
 
@@ -196,11 +196,10 @@ class KroneckerFactors:
             for name in block.parameters
         ]
         if unseen:
-            warnings.warn(
+            warn(
                 f"preconditioner='kronecker': nothing came back to the layers of {', '.join(unseen)} in this batch, "
                 "which are preconditioned by the damping alone. Where a weight is used without calling its layer, "
-                "exclude the layer from the factors, which gives it a diagonal",
-                stacklevel=5,
+                "exclude the layer from the factors, which gives it a diagonal"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_struct.functional.least_squares import RightPreconditioner
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.optim.messages import warn
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
 from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
@@ -364,10 +364,7 @@ class SHF(torch.optim.Optimizer):
         new = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in trained]
         if new and not self._told_of_new:
             self._told_of_new = True
-            warnings.warn(
-                f"SHF does not train {', '.join(new[:3])}, added or unfrozen since it was made: make a new SHF",
-                stacklevel=5,  # where step is called
-            )
+            warn(f"SHF does not train {', '.join(new[:3])}, added or unfrozen since it was made: make a new SHF")
 
     @property
     def _now(self) -> StepState:

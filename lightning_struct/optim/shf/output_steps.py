@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_struct.functional.losses import (
     derivative_error,
 )
 from lightning_struct.functional.randomness import seeded
-from lightning_struct.optim.messages import tell
+from lightning_struct.optim.messages import tell, warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
@@ -47,9 +46,6 @@ _log = logging.getLogger(__name__)
 # A step whose direction is no descent direction, or along which no step length will do, is solved anew from zero with
 # the damping multiplied by this, so often. The paper has no such guard.
 _RETRY_DAMPING, _RETRIES = 4.0, 5
-# Frames from a method that `take` calls to the caller of SHF.step: the method, `take`, `step`, and torch's two wrappers
-# of it.
-_CALLER_OF_STEP = 6
 # Weight of the old in the averages that the rule of the next batch goes by.
 _RATIO_DECAY = 0.8
 # The loss of the next batch rises by more than this share: the step is taken back.
@@ -190,10 +186,9 @@ class OutputSteps:
                 keep_buffers=self._measures(now),  # the last step may be taken back
             )
         if model.uncovered is not None and settings.single_samples:
-            warnings.warn(
+            warn(
                 "SHF takes the variance from the gradients of single samples, which costs much more than from what "
-                f"each layer reads. That does not do here: {model.uncovered}.",
-                stacklevel=_CALLER_OF_STEP,
+                f"each layer reads. That does not do here: {model.uncovered}."
             )
         if model.uncovered is not None:
             now.memory = now.memory | {"uncovered": True}
@@ -206,11 +201,10 @@ class OutputSteps:
         self._checked_loss = self.loss
         error = derivative_error(self.loss, model.outputs, model.targets)
         if error > _LARGEST_DERIVATIVE_ERROR:
-            warnings.warn(
+            warn(
                 f"SHF: sqrt_hessian of the residual, S r, differs by {error:.0%} from the derivative of the value of "
                 f"{type(self.loss).__name__}. S r must be the derivative of each sample's loss in its outputs, and the "
-                "value the mean over samples; else steps and their measure belong to different losses",
-                stacklevel=_CALLER_OF_STEP,
+                "value the mean over samples; else steps and their measure belong to different losses"
             )
 
     def _check_reached(self, now: StepState, model: BatchModel, inputs: Any, targets: Tensor) -> None:
@@ -225,7 +219,7 @@ class OutputSteps:
         with seeded(now.seed(f"network on rank {rank()}"), model.gradient.device):
             names = called_without_gradients(self._module, now.weights, gradient, args)
         if names:
-            warnings.warn(without_gradients_message(names), stacklevel=_CALLER_OF_STEP)
+            warn(without_gradients_message(names))
 
     def _measures(self, now: StepState) -> bool:
         """Whether the batch shows what the last step gained."""
@@ -313,7 +307,7 @@ class OutputSteps:
     def _search(self, now: StepState, model: BatchModel, preconditioner: StepPreconditioner) -> Update:
         """Solve the model and search along the direction, anew from zero with larger damping where that fails."""
         if model.gradient_squared == 0.0:
-            warnings.warn("SHF: the gradient of this batch is zero; no step is taken", stacklevel=_CALLER_OF_STEP)
+            warn("SHF: the gradient of this batch is zero; no step is taken")
             return Update(None, 0.0, model.value, 0.0, now.damping, 0, "zero_gradient")
         damping, start, iterations = now.damping, now.start(model.gradient), 0
         settings, scale = self.settings, now.step_scale
@@ -342,11 +336,10 @@ class OutputSteps:
             # The paper goes on with whatever direction it has. One that started from d0 != 0 need not be of descent,
             # which says nothing about the damping.
             tried, damping, start = damping, damping if start is not None else self._raised(damping), None
-        warnings.warn(
+        warn(
             f"SHF: no step along {1 + _RETRIES} directions lowers the loss {model.value:.6g} of this batch, the last "
             f"one with damping {tried:.3g}; the weights stay. If it goes on, the limit of the precision is reached: "
-            "use float64 or stop",
-            stacklevel=_CALLER_OF_STEP,
+            "use float64 or stop"
         )
         return Update(None, 0.0, model.value, 0.0, self._raised(now.damping), iterations, "line_search")
 

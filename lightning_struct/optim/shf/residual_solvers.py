@@ -68,7 +68,7 @@ class ResidualSolver(ABC):
         smallest_damping: a λ that adapts does not fall below it.
         iterations: iterations so far; 0 for the exact solver.
         method: ``"exact"``, ``"lsmr"`` or ``"lsqr"``.
-        name: why it stops.
+        stop_reason: why it stopped: ``"exact"``, ``"normal_residual"``, ``"maxiter"``.
     """
 
     gradient: Tensor
@@ -77,7 +77,7 @@ class ResidualSolver(ABC):
     smallest_damping: float = 0.0
     iterations: int = 0
     method: str
-    name: str
+    stop_reason: str
 
     @abstractmethod
     def begin(self, start: Tensor | None, damping: float | None) -> None:
@@ -103,7 +103,7 @@ class ExactSolver(ResidualSolver):
         ValueError: NaN or infinity in J.
     """
 
-    method = name = "exact"
+    method = stop_reason = "exact"
 
     def __init__(self, model: ResidualModel) -> None:
         self._model = model
@@ -205,7 +205,7 @@ class KrylovSolver(ResidualSolver):
         )
         self.iterations += self._projected.steps
         self.largest = max(self._projected.singular_values.tolist(), default=0.0)
-        self.name = "maxiter" if self._projected.steps == self._maxiter else "normal_residual"
+        self.stop_reason = "maxiter" if self._projected.steps == self._maxiter else "normal_residual"
 
     def direction(self, damping: float) -> Tensor:
         step = self._projected.solution(damping)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,23 +16,20 @@ from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residual_rows import RowRecords
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
-from lightning_struct.optim.messages import tell
+from lightning_struct.optim.messages import tell, warn
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
-from lightning_struct.optim.shf.residual_solvers import Room, make_solver
+from lightning_struct.optim.shf.residual_solvers import ResidualSolver, Room, make_solver
 from lightning_struct.optim.shf.samples import arguments
 from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
 from lightning_struct.optim.shf.unreached import called_without_gradients, without_gradients_message
 
 _log = logging.getLogger(__name__)
-# Frames from the warning to the caller of SHF.step: `_warn` and what calls it, `_update_of`, `_update`, `take`, `step`,
-# torch's two wrappers.
-_CALLER_OF_STEP = 9
 _OF_PAPER = ("drop", "min_damping", "max_damping", "warm_start_growth", "maxiter")
 _FILLED = {name: PAPER[name] for name in _OF_PAPER} | {"warm_start": 0.0, "geodesic_acceleration": True}
 # Where a step fails, the next one goes on with λ times this.
@@ -50,50 +46,17 @@ class ResidualUpdate:
 
     Attributes:
         model: the problem of the batch.
-        solver: its name.
-        direction: d, flat; None where the weights stay.
-        loss: f at the new weights.
-        reduction_ratio: ρ; 0 where the weights stay.
-        damping: λ that d was computed with; where the weights stay, λ from which the next step goes on.
-        iterations: iterations of the solver; 0 for the exact one.
-        stop_reason: why the solver stopped (``"exact"``, ``"normal_residual"``, ``"maxiter"``), or ``"line_search"`` or
-            ``"zero_gradient"`` where the weights stay.
+        method: the solver's.
         gradient: ∇f at the old weights, flat.
-        gradient_squared: its squared norm.
-        variance: ‖Var‖₁ of the gradients of single samples.
+        direction: d, flat; None where the weights stay.
+        report: of the step; where the weights stay, its λ is that from which the next step goes on.
     """
 
     model: ResidualModel
-    solver: str
-    direction: Tensor | None
-    loss: float
-    reduction_ratio: float
-    damping: float
-    iterations: int
-    stop_reason: str
+    method: str
     gradient: Tensor
-    gradient_squared: float
-    variance: float | None = None
-
-    def report(self, settings: ResidualSettings, seconds: dict[str, float]) -> StepReport:
-        """The report of the step."""
-        return StepReport(
-            loss_before=self.model.value,
-            loss_after=self.loss,
-            reduction_ratio=self.reduction_ratio,
-            step_length=0.0 if self.direction is None else 1.0,
-            damping=self.damping,
-            solver_iterations=self.iterations,
-            stop_reason=self.stop_reason,
-            merits=(),
-            merit=None,
-            gradient_norm=math.sqrt(self.gradient_squared),
-            gradient_variance=self.variance,
-            batch_size=self.model.samples,
-            predicted_batch_size=settings.predicted_batch_size(self.variance, self.gradient_squared),
-            seconds=seconds,
-            block_losses=self.model.block_losses,
-        )
+    direction: Tensor | None
+    report: StepReport
 
 
 class ResidualSteps:
@@ -149,13 +112,14 @@ class ResidualSteps:
                 counts=memory.get("blocks"),
                 timed=now.timed,
             )
+        report = update.report
         if not self._checked_reached:
             self._checked_reached = True
             with seeded(seed, like.device):
                 gradient = update.model.weights.unflat(update.gradient)
                 names = called_without_gradients(self._module, weights, gradient, arguments(inputs))
             if names:
-                warnings.warn(without_gradients_message(names), stacklevel=_CALLER_OF_STEP - 3)
+                warn(without_gradients_message(names))
         if self._buffers.are_needed():
             with seeded(seed, like.device), torch.enable_grad():  # residuals may be derivatives in the inputs
                 self._buffers.run(arguments(inputs))
@@ -163,30 +127,30 @@ class ResidualSteps:
             update.model.weights.add_(update.direction)
         if self._adapts_warm_start:
             left, rounding = memory.get("loss_after"), torch.finfo(like.dtype).eps ** 0.5
-            group["warm_start"] = adapted_warm_start(group["warm_start"], update.model.value, left, rounding)
+            group["warm_start"] = adapted_warm_start(group["warm_start"], report.loss_before, left, rounding)
         else:
             group["warm_start"] = self.settings.grown_warm_start(group["warm_start"])
         if memory["steps"] == 0 and rank() == 0:
             tell(
                 _log,
-                f"SHF chose solver={update.solver!r} for {update.model.rows:,} residuals and "
-                f"{len(update.model.weights.vector):,} parameters, damping={update.damping:.3g}",
+                f"SHF chose solver={update.method!r} for {update.model.rows:,} residuals and "
+                f"{len(update.model.weights.vector):,} parameters, damping={report.damping:.3g}",
             )
         if group["drop"] is not None or group["damping"] is None:
-            now.damping = update.damping
+            now.damping = report.damping
         now.memory = {
             "steps": memory["steps"] + 1,
             "largest_batch": 0,
             "direction": update.direction,
             "blocks": update.model.counts,
-            "loss_after": update.loss,
+            "loss_after": report.loss_after,
             "decisions": {
                 "refused_rows": dict(self._records.refused),
                 "refused_batches": self._records.whole_batches.refused,
                 "too_many_rows": dict(self._room.too_many),
             },
         }
-        return update.report(self.settings, now.timed.seconds)
+        return report
 
     def summary(self) -> NoReturn:
         """Nothing: there are no factors, see SHF.
@@ -239,36 +203,54 @@ class ResidualSteps:
         self, model: ResidualModel, *, damping: float | None, adapts: bool, start: Tensor | None, timed: PhaseTimer
     ) -> ResidualUpdate:
         """The same, given the problem of the batch."""
-        settings = self.settings
         with timed("linearize"):
-            solver = make_solver(model, settings.solver, settings.maxiter, self._room)
+            solver = make_solver(model, self.settings.solver, self.settings.maxiter, self._room)
         if solver.method == "exact":
             self._warn_of_slow_rows()
-        squared = inner(solver.gradient, solver.gradient).item()
-
-        def update(step: DampedStep | None, damping: float, reason: str) -> ResidualUpdate:
-            ratio, direction, loss = 0.0, None, model.value
-            if step is not None:
-                direction, loss = step.direction, step.value
-                change = model.value_of(model.residual + solver.product(step.velocity)) - model.value
-                ratio = (loss - model.value) / change if change < 0.0 else 0.0
-            return ResidualUpdate(
-                model,
-                solver.method,
-                direction,
-                loss,
-                ratio,
-                damping,
-                solver.iterations,
-                reason,
-                solver.gradient,
-                squared,
-                solver.variance,
-            )
-
+        squared, step = inner(solver.gradient, solver.gradient).item(), None
         if squared == 0.0:
             self._warn("zero", "SHF: the gradient of this batch is zero; no step is taken")
-            return update(None, damping or 1.0, "zero_gradient")
+            damping, reason = damping or 1.0, "zero_gradient"
+        else:
+            step, damping, reason = self._search(
+                model, solver, damping=damping, adapts=adapts, start=start, timed=timed
+            )
+        loss, ratio = model.value, 0.0
+        if step is not None:
+            loss = step.value
+            change = model.value_of(model.residual + solver.product(step.velocity)) - model.value
+            ratio = (loss - model.value) / change if change < 0.0 else 0.0
+        report = StepReport(
+            loss_before=model.value,
+            loss_after=loss,
+            reduction_ratio=ratio,
+            step_length=0.0 if step is None else 1.0,
+            damping=damping,
+            solver_iterations=solver.iterations,
+            stop_reason=reason,
+            merits=(),
+            merit=None,
+            gradient_norm=math.sqrt(squared),
+            gradient_variance=solver.variance,
+            batch_size=model.samples,
+            predicted_batch_size=self.settings.predicted_batch_size(solver.variance, squared),
+            seconds=timed.seconds,
+            block_losses=model.block_losses,
+        )
+        return ResidualUpdate(model, solver.method, solver.gradient, None if step is None else step.direction, report)
+
+    def _search(
+        self,
+        model: ResidualModel,
+        solver: ResidualSolver,
+        *,
+        damping: float | None,
+        adapts: bool,
+        start: Tensor | None,
+        timed: PhaseTimer,
+    ) -> tuple[DampedStep | None, float, str]:
+        """The step around d0, else around zero, None where neither lowers the loss; its λ, and why the solve ended."""
+        settings = self.settings
         for center in (None,) if start is None else (start, None):
             with timed("solve"):
                 solver.begin(center, damping)
@@ -279,9 +261,9 @@ class ResidualSteps:
             with timed("line_search"):
                 step = steps.best(around, adapts=adapts)
             if step is not None:
-                return update(step, step.damping, solver.name)
+                return step, step.damping, solver.stop_reason
         self._warn_of_precision(model)
-        return update(None, min(around * _RAISED, settings.max_damping), "line_search")
+        return None, min(around * _RAISED, settings.max_damping), "line_search"
 
     def _warn_of_slow_rows(self) -> None:
         for name, reason in self._records.refused.items():
@@ -303,7 +285,7 @@ class ResidualSteps:
     def _warn(self, about: str, message: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
-            warnings.warn(message, stacklevel=_CALLER_OF_STEP)
+            warn(message)
 
 
 def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:

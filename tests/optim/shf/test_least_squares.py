@@ -551,6 +551,12 @@ def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
         optimizer.step(inputs=points())
 
 
+def test_a_warning_points_at_the_line_that_called_the_step() -> None:
+    with pytest.warns(UserWarning, match="rows of J") as caught:
+        SHF(Coupled(), "least_squares").step(inputs=points())
+    assert caught[0].filename == __file__
+
+
 class ShortOfMemory(Fit):
     """Memory is short once: when a row is recorded, or when the derivative of the batch is compared with its own."""
 

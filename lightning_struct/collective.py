@@ -61,6 +61,15 @@ def all_gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def of_first_process(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """The numbers of the first process, in all of them; one collective, which pickles nothing."""
+    if world_size() == 1:
+        return list(numbers)
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.broadcast(values, src=0)
+    return values.tolist()
+
+
 def rank() -> int:
     """The number of this process."""
     return dist.get_rank() if world_size() > 1 else 0

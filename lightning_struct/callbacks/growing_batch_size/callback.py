@@ -22,6 +22,7 @@ from lightning_struct.callbacks.growing_batch_size.settings import check_setting
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite
+from lightning_struct.collective import of_first_process, world_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
@@ -177,6 +178,7 @@ class GrowingBatchSize(Callback):
         self._samples = self._steps = 0
         self._batch_size: float | None = None  # as decided
         self._resized_at = 0  # in steps
+        self._looks_at = 0.0  # the step after which the schedule is next looked at
         self._ratio_bound: float | None = None
         self._fit: Fit | None = None  # the present one
         self._parts: dict[str, Any] | None = None  # state of those of the last one, or of a checkpoint
@@ -339,6 +341,12 @@ class GrowingBatchSize(Callback):
         return {**self.__dict__, "_fit": None}  # its hooks are in the Trainer of this process
 
     def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint; a collective call of all processes, as ``Trainer.save_checkpoint`` is.
+
+        Each of them tells where it is in the epoch. Where a callback before this one saves a checkpoint at the end of a
+        batch, for Lightning that batch is done: so it is counted here, and the next size decided, which a resumed run
+        could not do without its gradients.
+        """
         fit = self._fit
         if fit is not None and fit.batch is not None and not fit.batch_ended and trained_on(fit.trainer):
             # a callback before this one saves a checkpoint at the end of the batch
@@ -351,6 +359,8 @@ class GrowingBatchSize(Callback):
             "samples": self._samples,
             "steps": self._steps,
             "resized_at": self._resized_at,
+            "schedule": self.schedule,
+            "looks_at": self._looks_at,
             "variance_ratio_bound": self._ratio_bound,
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
@@ -363,6 +373,7 @@ class GrowingBatchSize(Callback):
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
         self._resized_at = state_dict.get("resized_at", 0)
+        self._looks_at = state_dict["looks_at"] if state_dict.get("schedule") == self.schedule is not None else 0.0
         self._ratio_bound = state_dict.get("variance_ratio_bound")
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
@@ -426,7 +437,8 @@ class GrowingBatchSize(Callback):
             fit.rate.end_step(growth.batch_size, min(noise, default=None))
         if self._schedule is not None:
             keep({"samples": self._samples, "batch_size": step.samples}, self.records)
-            self._set_batch_size(trainer)
+            if self._steps >= self._looks_at:
+                self._set_batch_size(trainer, step.samples)
             return
         if step.checked is None:
             return
@@ -435,12 +447,26 @@ class GrowingBatchSize(Callback):
             return
         self._check(step.checked, type(trainer.lightning_module).__name__)
         measurement.look_at_loss()
-        self._set_batch_size(trainer)
+        if self._may_decide:
+            self._set_batch_size(trainer, step.samples)
         if self.validation_monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
             self.validation_values = self.validation_values[-self.window :]
 
-    def _set_batch_size(self, trainer: L.Trainer) -> None:
+    @property
+    def _may_decide(self) -> bool:
+        """Whether the size may change after a check; the same in all processes, of which the first one decides."""
+        if self._tests_norm or self.allow_shrinking or self._batch_size is None or self._decides_otherwise:
+            return True
+        return self.validation_threshold == math.inf or len(self.validation_values) > self.window
+
+    @property
+    def _decides_otherwise(self) -> bool:
+        """Whether a subclass has a rule of its own."""
+        return type(self).decide is not GrowingBatchSize.decide
+
+    def _set_batch_size(self, trainer: L.Trainer, samples: int) -> None:
+        """Decide on the size after a step on so many samples."""
         fit = self._active_fit
         present = fit.growth.batch_size
         decided = self.decide(present)
@@ -449,7 +475,11 @@ class GrowingBatchSize(Callback):
                 f"{type(self).__name__}.decide() returned {decided} as the next batch size: it must be a number >= 1"
             )
         most = math.inf if self.max_batch_size is None else self.max_batch_size
-        self._batch_size = trainer.strategy.broadcast(min(float(decided), most))
+        size, wait = min(float(decided), most), 0.0
+        if self._schedule is not None and world_size() > 1 and not self._decides_otherwise:
+            wait = self._schedule.wait(self._samples, max(samples, size))
+        self._batch_size, wait = of_first_process((size, wait), trainer.strategy.root_device)
+        self._looks_at = self._steps + wait
         if self._batch_size != present:
             self._resized_at = self._steps
             fit.set_batch_size(self._batch_size)

@@ -1,11 +1,15 @@
 """Batch sizes set by hand: so large after so many samples."""
 
+import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_struct.utilities.namespaces import MisconfigurationException
+
+# Steps after which a size is looked up again in any case.
+LONGEST_WAIT = 100
 
 FORM = "SAMPLES:SIZE entries with spaces between them, such as '0:32 50_000:128'"
 ENTRY = re.compile(r"([0-9]+(?:_[0-9]+)*):([0-9]+(?:_[0-9]+)*)")
@@ -65,3 +69,20 @@ class SampleSchedule:
         """Size of a batch that begins after so many samples; None before the first entry."""
         number = bisect_right(self.entries, samples, key=lambda entry: entry[0])
         return self.entries[number - 1][1] if number else None
+
+    def wait(self, samples: int, batch_size: float) -> float:
+        """Steps after which the size is to be looked up again; infinite after the last entry.
+
+        Args:
+            samples: seen in training.
+            batch_size: of steps. They may become twice as large meanwhile: then the next entry is not passed yet.
+
+        Example:
+            >>> schedule = SampleSchedule.parse("0:32 50_000:128")
+            >>> [schedule.wait(samples, 32) for samples in (0, 48_000, 49_990, 50_000)]
+            [100, 31, 1, inf]
+        """
+        number = bisect_right(self.entries, samples, key=lambda entry: entry[0])
+        if number == len(self.entries):
+            return math.inf
+        return min(max(int((self.entries[number][0] - samples) / (2 * batch_size)), 1), LONGEST_WAIT)

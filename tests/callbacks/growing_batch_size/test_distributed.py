@@ -1,8 +1,12 @@
 """Two processes with half of each batch decide, read and learn what one does with the whole."""
 
+import math
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -38,6 +42,9 @@ class Regressor(L.LightningModule):
         self.seen.setdefault(self.current_epoch, []).extend(inputs[:, 0].tolist())
         return F.mse_loss(self.network(inputs), targets)
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.mse_loss(self.network(batch[0]), batch[1]), sync_dist=True)
+
     def train_dataloader(self):
         # Lightning's own sampler would shuffle
         sampler = DistributedSampler(data(), self.trainer.world_size, self.trainer.global_rank, shuffle=False)
@@ -67,6 +74,29 @@ class Notes(L.Callback):
         torch.save(notes, self.directory / f"{trainer.global_rank}.pt")
 
 
+class Agreements(L.Callback):
+    """Counts what the first process tells the others of, and writes it to a file."""
+
+    def __init__(self, directory):
+        self.directory, self.told, self.replaced = directory, 0, {}
+
+    def on_train_start(self, trainer, pl_module):
+        for name in ("broadcast", "broadcast_object_list"):
+            self.replaced[name] = getattr(dist, name)
+            setattr(dist, name, partial(self.count, self.replaced[name]))
+
+    def count(self, broadcast, told, *args, **options):
+        lightnings_own = isinstance(told, torch.Tensor) and told.dtype != torch.float64  # of a signal, in each step
+        self.told += not lightnings_own
+        return broadcast(told, *args, **options)
+
+    def on_train_end(self, trainer, pl_module):
+        for name, broadcast in self.replaced.items():
+            setattr(dist, name, broadcast)
+        notes = {"told": self.told, "sizes": pl_module.sizes}
+        torch.save(notes, self.directory / f"{trainer.global_rank}.pt")
+
+
 def data():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
@@ -75,13 +105,13 @@ def data():
 
 def fit(directory, processes, ckpt_path=None):
     directory.mkdir()
-    callbacks = [
-        Even(**MEASURING, scale_lr="adascale"),
-        Notes(directory),
-        ModelCheckpoint(
-            directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
-        ),
-    ]
+    checkpoints = ModelCheckpoint(
+        directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
+    )
+    train(processes, Even(**MEASURING, scale_lr="adascale"), Notes(directory), checkpoints, ckpt_path=ckpt_path)
+
+
+def train(processes, *callbacks, ckpt_path=None, validation=None):
     options = two_processes() if processes == 2 else {}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -90,10 +120,11 @@ def fit(directory, processes, ckpt_path=None):
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        callbacks=list(callbacks),
         **options,
     )
-    trainer.fit(Regressor(), ckpt_path=ckpt_path)
+    trainer.fit(Regressor(), None, validation, ckpt_path=ckpt_path)
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +176,32 @@ def test_a_resumed_run_reads_what_was_left(notes):
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(notes):
     assert torch.equal(notes["resumed"][1]["weights"], notes["two"][1]["weights"])
     assert notes["resumed"][1]["records"] == notes["two"][1]["records"]
+
+
+RULES = {
+    # 12 steps of 8 samples, of which the schedule is looked at after six, and 3 of 16
+    "schedule": ({"schedule": "0:8 96:16"}, 6, [4] * 12 + [8] * 3),
+    "validation that is not due": ({"theta": math.inf, "validation_monitor": "val_loss"}, 1, [4] * 18),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_processes_agree_in_steps_where_something_can_be_decided(tmp_path, rule):
+    growing, told, sizes = RULES[rule]
+    train(2, GrowingBatchSize(**growing), Agreements(tmp_path), validation=DataLoader(data(), batch_size=24))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first == second
+    assert (first["told"], first["sizes"]) == (told, sizes)
+
+
+class AtOdds(GrowingBatchSize):
+    """Decides on another size in each process."""
+
+    def decide(self, batch_size):
+        return 12 + 4 * dist.get_rank()
+
+
+def test_sizes_are_decided_by_the_first_process(tmp_path):
+    train(2, AtOdds(theta=math.inf), Agreements(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt")["sizes"] for rank in range(2))
+    assert first == second and first[:3] == [4, 6, 6]

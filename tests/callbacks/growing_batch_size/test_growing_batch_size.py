@@ -425,14 +425,3 @@ def test_samples_that_cannot_be_drawn_twice_limit_the_first_batch(tmp_path):
     data = regression_data(20)
     with pytest.raises(MisconfigurationException, match="from 1 to the 20 samples .* but is 21"):
         fit(tmp_path, SHFNetwork(), GrowingBatchSize(), DrawLoader(data, IndependentDraws(data, 21, 3)))
-
-
-def test_sizes_are_decided_by_the_first_process(tmp_path, monkeypatch):
-    class FromFirst(L.Callback):
-        def on_train_start(self, trainer, pl_module):
-            monkeypatch.setattr(trainer.strategy, "broadcast", lambda decided: 17)
-
-    module = ScriptedNetwork()
-    trainer = make_trainer(tmp_path, callbacks=[FromFirst(), GrowingBatchSize()], max_epochs=1)
-    trainer.fit(module, draw_loader(10, draws=3))
-    assert module.sizes == [10, 17, 17]

@@ -110,3 +110,17 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(function, value))
     return value
+
+
+def rows_of_arguments(args: tuple[Any, ...], rows: slice, samples: int) -> tuple[Any, ...]:
+    """Rows of a module's arguments: of tensors, also in dicts, that have a row for each of the samples.
+
+    What else there is stays whole.
+    """
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: cut(entry) for name, entry in value.items()}
+        return value[rows] if isinstance(value, Tensor) and value.shape[:1] == (samples,) else value
+
+    return tuple(cut(arg) for arg in args)

@@ -17,18 +17,17 @@ from lightning_struct.functional import (
     linearize,
     randomized_gauss_newton_diagonal,
 )
-from lightning_struct.functional.kronecker import (
+from lightning_struct.functional.kronecker import second_moments, squared_shares
+from lightning_struct.functional.kronecker_roots import (
     KroneckerRoot,
     NotPositiveDefinite,
     diagonal_root,
     kronecker_root,
-    probe_layers,
-    second_moments,
-    squared_shares,
     unchecked_diagonal_root,
     unchecked_kronecker_root,
     with_inverses,
 )
+from lightning_struct.functional.layer_probes import probe_layers
 from lightning_struct.functional.per_sample.contributions import Dense, Lookup, Outer, Uncovered
 from lightning_struct.functional.per_sample.convolution import Convolution
 from tests.cases import CASES, Case, flat, trainable

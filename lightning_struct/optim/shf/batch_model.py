@@ -13,7 +13,7 @@ from lightning_struct.collective import all_reduce
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.gradient_norms import variance_from_sums
-from lightning_struct.functional.kronecker import Probe, probe_layers
+from lightning_struct.functional.layer_probes import Probe, probe_layers
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.losses import GaussNewtonLoss
 from lightning_struct.functional.per_sample.contributions import Uncovered
@@ -285,7 +285,7 @@ class BatchModel:
         """Records of S times random signs back-propagated through ``layers``: this process's rows of A, chunk by chunk.
 
         Args:
-            layers, parameters: passed to :func:`~lightning_struct.functional.kronecker.probe_layers`.
+            layers, parameters: passed to :func:`~lightning_struct.functional.layer_probes.probe_layers`.
             seed: seed of the random signs.
         """
         signs = self._random_signs(seed)

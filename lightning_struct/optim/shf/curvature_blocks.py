@@ -12,13 +12,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.kronecker import (
+from lightning_struct.functional.kronecker import second_moments, squared_shares
+from lightning_struct.functional.kronecker_roots import (
     DiagonalRoot,
     KroneckerRoot,
     diagonal_root,
     kronecker_root,
-    second_moments,
-    squared_shares,
     unchecked_diagonal_root,
     unchecked_kronecker_root,
 )

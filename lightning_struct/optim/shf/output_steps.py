@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, rank
 from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.gauss_newton import rows_of_arguments
+from lightning_struct.functional.layer_call import rows_of_arguments
 from lightning_struct.functional.losses import (
     BinaryCrossEntropy,
     CrossEntropy,

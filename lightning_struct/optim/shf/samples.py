@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.collective import all_gather_rows, rank
 from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.gauss_newton import rows_of_arguments
-from lightning_struct.functional.layer_call import tensors_in
+from lightning_struct.functional.layer_call import rows_of_arguments, tensors_in
 
 
 @dataclass(frozen=True)

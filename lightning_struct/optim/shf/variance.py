@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.kronecker import probe_layers
+from lightning_struct.functional.layer_probes import probe_layers
 from lightning_struct.functional.layers import called_layers, owned_parameters
 from lightning_struct.functional.per_sample.contributions import Contribution, Uncovered, squared_norms
 from lightning_struct.functional.randomness import RandomState, restored_random_state

@@ -93,18 +93,10 @@ class ProjectedLeastSquares:
         """d, (P,), for the right-hand side b."""
         return self._basis.mT @ self._projected(damping).to(self._basis)
 
-    def coordinates(self, b: Tensor) -> Tensor:
-        """All that the solution in this space has of another right-hand side, (k,)."""
-        return self._p.mT @ self._left.components(b).double()
-
-    def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
-        """d, (P,), with the lowest residual in this space, from the coordinates of a right-hand side."""
-        s = self.singular_values
-        return self._basis.mT @ (self._q.mT @ (coordinates * (s / (s * s + damping * damping)))).to(self._basis)
-
     def solve(self, b: Tensor, damping: float) -> Tensor:
         """d, (P,), with the lowest residual in this space, for another right-hand side."""
-        return self.solve_coordinates(self.coordinates(b), damping)
+        s, coordinates = self.singular_values, self._p.mT @ self._left.components(b).double()
+        return self._basis.mT @ (self._q.mT @ (coordinates * (s / (s * s + damping * damping)))).to(self._basis)
 
     def _bidiagonal(self) -> Tensor:
         """B, (k + 1, k), float64."""

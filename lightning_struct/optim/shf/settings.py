@@ -64,8 +64,8 @@ class Settings:
         ValueError: a setting of another type or out of range, or two that exclude each other. The message names them.
 
     Example:
-        >>> Settings(damping=10.0).damped_space
-        'y'
+        >>> Settings(damping=10.0).is_left("solver")
+        True
         >>> Settings(damping=0.0)
         Traceback (most recent call last):
         ...
@@ -134,11 +134,6 @@ class Settings:
             7
         """
         return replace(self, **{name: value for name, value in values.items() if self.is_left(name)})
-
-    @property
-    def damped_space(self) -> str:
-        """``damping_space``, or where it is not given the one that the other settings allow."""
-        return damped_space(self.damping_space, self.solver, self.preconditioner, self.damping_center, self.l2)
 
     def _check_types(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES):

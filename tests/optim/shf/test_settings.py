@@ -239,7 +239,7 @@ def test_settings_made_of_those_of_an_optimizer_are_checked_too(loss: str) -> No
     ids=str,
 )
 def test_the_damping_is_on_y_unless_only_x_is_possible(options: dict[str, Any], expected: str) -> None:
-    assert Settings(damping=1.0, **options).damped_space == expected
+    assert SHF(nn.Linear(2, 2), "mse", damping=1.0, **options).settings.damped_space == expected  # type: ignore[union-attr]
 
 
 def test_each_setting_is_described_where_the_optimizer_is() -> None:

@@ -316,17 +316,18 @@ def _raise_what_a_class_has_said(error: ValueError) -> None:
     Where an argument may be of several types, as ``Optional[Classifier]``, jsonargparse makes a long error of all of
     them: what the class has raised is a cause of it.
     """
+    of_arguments = _raised_by(error, "jsonargparse.")
     cause: BaseException | None = error
     while cause is not None:
-        of_argument = cause is not error and isinstance(cause, ValueError) and _raised_by_this_package(cause)
-        if of_argument or isinstance(cause, MisconfigurationException | ImportError):
+        said = isinstance(cause, MisconfigurationException | ImportError)
+        if said or (of_arguments and _raised_by(cause, "lightning_struct.")):
             raise MisconfigurationException(str(cause)) from cause
         cause = cause.__cause__
 
 
-def _raised_by_this_package(error: BaseException) -> bool:
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].startswith("lightning_struct.")
+def _raised_by(error: BaseException, package: str) -> bool:
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals["__name__"].startswith(package)
 
 
 def _configure_optimizers(model: L.LightningModule) -> Any:

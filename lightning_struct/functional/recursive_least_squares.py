@@ -38,13 +38,13 @@ class InverseAutocorrelation(Protocol):
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         """Rows times P: (groups, r, d - m) and (groups, r, m) of rows [features, constants] of the same shapes."""
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         """Replace A by λA + w x̄x̄ᵀ, equations (35) and (74), and so P by that of equation (53), in place.
 
         Args:
             mean: x̄, (groups, d).
             applied: u = P x̄, (groups, d).
-            gain: h of :func:`gain`, (groups,).
+            h: of :func:`gain`, (groups,).
             weight: w = kT.
         """
 
@@ -88,16 +88,13 @@ class FullInverse:
         return 1.0
 
     def apply(self, mean: Tensor) -> Tensor:
-        return torch.bmm(self.matrix, mean[..., None])[..., 0]
+        return torch.bmm(self.matrix, mean.unsqueeze(-1)).squeeze(-1)
 
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        n = features.shape[-1]
-        return _product(features, constants, self.matrix[:, :, :n]), _product(
-            features, constants, self.matrix[:, :, n:]
-        )
+        return _split(_product(features, constants, self.matrix), features.shape[-1])
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
-        v = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]  # P ← P - (kT/h) u uᵀ: (53) with λ = 1
+    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
+        v = _difference(mean, applied, h, weight)  # P ← P - (kT/h) u uᵀ: (53) with λ = 1
         self.matrix.addcmul_(v[:, :, None], v[:, None, :], value=-1)
 
 
@@ -131,13 +128,11 @@ class SquareRootInverse:
         return torch.bmm(self.root, torch.bmm(self.root.mT, mean[..., None]))[..., 0]
 
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        n = features.shape[-1]
-        rows = _product(features, constants, self.root)
-        return torch.bmm(rows, self.root[:, :n].mT), torch.bmm(rows, self.root[:, n:].mT)
+        return _split(torch.bmm(_product(features, constants, self.root), self.root.mT), features.shape[-1])
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         factors = torch.bmm(self.root.mT, mean[..., None])[..., 0]
-        step = applied * (weight / (gain + (self.forgetting * gain).sqrt()))[:, None]
+        step = applied * (weight / (h + (self.forgetting * h).sqrt()))[:, None]
         self.root.addcmul_(step[:, :, None], factors[:, None, :], value=-1)
         diagonal = torch.linalg.vecdot(self.root, self.root) / self.forgetting
         self.root.mul_((self.forgetting * (diagonal / LARGEST_DIAGONAL).clamp(min=1)).rsqrt()[:, :, None])
@@ -199,8 +194,8 @@ class LowRankInverse:
         for target, rows, part in zip(targets, (features, constants), (used[:, :, :n], used[:, :, n:]), strict=True):
             target.addcmul_(rows, factor).baddbmm_(along, part, alpha=-1)
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
-        self.factors[:, self.count] = applied * _bounded(weight / gain, mean, applied).sqrt()[:, None]
+    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
+        self.factors[:, self.count] = _difference(mean, applied, h, weight)
         self.count += 1
         if self.count == self.factors.shape[1]:
             self._compress_()
@@ -246,13 +241,12 @@ class BlockDiagonalInverse:
     def multiply(self, features: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         parts = self._split(torch.cat([features, constants], 2))
         products, _ = self.blocks.multiply(parts, parts[..., :0])
-        joined = self._join(products, features.shape[-1] + constants.shape[-1])
-        return joined.split([features.shape[-1], constants.shape[-1]], 2)
+        return _split(self._join(products, features.shape[-1] + constants.shape[-1]), features.shape[-1])
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         means, applications = self._split(mean[:, None])[:, 0], self._split(applied[:, None])[:, 0]
-        of_blocks = _gain(means, applications, weight, self.forgetting)
-        self.blocks.update_(means, applications, of_blocks, weight)
+        h_of_blocks = gain(means, applications, weight, self.forgetting)
+        self.blocks.update_(means, applications, h_of_blocks, weight)
 
 
 @dataclass(frozen=True)
@@ -289,25 +283,28 @@ class RankOneInverse:
         along, scaled = _product(features, constants, self.mean[:, :, None]), self._scaled()[:, None]
         return features - along * scaled[..., :n], constants - along * scaled[..., n:]
 
-    def update_(self, mean: Tensor, applied: Tensor, gain: Tensor, weight: float) -> None:
+    def update_(self, mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> None:
         self.mass.mul_(self.forgetting).add_(weight)
         self.mean.add_((weight / self.mass)[:, None] * (mean - self.mean))
 
 
-_gain = gain  # where an argument has that name
-
-
-def _bounded(factor: Tensor, mean: Tensor, applied: Tensor) -> Tensor:
-    """The factor of uuᵀ, such that P stays above rounding along x̄: large inputs would make it indefinite else."""
+def _difference(mean: Tensor, applied: Tensor, h: Tensor, weight: float) -> Tensor:
+    """v = √(w/h) u, shorter where the P - vvᵀ would else be at rounding along x̄: large inputs make it indefinite."""
     finfo = torch.finfo(mean.dtype)
-    # x̄ᵀP x̄, of which the update leaves the part 1 - factor · x̄ᵀP x̄
+    # x̄ᵀP x̄, of which the update leaves the part 1 - w/h · x̄ᵀP x̄
     energy = torch.linalg.vecdot(mean, applied).clamp_(min=finfo.tiny)
     left = torch.sub(energy, torch.linalg.vecdot(mean, mean), alpha=SMALLEST_ALONG_MEAN * finfo.eps)
-    return torch.minimum(factor, left.div_(energy).div_(energy)).clamp_(min=0)
+    factor = torch.minimum(h.reciprocal().mul_(weight), left.div_(energy).div_(energy)).clamp_(min=0)
+    return applied * factor.sqrt_().unsqueeze(1)
 
 
 def _identity(groups: int, size: int, like: Tensor) -> Tensor:
     return torch.eye(size, dtype=like.dtype, device=like.device).repeat(groups, 1, 1)
+
+
+def _split(rows: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Views of the features and of the constants of rows (groups, r, d)."""
+    return rows[..., :features], rows[..., features:]
 
 
 def _product(features: Tensor, constants: Tensor, matrix: Tensor) -> Tensor:

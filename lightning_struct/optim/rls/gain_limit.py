@@ -118,7 +118,7 @@ class Gain:
 
     def product(self, applied: Tensor) -> Tensor:
         """(T/r) XᵀX of (groups, d)."""
-        return torch.bmm(torch.bmm(self.rows, applied[..., None]).mT, self.rows)[:, 0].mul_(self.scale)
+        return torch.bmm(torch.bmm(self.rows, applied.unsqueeze(-1)).mT, self.rows).squeeze(1).mul_(self.scale)
 
 
 def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
@@ -170,5 +170,5 @@ class GainLimit:
         likewise; where η < 1 the step is that part of the one with η = 1. ``lr`` multiplies what comes out.
         """
         allowed = (h / self.weights).clamp_(min=self.bound)
-        gain = (self.largest * max(scale, 1.0)).clamp_(min=torch.finfo(h.dtype).tiny)
-        return allowed.div_(gain).clamp_(max=1)
+        largest = self.largest if scale <= 1 else self.largest * scale
+        return allowed / torch.maximum(largest, allowed)

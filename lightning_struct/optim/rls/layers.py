@@ -70,14 +70,15 @@ def _rows(inputs: Tensor, features: int) -> Tensor:
 def _read_affine(call: LayerCall, weights: TrainedWeights, watched: None) -> Uses:
     (matrix,) = _matrices(call.layer)
     weight = weights[matrix.weight]
-    inputs = _rows(call.input, weight.features)
+    read = call.input
+    inputs = _rows(read, weight.features)
     if not len(inputs):
         return []
     total = batch_sum(inputs.to(weight.dtype))
     kept = inputs if weight.keeps_rows(inputs) else None
     bias = _bias(call.layer, weight, matrix.bias)
-    sequences = len(call.input) if weight.reads_sequences and call.input.ndim > 2 else None
-    positions = call.input.ndim > 2 and sequences is None
+    sequences = len(read) if weight.reads_sequences and read.ndim > 2 else None
+    positions = read.ndim > 2 and sequences is None
     use = Use(total[None], (len(inputs),), sequences, bias, kept, weight.sample(inputs), positions)
     return [(weight, use)]
 

@@ -316,17 +316,19 @@ class RLS(torch.optim.Optimizer):
         norms = step_norms(_parameters(self.param_groups), means)
         check_finite(self.module, norms, means, states)
         clip = 1.0 if self.max_grad_norm is None else min(self.max_grad_norm / (norms.total + 1e-6), 1.0)
-        limits_steps = self.max_gain is not None
-        limits = {} if self.max_gain is None else gain_limits({w: self._state_of(w) for w in means}, self.max_gain)
-        together, bounded = limits_steps and len(means) > 1, limits_steps and not self._is_linear_model(means)
+        of_weights = {weight: self._state_of(weight) for weight in means}
+        limits, together, bounded = {}, False, False
+        if self.max_gain is not None:
+            limits = gain_limits(of_weights, self.max_gain)
+            together, bounded = len(means) > 1, not self._is_linear_model(means)
         for weight, mean in means.items():
-            state, group, limit = self._state_of(weight), group_of[weight], limits.get(weight)
-            of_weight = norms.of(weight) if bounded else None
-            weight.step_(state, mean, group, clip=clip, limit=limit, together=together, norms=of_weight)
+            weight.step_(
+                of_weights[weight], mean, group_of[weight], clip=clip, limit=limits.get(weight), together=together,
+                norms=norms.of(weight) if bounded else None,
+            )  # fmt: skip
         mark_as_stepped(p.grad for weight in means for p in weight.parameters if p.grad is not None)
-        forget_statistics(self._weights)
         for weight in self._weights:
-            weight.statistics.arrived.clear()
+            weight.statistics.end_step()
         return clip
 
     def _is_linear_model(self, weights: Collection[TrainedWeight]) -> bool:

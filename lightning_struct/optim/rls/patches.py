@@ -138,6 +138,8 @@ def batch_sum(tensor: Tensor) -> Tensor:
 
     ``Tensor.sum`` over the batch is many times slower where the channels are last.
     """
+    if tensor.ndim == 2:
+        return tensor.new_ones(tensor.shape[0]) @ tensor
     order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.permute(0, *order).flatten(1)
     total = (tensor.new_ones(tensor.shape[0]) @ flat).view([tensor.shape[dimension] for dimension in order])

@@ -54,7 +54,7 @@ class InputRecorder:
             self._handles.append(
                 layer.register_forward_hook(recording, prepend=True, with_kwargs=True, always_call=True)
             )
-        for weight in {weight for weights in self._table.of_layers.values() for weight in weights.values()}:
+        for weight in self._table.weights:
             self.watch_gradients(weight)
         weakref.finalize(self, _remove, self._handles)
 

@@ -113,6 +113,11 @@ class Statistics:
         # Lightning clears gradients after the forward pass, in which a loss may have taken derivatives.
         self.arrived = {use: arrival for use, arrival in self.arrived.items() if arrival.may_be_differentiated}
 
+    def end_step(self) -> None:
+        """Forget everything, also passes that might be differentiated yet."""
+        self.reset()
+        self.arrived.clear()
+
     def arrive(self, arrival: Arrival) -> None:
         """Take note of a use whose output has got a gradient."""
         self.arrived.pop(arrival.use, None)
@@ -196,10 +201,10 @@ class Statistics:
     def _with_biases(self, rows: Tensor, bias: int | None) -> Tensor:
         if not self.biases:
             return rows
-        entries = rows.new_zeros(self.biases)
+        joined = nn.functional.pad(rows, (0, self.biases))
         if bias is not None:
-            entries[bias] = 1
-        return torch.cat([rows, entries.expand(*rows.shape[:2], -1)], 2)
+            joined.select(2, bias - self.biases).fill_(1)
+        return joined
 
     def mean(self) -> Tensor:
         """x̄ of each group, (groups, n + biases); a bias's entry is the share of rows to which it is added."""

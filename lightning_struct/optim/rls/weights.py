@@ -20,7 +20,7 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
-from lightning_struct.functional.torch_internals import current_backward, norms_of_each
+from lightning_struct.functional.torch_internals import current_backward
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.gain_limit import (
@@ -59,7 +59,8 @@ class TrainedWeight:
 
     Attributes:
         form: of P.
-        layers: how many use the weight.
+        parameters: the weight and the biases, each once.
+        users: how many layers use the weight.
         reads_sequences: the positions of a linear layer's inputs are steps of sequences.
     """
 
@@ -74,7 +75,8 @@ class TrainedWeight:
     ) -> None:
         self.name, self.parameter, self.groups, self.transposed = name, parameter, groups, transposed
         self.biases: list[Bias] = []
-        self.layers, self.reads_sequences = 0, False
+        self.parameters = [parameter]
+        self.users, self.reads_sequences = 0, False
         self.outputs = parameter.shape[1] if transposed else parameter.shape[0] // groups
         self.features = parameter.numel() // (groups * self.outputs)
         self.settings, self.form = settings, settings.form_of(self.features)
@@ -83,10 +85,11 @@ class TrainedWeight:
 
     def add_layer(self, bias: Bias | None, reads_sequences: bool = False) -> None:
         """A layer that uses the weight, with this bias; one that reads sequences is enough for the weight to do so."""
-        self.layers += 1
+        self.users += 1
         self.reads_sequences = self.reads_sequences or reads_sequences
         if bias is not None:
             self.biases.append(bias)
+            self.parameters = list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
             self.statistics = Statistics(self.groups, len(self.biases))
 
     @property
@@ -110,12 +113,8 @@ class TrainedWeight:
     @property
     def dtype(self) -> torch.dtype:
         """That of P and of the step: the parameter's, float32 at least."""
-        return torch.promote_types(self.parameter.dtype, torch.float32)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The weight and the biases, each once."""
-        return list(dict.fromkeys([self.parameter, *(bias.parameter for bias in self.biases)]))
+        dtype = self.parameter.dtype
+        return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32
 
     def arrive(self, arrival: Arrival) -> None:
         """Take note of a use of the weight, whose output has got a gradient."""
@@ -150,7 +149,7 @@ class TrainedWeight:
         """
         return (
             self.form == "full"
-            and self.layers == self.groups == 1
+            and self.users == self.groups == 1
             and len(inputs) < self.most_rows
             and inputs.dtype == self.parameter.dtype == self.dtype
             and inputs.device.type == "cpu"
@@ -254,20 +253,25 @@ class TrainedWeight:
             norms: where the change is bounded, see :mod:`.gain_limit`.
         """
         inverse, weight = self.inverse(state), group["ratio"] * self.statistics.steps
+        lr = float(group["lr"])  # which may be a tensor
         if self.settings.by_rows:
             inverse = self._update_by_rows_(inverse, group["ratio"])
             applied, h = mean, torch.ones_like(mean[:, 0])
         else:
             applied = inverse.apply(mean)
             h = gain(mean, applied, weight, self.settings.forgetting)
-        rate = self._rate(h, group, clip, limit, together)
+        rate = self._rate(h, group["gradient_scale"], lr * clip * (TOGETHER if together else 1.0), limit)
         theta = self._theta()
-        kept = 1 - float(group["lr"]) * group["weight_decay"]
+        kept = 1 - lr * group["weight_decay"]
         if kept != 1:
             for part in theta:
                 part.mul_(kept)
-        most = None if norms is None else self._largest_step(group, norms.theta * kept, norms.gradient, inverse, rate)
-        self._move_(theta, state, group["momentum"], inverse, -rate, most)
+        momentum, most = group["momentum"], None
+        if norms is not None:
+            most = (1 - momentum) * lr * LARGEST_CHANGE * max(kept * norms.theta, self.first_norm)
+            if self._is_small_for_sure(inverse, rate, norms.gradient, most):
+                most = None
+        self._move_(theta, state, momentum, inverse, rate.neg_(), most)
         if not self.settings.by_rows and state["steps"] % self.settings.interval == 0:
             self._update_inverse_(state, inverse, mean, applied, h, weight)
         # The paper's equations (98) and (100) take the signs before the step and the new P; taken here are those after
@@ -277,14 +281,11 @@ class TrainedWeight:
         state["steps"] += 1
         self._write(*theta)
 
-    def _rate(
-        self, h: Tensor, group: Mapping[str, float], clip: float, limit: GainLimit | None, together: bool
-    ) -> Tensor:
-        """The factor of ∇ P, (groups,): lr η/h, clipped and within the limit of the gain."""
-        scale = group["gradient_scale"]
+    def _rate(self, h: Tensor, scale: float, factor: float, limit: GainLimit | None) -> Tensor:
+        """The factor of ∇ P, (groups,): η/h within the limit of the gain, times ``factor``."""
         if self.settings.by_rows:
             scale = scale * self.statistics.samples_seen  # the loss is averaged over them
-        rate = scale * float(group["lr"]) * clip * (TOGETHER if together else 1.0) / h
+        rate = h.reciprocal().mul_(scale * factor)
         return rate if limit is None else rate.mul_(limit.coefficient(h, scale))
 
     def theta_parts(self) -> list[Tensor]:
@@ -296,35 +297,17 @@ class TrainedWeight:
 
         That is where dtype and strides allow it, of the biases where there is one. What is frozen is copied.
         """
-        features = self._features(self.parameter.detach()).to(self.dtype)
-        constants = self._constants([bias.parameter.detach() for bias in self.biases])
+        features = self._features(self.parameter).to(self.dtype)
+        constants = self._constants([bias.parameter for bias in self.biases])
         if self.parameter.grad is None:
             features = features.clone()
         if any(bias.parameter.grad is None for bias in self.biases):
             constants = constants.clone()
         return [features, constants]
 
-    def _largest_step(
-        self,
-        group: Mapping[str, float],
-        theta: float,
-        gradient: float,
-        inverse: InverseAutocorrelation,
-        rate: Tensor,
-    ) -> float | None:
-        """Bound on the norm of a step, which lr multiplies; None where the norms show that the step keeps it.
-
-        They do where P <= I, as it is where nothing is forgotten. On other devices a look at the rate would be a wait.
-
-        Args:
-            group: options.
-            theta, gradient: norms of θ and ∇.
-            inverse: P.
-            rate: factor of ∇ P, (groups,).
-        """
-        most = (1 - group["momentum"]) * float(group["lr"]) * LARGEST_CHANGE * max(theta, self.first_norm)
-        may_look = rate.device.type == "cpu" and inverse.forgetting == 1
-        return None if may_look and max(rate.tolist()) * gradient <= most else most
+    def _is_small_for_sure(self, inverse: InverseAutocorrelation, rate: Tensor, gradient: float, most: float) -> bool:
+        """Whether the norm of ∇ alone says so: P <= I where it does not forget. A look waits for other devices."""
+        return rate.device.type == "cpu" and inverse.forgetting == 1 and max(rate.tolist()) * gradient <= most
 
     def _move_(
         self,
@@ -337,11 +320,11 @@ class TrainedWeight:
     ) -> None:
         """Θ ← Θ + Ω with Ω ← αΩ + ``factor`` ∇ P, of which the second part has the norm ``most`` at most."""
         if not momentum:  # equations (62), (63) and (97)
-            self._add_bounded_step_(theta, 1.0, inverse, factor, most)
+            self._add_step_(theta, 1.0, inverse, factor, most)
             return
         if "velocity" not in state:
             state["velocity"] = [torch.zeros_like(part) for part in theta]
-        self._add_bounded_step_(state["velocity"], momentum, inverse, factor, most)  # equation (99)
+        self._add_step_(state["velocity"], momentum, inverse, factor, most)  # equation (99)
         for part, velocity in zip(theta, state["velocity"], strict=True):
             part.add_(velocity)  # equation (100)
 
@@ -381,7 +364,12 @@ class TrainedWeight:
                 inverse = replace(inverse, forgetting=1.0)
         return inverse
 
-    def _add_bounded_step_(
+    @property
+    def first_norm(self) -> float:
+        """The norm that a weight of this shape has where ``nn.Linear`` draws it."""
+        return math.sqrt(self.groups * self.outputs / 3)
+
+    def _add_step_(
         self,
         targets: Sequence[Tensor],
         beta: float,
@@ -389,44 +377,46 @@ class TrainedWeight:
         factor: Tensor,
         most: float | None,
     ) -> None:
-        """:meth:`_add_step_`, with ``factor`` ∇ P scaled to the norm ``most`` if its own is larger."""
-        if most is None:
-            self._add_step_(targets, beta, inverse, factor)
-            return
-        step = [torch.zeros_like(target) for target in targets]
-        self._add_step_(step, 1.0, inverse, factor)
-        norm = torch.linalg.vector_norm(torch.stack(norms_of_each(step)))
-        share = (most / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
-        for target, part in zip(targets, step, strict=True):
-            (target if beta == 1 else target.mul_(beta)).addcmul_(part, share)
+        """targets ← beta targets + factor ∇ P, for weight and biases.
 
-    @property
-    def first_norm(self) -> float:
-        """The norm that a weight of this shape has where ``nn.Linear`` draws it."""
-        return math.sqrt(self.groups * self.outputs / 3)
-
-    def _add_step_(
-        self, targets: Sequence[Tensor], beta: float, inverse: InverseAutocorrelation, factor: Tensor
-    ) -> None:
-        """targets ← beta targets + factor ∇ P, for weight and biases; ``factor`` is (groups,)."""
+        Args:
+            targets: changed in place.
+            beta: see above.
+            inverse: P.
+            factor: (groups,).
+            most: bound on the norm of factor ∇ P, which is scaled to it where it is larger.
+        """
+        for target in targets if beta != 1 else ():
+            target.mul_(beta)
         few = self._few_rows()
         if few is None:
-            weight, biases = self.parameter.grad, [bias.parameter.grad for bias in self.biases]
-            features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
-            constants = self._constants(biases)
-            for target in targets if beta != 1 else ():
-                target.mul_(beta)
-            if isinstance(inverse, LowRankInverse):
-                inverse.add_product_(targets, features, constants, factor)
+            gradient = self._gradient()
+            if most is None and isinstance(inverse, LowRankInverse):
+                inverse.add_product_(targets, *gradient, factor)
                 return
-            for target, product in zip(targets, inverse.multiply(features, constants), strict=True):
-                target.addcmul_(product, factor[:, None, None])
-            return
-        inputs, cotangents = few
-        ones = inputs.new_ones(1, inputs.shape[1], len(self.biases))
-        left = (cotangents * factor[:, None, None]).mT
-        for target, product in zip(targets, inverse.multiply(inputs, ones), strict=True):
-            target.baddbmm_(left, product, beta=beta)
+            products = inverse.multiply(*gradient)
+        else:
+            inputs, cotangents = few
+            products = inverse.multiply(inputs, inputs.new_ones(1, inputs.shape[1], len(self.biases)))
+            if most is None:
+                left = (cotangents * factor.view(-1, 1, 1)).mT
+                for target, product in zip(targets, products, strict=True):
+                    target.baddbmm_(left, product)
+                return
+            products = torch.bmm(cotangents.mT, products[0]), torch.bmm(cotangents.mT, products[1])
+        if most is not None:
+            norms = torch.stack([torch.linalg.vector_norm(product, dim=(1, 2)) for product in products])
+            norm = torch.linalg.vector_norm(norms * factor)
+            factor = factor * (most / norm.clamp_(min=max(most, torch.finfo(norm.dtype).tiny)))
+        factor = factor.view(-1, 1, 1)
+        for target, product in zip(targets, products, strict=True):
+            target.addcmul_(product, factor)
+
+    def _gradient(self) -> tuple[Tensor, Tensor]:
+        """∇: (groups, outputs, n) and (groups, outputs, m), zero where there is none."""
+        weight = self.parameter.grad
+        features = self._features(torch.zeros_like(self.parameter) if weight is None else weight).to(self.dtype)
+        return features, self._constants([bias.parameter.grad for bias in self.biases])
 
     def _random(self, *shape: int) -> Tensor:
         """The same normal numbers every time, for vectors that must not be orthogonal to anything in particular."""
@@ -453,24 +443,24 @@ class TrainedWeight:
 
     def _constants(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """(groups, outputs, m) of tensors of the biases' shapes, zero for None; a view of one where it may be."""
-        shape = self.groups, self.outputs
+        shape = self.groups, self.outputs, 1
         columns = [
             self.parameter.new_zeros(shape) if tensor is None else bias.of(tensor).reshape(shape)
             for bias, tensor in zip(self.biases, tensors, strict=True)
         ]
         if not columns:
-            return self.parameter.new_zeros(*shape, 0, dtype=self.dtype)
-        return (columns[0][:, :, None] if len(columns) == 1 else torch.stack(columns, 2)).to(self.dtype)
+            return self.parameter.new_zeros(self.groups, self.outputs, 0, dtype=self.dtype)
+        return (columns[0] if len(columns) == 1 else torch.cat(columns, 2)).to(self.dtype)
 
     def _write(self, features: Tensor, constants: Tensor) -> None:
         """Copy θ to the parameters that have a gradient, unless it is these themselves."""
-        weight = self.parameter.detach()
-        if self.parameter.grad is not None and features.data_ptr() != weight.data_ptr():
+        weight = self.parameter
+        if weight.grad is not None and features.data_ptr() != weight.data_ptr():
             if self.transposed:  # the inverse of _features
                 inputs = len(weight) // self.groups
                 features = features.unflatten(2, (inputs, *weight.shape[2:])).transpose(1, 2).flatten(0, 1)
             weight.copy_(features.view(weight.shape))
         for bias, values in zip(self.biases, constants.unbind(2), strict=True):
-            part = bias.of(bias.parameter.detach())
+            part = bias.of(bias.parameter)
             if bias.parameter.grad is not None and values.data_ptr() != part.data_ptr():
                 part.copy_(values.reshape(part.shape))

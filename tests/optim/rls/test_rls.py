@@ -145,7 +145,7 @@ def test_changes_of_the_gradients_count_though_few_rows_are_multiplied_by_themse
     few, plain = network(), network()
     optimizer, reference = RLS(few, momentum=0.5), RLS(plain, momentum=0.5)
     for weight in reference._weights:
-        weight.layers = 2  # no rows are kept
+        weight.users = 2  # no rows are kept
     train(few, optimizer, change=partial(change, few))
     train(plain, reference, change=partial(change, plain))
     torch.testing.assert_close(weights(few), weights(plain), rtol=0, atol=1e-13)

@@ -45,10 +45,11 @@ class GrowingBatchSize(Callback):
     **The rule.** By default the batch grows, at most to twice its size, when two conditions hold: a test finds that the
     noise of the steps undoes their progress, and the gradient noise scale is larger than the batch. It stays as it is
     for about the first 300 steps, and as long as the steps make progress. With ``scale_lr`` the batch grows towards the
-    noise scale without that test. When the loss has grown with the batch, because it is a sum over the samples, the
-    batch returns to its last size for good, with a warning. With ``theta`` it follows the norm test alone. If the
-    module computes the statistics itself, as one trained by ``SHFOptimization`` does, the rule is that of Emirahmetoglu
-    & Stewart (section 4.3, Algorithms 1 and 2). For another rule, override :meth:`decide`.
+    noise scale without that test. When the loss has grown with the batch, because it is a sum over the samples or
+    compares them with each other, the batch returns to its last size for good, with a warning. With ``theta`` it
+    follows the norm test alone. If the module computes the statistics itself, as one trained by ``SHFOptimization``
+    does, the rule is that of Emirahmetoglu & Stewart (section 4.3, Algorithms 1 and 2). For another rule, override
+    :meth:`decide`.
 
     **The measurement.** An estimator measures the noise from the gradients of single samples, by hooks on the layers;
     or from those of the backward passes of a step; or from those of consecutive steps. Which one, and how often,
@@ -571,8 +572,8 @@ class GrowingBatchSize(Callback):
 
 def _warn_of_summed_loss(larger: float, smaller: float) -> None:
     rank_zero_warn(
-        f"The loss has grown with the batch, as a sum over the samples does. GrowingBatchSize puts the batch back "
-        f"from {larger:g} to {smaller:g} samples, for the rest of the training: SGD would take longer steps, not "
-        "less noisy ones. Average the loss over the samples, and multiply the learning rate of SGD by the size of "
-        "the batch; or set the sizes by schedule=..."
+        "The loss has grown with the batch, as a sum over the samples does, and a contrastive loss, which compares "
+        f"each with all others. GrowingBatchSize puts the batch back from {larger:g} to {smaller:g} samples, for the "
+        "rest of the training: SGD would take longer steps, not less noisy ones. Average a sum over the samples, and "
+        "multiply the learning rate of SGD by the size of the batch; or set the sizes by schedule=..."
     )

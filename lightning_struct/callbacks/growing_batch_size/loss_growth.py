@@ -1,4 +1,4 @@
-"""Whether the loss has grown with the batch, as one does that is summed over the samples."""
+"""Whether the loss has grown with the batch, as a sum over the samples does, or a contrastive loss."""
 
 from __future__ import annotations
 

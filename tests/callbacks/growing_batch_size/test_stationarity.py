@@ -71,7 +71,7 @@ class SummedRegression(Regression):
 @pytest.mark.parametrize("scale_lr", [None, "sqrt"])
 def test_growth_that_enlarges_the_gradient_is_taken_back(tmp_path, scale_lr):
     callback = GrowingBatchSize(every_n_steps=4, scale_lr=scale_lr)
-    with pytest.warns(UserWarning, match="as a sum over the samples does.* back from 16 to 8 samples"):
+    with pytest.warns(UserWarning, match="as a sum .* does, and a contrastive loss, .* back from 16 to 8 samples"):
         fit(tmp_path, SummedRegression(0.05 / 8, start=1.0), callback, max_steps=500)
     assert max(sizes(callback)) == 16 and sizes(callback)[-1] == 8
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -83,3 +83,18 @@ def bytes_as_text(memory: int) -> str:
         if memory >= size:
             return f"{memory / size:.1f} {unit}"
     return f"{memory / 2**10:.1f} KiB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines of text: two columns at the left, and at the right of theirs the others, which are numbers.
+
+    Example:
+        >>> print(table([("weight", "form", "memory"), ("0.weight", "full", "4 KiB")]))
+        weight    form  memory
+        0.weight  full   4 KiB
+    """
+    columns = [
+        [f"{text:{'<' if number < 2 else '>'}{max(map(len, column))}}" for text in column]
+        for number, column in enumerate(zip(*rows, strict=True))
+    ]
+    return "\n".join(map("  ".join, zip(*columns, strict=True)))

@@ -1,11 +1,18 @@
-"""Requirements of the optimizers on what they are given: the module, and whole weights."""
+"""Requirements of the optimizers on what they are given: the module, its weights, and states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+# Remedies: of weights in 16 bits, and of the state of another optimizer.
+LOWER_PRECISION = "for lower precision keep float32 weights and use autocast to bfloat16 (bf16-mixed)"
+WEIGHTS_ALONE = (
+    "To go on from weights that another one trained, load these alone: load_from_checkpoint, and no ckpt_path"
+)
 
 
 def check_module(module: Any, optimizer: str, reason: str) -> None:
@@ -43,3 +50,34 @@ def refuse_distributed_tensors(named: Mapping[str, nn.Parameter], reason: str) -
                 f"{name} is a {type(parameter.data).__name__}, spread over processes (FSDP2, tensor parallelism): "
                 f"{reason} whole weights and inputs. Use DDP"
             )
+
+
+def refuse_lazy(named: Mapping[str, nn.Parameter], optimizer: str) -> None:
+    """Raise where parameters have no shape yet, as those of ``nn.LazyLinear`` before its first call.
+
+    Args:
+        named: name -> parameter.
+        optimizer: its name.
+
+    Raises:
+        ValueError: some have none; they are named.
+    """
+    if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
+        raise ValueError(f"{', '.join(lazy)} have no shape yet: call the module once before making {optimizer}")
+
+
+def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:
+    """Raise where a module has other parameters than those that are trained.
+
+    Args:
+        replaced: names of those that it has no more.
+        optimizer: its name.
+
+    Raises:
+        ValueError: there are any; some are named.
+    """
+    if replaced:
+        raise ValueError(
+            f"the parameters of the module are others than when {optimizer} was made: {', '.join(replaced[:3])}. Make "
+            f"{optimizer} after what replaces or reparametrises them"
+        )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_struct.functional.layers import plain_name
+from lightning_struct.optim.requirements import WEIGHTS_ALONE, refuse_replaced
 from lightning_struct.optim.rls.recorder import InputRecorder
 from lightning_struct.optim.rls.selection import WeightTable
 from lightning_struct.optim.rls.settings import GradientScales
@@ -161,8 +162,7 @@ class Membership:
         if list(map(_is_own, saved)) != list(map(_is_own, groups)):
             raise ValueError(
                 "the state is of another optimizer than RLS, or of one with other groups: load it into an RLS that is "
-                "made as the one that was saved. To go on from weights that another one trained, load these alone: "
-                "load_from_checkpoint, and no ckpt_path"
+                f"made as the one that was saved. {WEIGHTS_ALONE}"
             )
 
     def check_parameters(self) -> None:
@@ -172,11 +172,7 @@ class Membership:
             ValueError: see above; some are named.
         """
         present = set(self._module.parameters())
-        if replaced := [weight.name for weight in self._table.weights if weight.parameter not in present]:
-            raise ValueError(
-                f"the parameters of the module are others than when RLS was made: {', '.join(replaced[:3])}. Make "
-                "RLS after what replaces them"
-            )
+        refuse_replaced([weight.name for weight in self._table.weights if weight.parameter not in present], "RLS")
 
     def _is_new(self, groups: list[Group]) -> Callable[[nn.Parameter], bool]:
         """Whether RLS may train a parameter that requires gradients and is in no group."""

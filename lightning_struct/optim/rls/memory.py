@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_struct.optim.memory import bytes_as_text, check_memory
+from lightning_struct.optim.memory import bytes_as_text, check_memory, table
 from lightning_struct.optim.rls.forms import LARGEST_FULL
 from lightning_struct.optim.rls.weights import TrainedWeight
 
@@ -20,11 +20,7 @@ def summary_table(weights: Sequence[TrainedWeight]) -> str:
         size = " x ".join(str(number) for number in ([first] if first > 1 else []) + others)
         rows.append((weight.name, weight.form, size, bytes_as_text(weight.memory)))
     rows.append(("total", "", "", bytes_as_text(sum(weight.memory for weight in weights))))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        f"{name:<{widths[0]}}  {form:<{widths[1]}}  {size:>{widths[2]}}  {memory:>{widths[3]}}"
-        for name, form, size, memory in rows
-    )
+    return table(rows)
 
 
 def memory_in_words(weights: Sequence[TrainedWeight]) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.layers import (
     Matrix,
@@ -16,6 +15,7 @@ from lightning_struct.functional.layers import (
     kind_of,
     plain_named_modules,
 )
+from lightning_struct.optim.requirements import LOWER_PRECISION, refuse_lazy
 from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.layers import LayerReader, layer_reader
 from lightning_struct.optim.rls.memory import check_inverses_fit
@@ -27,15 +27,11 @@ def layers_to_train(module: nn.Module, excluded: set[nn.Module]) -> list[tuple[s
     """Name, layer and reader of each layer that RLS trains.
 
     Raises:
-        ValueError: a layer has no shape yet.
+        ValueError: a parameter has no shape yet.
     """
+    refuse_lazy(dict(module.named_parameters()), "RLS")
     layers, hidden = [], hidden_layers(module)
     for name, layer in plain_named_modules(module):
-        if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
-            raise ValueError(
-                f"{name or 'the module'} ({type(layer).__name__}) has no shape yet: call the module once before making "
-                "RLS"
-            )
         reader = layer_reader(layer)
         if reader is not None and layer not in excluded and layer not in hidden:
             layers.append((name, layer, reader))
@@ -126,10 +122,7 @@ class WeightTable:
 
 def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, inverses: InverseSettings) -> TrainedWeight:
     if parameter.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; for lower precision keep "
-            "float32 weights and use autocast to bfloat16 (bf16-mixed)"
-        )
+        raise ValueError(f"RLS needs weights in float32 or float64, but {name} is {parameter.dtype}; {LOWER_PRECISION}")
     return TrainedWeight(name, parameter, inverses, groups=matrix.groups, transposed=matrix.transposed)
 
 

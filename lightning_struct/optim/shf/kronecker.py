@@ -13,7 +13,7 @@ from lightning_struct.collective import all_reduce_together
 from lightning_struct.functional.kronecker_roots import DiagonalRoot, KroneckerRoot, NotPositiveDefinite, with_inverses
 from lightning_struct.functional.layers import excluded_modules
 from lightning_struct.functional.per_sample.contributions import Contribution
-from lightning_struct.optim.memory import bytes_as_text, check_memory
+from lightning_struct.optim.memory import bytes_as_text, check_memory, table
 from lightning_struct.optim.messages import warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.curvature_blocks import CurvatureBlock, DiagonalBlock, curvature_blocks
@@ -100,8 +100,7 @@ class KroneckerFactors:
         rows = [("parameters", "form", "memory")]
         rows += [(", ".join(b.parameters), b.description, bytes_as_text(self._memory(b))) for b in self._blocks]
         rows.append(("total", "", bytes_as_text(sum(map(self._memory, self._blocks)))))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows)
+        return table(rows)
 
     @property
     def cubed_rows(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_struct.optim.requirements import WEIGHTS_ALONE
 from lightning_struct.optim.shf.report import PhaseTimer
 from lightning_struct.optim.shf.settings import check_damping
 
@@ -86,10 +87,7 @@ def check_state(state_dict: Mapping[str, Any], options: Mapping[str, Any], weigh
     """
     groups = state_dict["param_groups"]
     if len(groups) != 1 or not groups[0].keys() >= options.keys():
-        raise ValueError(
-            "the state is of another optimizer than SHF. To go on from weights that another one trained, load these "
-            "alone: load_from_checkpoint, and no ckpt_path"
-        )
+        raise ValueError(f"the state is of another optimizer than SHF. {WEIGHTS_ALONE}")
     direction = state_dict["state"].get(_KEY, {}).get("direction")
     if direction is not None and len(direction) != weights:
         raise ValueError(

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_struct.functional.layers import plain_name
 from lightning_struct.optim.requirements import WEIGHTS_ALONE, refuse_replaced
+from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.recorder import InputRecorder
 from lightning_struct.optim.rls.selection import WeightTable
-from lightning_struct.optim.rls.settings import GradientScales
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 AuxiliaryFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]

@@ -23,6 +23,7 @@ from lightning_struct.optim.rls.all_weights import (
     mean_inputs,
 )
 from lightning_struct.optim.rls.forms import InverseForm, InverseSettings
+from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
 from lightning_struct.optim.rls.memory import check_inverses_fit, memory_in_words, summary_table
 from lightning_struct.optim.rls.norms import step_norms
@@ -34,7 +35,7 @@ from lightning_struct.optim.rls.selection import (
     linear_layer,
     modules_beside,
 )
-from lightning_struct.optim.rls.settings import GradientScales, check_decay, check_options
+from lightning_struct.optim.rls.settings import check_decay, check_options
 from lightning_struct.optim.rls.state import (
     check_states,
     converted,

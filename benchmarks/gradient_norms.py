@@ -40,7 +40,7 @@ from torch.func import functional_call, grad, vmap
 
 import harness
 from harness import Run
-from lightning_struct.functional.gradient_norms import GradientNormRecorder
+from lightning_struct.functional import GradientNormRecorder
 from lightning_struct.models import mini_vgg
 
 AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)

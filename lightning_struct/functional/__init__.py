@@ -18,8 +18,6 @@ from lightning_struct.functional.factored_least_squares import (
 )
 from lightning_struct.functional.gauss_newton import linearize
 from lightning_struct.functional.gradient_norms import (
-    GradientNormRecorder,
-    ParameterNorms,
     gradient_variance,
     norm_test_batch_size,
     per_sample_gradient_norms,
@@ -41,6 +39,7 @@ from lightning_struct.functional.operators import (
     TransposedOperator,
     TridiagonalOperator,
 )
+from lightning_struct.functional.per_sample.recorder import GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.preconditioner import (
     empirical_fisher_diagonal,
     fisher_scaling,

@@ -15,22 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.per_sample.checksums import Checksums
-from lightning_struct.functional.per_sample.contributions import linear_squared_norms
-from lightning_struct.functional.per_sample.recorder import GradientNormRecorder, ParameterNorms
-
-__all__ = [
-    "Checksums",
-    "GradientNormRecorder",
-    "GradientNorms",
-    "ParameterNorms",
-    "gradient_variance",
-    "linear_squared_norms",
-    "norm_test_batch_size",
-    "per_sample_gradient_norms",
-    "required_batch_size",
-    "variance_from_sums",
-]
+from lightning_struct.functional.per_sample.recorder import GradientNormRecorder
 
 
 class GradientNorms:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_struct.functional import linearize, per_sample_gradient_norms, register_layer
-from lightning_struct.functional.gradient_norms import GradientNormRecorder
+from lightning_struct.functional import GradientNormRecorder, linearize, per_sample_gradient_norms, register_layer
 from lightning_struct.functional.layer_call import LayerCall
 from lightning_struct.functional.layers import Matrix, couples_samples, kind_of, kind_of_type, unregister_layer
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.gradient_norms import GradientNormRecorder
+from lightning_struct.functional import GradientNormRecorder
 from lightning_struct.functional.per_sample.graphs import rows_of_graphs
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_struct.functional import per_sample_gradient_norms
-from lightning_struct.functional.gradient_norms import GradientNormRecorder
+from lightning_struct.functional import GradientNormRecorder, per_sample_gradient_norms
 from lightning_struct.functional.per_sample.projections import RecordedCalls
 
 SEQUENCES, WIDTH = 5, 6

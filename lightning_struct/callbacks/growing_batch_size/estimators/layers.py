@@ -22,9 +22,10 @@ from lightning_struct.callbacks.growing_batch_size.estimators.faults import Loca
 from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
-from lightning_struct.functional.gradient_norms import Checksums, GradientNormRecorder, ParameterNorms
+from lightning_struct.functional.per_sample.checksums import Checksums
 from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.functional.per_sample.graphs import rows_of_graphs
+from lightning_struct.functional.per_sample.recorder import GradientNormRecorder, ParameterNorms
 from lightning_struct.functional.per_sample.rules import runs_again
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
@@ -69,7 +70,7 @@ class SampleGradients:
             step takes twice as long as another, 2.6 times as long with convolutions, or 4.4 times as long where layers
             have to be run again: the most that was seen.
         max_overhead: share of the time of the steps that measuring may take.
-        probes: see :class:`~lightning_struct.functional.gradient_norms.GradientNormRecorder`.
+        probes: see :class:`~lightning_struct.functional.GradientNormRecorder`.
 
     Raises:
         MisconfigurationException: the strategy shards the weights.

@@ -155,11 +155,17 @@ class SHFOptimization(ManualOptimization):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         self._returns_residuals = isinstance(self.shf.loss, LeastSquares)
+        if self._shf_grows:
+            self.shf.exact_variance = True
         if self._replaced_training_step is not None:
             rank_zero_info(
                 f"{self._replaced_training_step} is not run: SHFOptimization takes the step, and calls on_shf_step "
                 "after it"
             )
+
+    @property
+    def _shf_grows(self) -> bool:
+        return any(isinstance(callback, GrowingBatchSize) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def _shf_log_step(self, report: StepReport) -> None:
         values: dict[str, float | None] = {
@@ -174,7 +180,7 @@ class SHFOptimization(ManualOptimization):
         settings = self.shf.settings
         if isinstance(settings, OutputSettings) and settings.damping_rule == "next_batch":
             values |= {"step_scale": report.step_scale, "next_batch_ratio": report.next_batch_ratio}
-        if not any(isinstance(callback, GrowingBatchSize) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+        if not self._shf_grows:
             values["batch_size_predicted"] = report.predicted_batch_size
         if len(report.block_losses) > 1:
             values |= {f"train_loss_{block}": loss for block, loss in report.block_losses.items()}

@@ -304,6 +304,18 @@ def test_statistics_are_those_of_the_last_report(tmp_path):
     )
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_variance_is_exact_where_a_growing_batch_goes_by_it(tmp_path, grows):
+    class ByTwoArguments(SHFNetwork):
+        def configure_optimizers(self):
+            return SHF(self, "mse")
+
+    module = ByTwoArguments()
+    callbacks = [GrowingBatchSize()] if grows else []
+    make_trainer(tmp_path, max_steps=1, callbacks=callbacks).fit(module, draw_loader())
+    assert module.shf.exact_variance == grows
+
+
 def test_there_are_no_statistics_before_the_first_step(tmp_path):
     class Early(L.Callback):
         def on_train_start(self, trainer, pl_module):

@@ -54,7 +54,7 @@ class BatchModel:
         products: passed to :func:`~lightning_struct.functional.linearize`.
         single_samples: where layers do not show the gradients of single samples, form these for the variance. Else it
             is estimated from the two halves of the batch, for one product more.
-        layers_show: whether layers have to be asked for the gradients of single samples; not where they did not before.
+        layers_show: whether layers are asked for the gradients of single samples.
         curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of
             all.
         buffers: what is known of the module's buffers from the steps before.
@@ -250,11 +250,11 @@ class BatchModel:
         """AᵀA d/m."""
         return self.backward(self.forward(d)).div_(self.curvature_n)
 
-    def change(self, d: Tensor) -> float:
-        """The model's f(w + d) - f(w): the denominator of ρ (section 4.2)."""
+    def curvature_along(self, d: Tensor) -> float:
+        """½‖A d‖²/m + ½ l2 ‖d‖²: what the model's f(w + d) - f(w) has besides the slope (section 4.2)."""
         rows = self.forward(d)
         squares = all_reduce(inner(rows, rows)).item() / self.curvature_n
-        return 0.5 * squares + 0.5 * self._l2 * inner(d, d).item() + self.slope(d)
+        return 0.5 * squares + 0.5 * self._l2 * inner(d, d).item()
 
     def slope(self, d: Tensor) -> float:
         """∇f·d."""

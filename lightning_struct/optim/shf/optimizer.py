@@ -111,7 +111,7 @@ class SHF(torch.optim.Optimizer):
             samples (Byrd et al. 2011). For CG only.
         single_samples: whether to form the gradients of single samples for their variance if layers do not show them.
             The paper's: yes, which can cost tens of gradients per step; chosen: no, the variance is then estimated from
-            the two halves of the batch.
+            the two halves of the batch, unless it is shown in passing, or :attr:`exact_variance` is set.
         seed: seed, together with the number of the step, of the preconditioner's random signs and of the network's own
             draws (dropout).
         geodesic_acceleration: with residuals, also try steps with a second-order correction (Transtrum & Sethna 2012);
@@ -303,6 +303,21 @@ class SHF(torch.optim.Optimizer):
     def drop(self, value: float | None) -> None:
         replace(self.settings, drop=value)  # raises ValueError for a factor out of range
         self.param_groups[0]["drop"] = value
+
+    @property
+    def exact_variance(self) -> bool:
+        """Whether the variance is that of the gradients of single samples, as what each layer reads shows them.
+
+        That takes another pass through the network in each step, where this is no chain of Linear and elementwise
+        layers. If not, the variance is estimated from the two halves of the batch, and scatters more. True with
+        ``single_samples`` and with residuals. :class:`~lightning_struct.strategies.SHFOptimization` sets it beside
+        ``GrowingBatchSize``, which decides by the variance.
+        """
+        return self._steps.exact_variance
+
+    @exact_variance.setter
+    def exact_variance(self, value: bool) -> None:
+        self._steps.exact_variance = value
 
     def set_validation(self, batches: Batches | None) -> None:
         """Give the validation data whose loss is the merit that ends LSMR (equation (20)), or take it away with None.

@@ -68,6 +68,7 @@ class OutputSteps:
     Attributes:
         loss: as given.
         settings: with values for what was left; λ₁ and its bounds once the first step has chosen them.
+        exact_variance: see SHF.
         kronecker: the Kronecker factors; None where the preconditioner is another.
 
     Raises:
@@ -87,6 +88,7 @@ class OutputSteps:
         self._given, self._named = given, named
         self._choose_settings(given)
         self._adapts_tolerance = given.is_left("damping") and given.is_left("progress_tolerance")
+        self.exact_variance = self.settings.single_samples
         self._buffers = BufferUpdates(module)
         self._validation: Batches | None = None
         self._checked_loss: GaussNewtonLoss | None = None
@@ -181,7 +183,7 @@ class OutputSteps:
                 curvature_share=settings.curvature_share,
                 products=2 * now.group["maxiter"],
                 single_samples=settings.single_samples,
-                layers_show=not now.memory.get("uncovered", False),
+                layers_show=self.exact_variance and not now.memory.get("uncovered", False),
                 buffers=self._buffers,
                 keep_buffers=self._measures(now),  # the last step may be taken back
             )

@@ -69,6 +69,7 @@ class ResidualSteps:
 
     Attributes:
         loss: as given.
+        exact_variance: see SHF; no other is estimated here where rows show the gradients of samples.
         settings: with values for what was left, but for λ₁, which the first batch decides about, and the solver, about
             which each does.
 
@@ -78,7 +79,7 @@ class ResidualSteps:
 
     def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
         check_settings_of_residuals(given)
-        self.loss = loss
+        self.loss, self.exact_variance = loss, True
         self._adapts_warm_start = given.is_left("warm_start")
         self.settings = ResidualSettings.of(given.filled(_FILLED))
         self._module, self._checked_reached = module, False

@@ -15,6 +15,7 @@ from lightning_struct.collective import all_reduce
 from lightning_struct.functional.conjugate_gradient import conjugate_gradient
 from lightning_struct.functional.least_squares import RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.line_search import armijo
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.merit import MeritStopping
@@ -34,6 +35,7 @@ class Solution:
         stop_reason: why the solver stopped.
         merits: (iteration, φ) as evaluated during the solve.
         value: f(w + d), where the solver had to know it; else None.
+        curvature: ½‖A d‖²/m + ½ l2 ‖d‖², where the solver had to know it; else None.
     """
 
     direction: Tensor
@@ -42,6 +44,7 @@ class Solution:
     stop_reason: str
     merits: tuple[tuple[int, float], ...] = ()
     value: float | None = None
+    curvature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -175,12 +178,19 @@ def _solve_by_cg(
         if trial > value:
             break
         best, value = iterate, trial
-    return Solution(best, result.x, result.iterations, result.stop_reason, value=value)
+    curvature = None
+    if best is result.x:  # the quadratic less its damping and its slope
+        damped = 0.5 * inner(best, best).item() - (0.0 if anchor is None else inner(anchor, best).item())
+        curvature = result.quadratic - damping**2 * damped - model.slope(best)
+    return Solution(best, result.x, result.iterations, result.stop_reason, value=value, curvature=curvature)
 
 
 def shortened(solution: Solution, scale: float) -> Solution:
     """A solution whose direction is ``scale`` times as long; the next solve starts from the whole."""
-    return solution if scale == 1.0 else replace(solution, direction=solution.direction * scale, value=None)
+    if scale == 1.0:
+        return solution
+    curvature = None if solution.curvature is None else scale**2 * solution.curvature
+    return replace(solution, direction=solution.direction * scale, value=None, curvature=curvature)
 
 
 def update_along(
@@ -196,7 +206,8 @@ def update_along(
         iterations: iterations of this solve and of those before it in the same step.
     """
     d = solution.direction
-    slope, predicted = model.slope(d), model.change(d)
+    slope = model.slope(d)
+    predicted = slope + (model.curvature_along(d) if solution.curvature is None else solution.curvature)
     if not (slope < 0.0 and predicted < 0.0):
         return None
     full = model.objective.value_at(d) if solution.value is None else solution.value

@@ -322,9 +322,23 @@ def test_full_batches_are_fitted_by_full_steps() -> None:
     assert reports[-1].damping < 0.2 * reports[0].damping
 
 
-def test_the_variance_of_what_layers_do_not_show_is_that_of_the_two_halves() -> None:
+class Skipping(nn.Module):
+    """A network that is no chain of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("build, exact", [(Borrowing, True), (Skipping, False)])
+def test_the_variance_that_layers_do_not_show_or_are_not_asked_for_is_that_of_the_two_halves(
+    build: type[nn.Module], exact: bool
+) -> None:
     torch.manual_seed(0)
-    module, (inputs, _) = Borrowing().double(), batch(11)
+    module, (inputs, _) = build().double(), batch(11)
     targets = torch.zeros(11, 4, dtype=torch.float64)
     halves = []
     for rows in (slice(5), slice(5, None)):
@@ -332,8 +346,25 @@ def test_the_variance_of_what_layers_do_not_show_is_that_of_the_two_halves() -> 
         SquaredError().value(module(inputs[rows]), targets[rows]).backward()
         halves.append(flat({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}))
     expected = (halves[0] - halves[1]).square().sum().item() / (1 / 5 + 1 / 6)
-    report = take(SHF(module, "mse"), (inputs, targets))
+    optimizer = SHF(module, "mse")
+    optimizer.exact_variance = exact
+    report = take(optimizer, (inputs, targets))
     assert report.gradient_variance == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_exact_variance_is_that_of_single_samples() -> None:
+    torch.manual_seed(0)
+    module, (inputs, _) = Skipping().double(), batch(11)
+    targets = torch.zeros(11, 4, dtype=torch.float64)
+    rows = []
+    for x, y in zip(inputs, targets, strict=True):
+        module.zero_grad()
+        SquaredError().value(module(x[None]), y[None]).backward()
+        rows.append(flat({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}))
+    optimizer = SHF(module, "mse")
+    optimizer.exact_variance = True
+    report = take(optimizer, (inputs, targets))
+    assert report.gradient_variance == pytest.approx(torch.stack(rows).var(0).sum().item(), rel=1e-9)
 
 
 # Resuming
@@ -370,9 +401,11 @@ def test_a_resumed_run_takes_the_variance_as_the_uninterrupted_one_does() -> Non
     module, (inputs, _) = SometimesBorrowing().double(), batch(11)
     targets = torch.zeros(11, 4, dtype=torch.float64)
     optimizer = SHF(module, "mse")
+    optimizer.exact_variance = True
     take(optimizer, (inputs.abs(), targets))
     other = copy.deepcopy(module)
     resumed = SHF(other, "mse")
+    resumed.exact_variance = True
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     expected = take(optimizer, (-inputs.abs(), targets)).gradient_variance
     assert take(resumed, (-inputs.abs(), targets)).gradient_variance == expected

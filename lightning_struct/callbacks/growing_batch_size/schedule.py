@@ -75,7 +75,8 @@ class SampleSchedule:
 
         Args:
             samples: seen in training.
-            batch_size: of steps. They may become twice as large meanwhile: then the next entry is not passed yet.
+            batch_size: of a step. As long as those to come are not more than twice as large on average, the next entry
+                is not missed; else it is seen at most ``LONGEST_WAIT`` steps late.
 
         Example:
             >>> schedule = SampleSchedule.parse("0:32 50_000:128")

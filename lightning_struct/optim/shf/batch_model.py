@@ -69,7 +69,8 @@ class BatchModel:
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
         variance: ‖Var‖₁ of the per-sample gradients (section 4.3), None where it is not defined.
-        uncovered: why layers did not show the gradients of single samples; None if they did, or were not asked.
+        uncovered: why layers did not show the gradients of single samples, on any process; None if they did, or were
+            not asked.
         linearization, outputs, targets: those of this process's samples that have rows in A.
         right_hand_side: b = -r of these.
         buffers_before: name -> values of the buffers before, where they were written and are to be kept.
@@ -167,7 +168,7 @@ class BatchModel:
     def _measure(self, per_sample: bool) -> None:
         """f, ∇f, and ‖Var‖₁ where samples have gradients of their own (section 4.3)."""
         cotangent = self._loss.sqrt_hessian(self.outputs, self.targets, self._residual)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         value_here = self._loss.value(self.outputs, self.targets)
         if not isinstance(value_here, Tensor) or value_here.ndim:
             raise TypeError(
@@ -178,7 +179,10 @@ class BatchModel:
         self.uncovered: str | None = None
         if per_sample and bool(sums[0].isfinite()):
             sums[1] = self._sum_of_squared_norms(cotangent)
-        value, squared_norms = all_reduce(sums).tolist()
+        sums[2] = self.uncovered is not None
+        value, squared_norms, uncovered = all_reduce(sums).tolist()
+        if uncovered and self.uncovered is None:
+            self.uncovered = "they do not show it on another process"
         self.value = value / self.n + self.objective.penalty(self.weights.vector)
         if not math.isfinite(self.value):
             raise NotFinite(

@@ -200,8 +200,29 @@ def overflowing(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 FAULTS = {"nan": with_nan, "empty": emptied, "overflow": overflowing}
 
 
+class Borrowing(nn.Module):
+    """Uses a weight outside of the layer that owns it too, where the first input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + (x @ self.layer.weight if x[0, 0] > 0 else 0)
+
+
+def step_uncovered_on_one(rank: int) -> dict[str, Any]:
+    """The state after a step in which the layers of one process do not show the gradients of its samples."""
+    optimizer, inputs = SHF(Borrowing(), "mse"), gaussian(6, 4, seed=rank).abs()
+    optimizer.exact_variance = True
+    optimizer.step(inputs=inputs if rank else -inputs, targets=torch.zeros(6, 4).double())
+    return {"uncovered": optimizer.state_dict()["state"]["shf"].get("uncovered", False)}
+
+
 def work(rank: int) -> dict[str, Any]:
     return {
+        "state": step_uncovered_on_one(rank),
         "steps": {name: train(scenario, rank) for name, scenario in SCENARIOS.items()},
         "collectives": {maxiter: count_collectives(rank, maxiter) for maxiter in (4, 5, 7)},
         "collectives_of_factors": count_collectives(rank, 5, "kronecker"),
@@ -218,6 +239,10 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, list[dict[str, Any]]]:
     return {name: train(scenario, None) for name, scenario in SCENARIOS.items()}
+
+
+def test_layers_that_show_nothing_on_one_process_are_asked_on_none_again(processes: list[dict[str, Any]]) -> None:
+    assert [of_one["state"]["uncovered"] for of_one in processes] == [True, True]
 
 
 DOUBLE = [name for name, scenario in SCENARIOS.items() if scenario.dtype == torch.float64]

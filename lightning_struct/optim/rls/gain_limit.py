@@ -137,14 +137,14 @@ def largest_gains(gains: Mapping[Name, Gain]) -> dict[Name, Tensor]:
         own = [gain.product(applied[name]) for name, gain in going_on.items()]
         products = dict(zip(going_on, all_reduce_together(own), strict=True))
         for name, gain in going_on.items():
-            tiny = torch.finfo(gain.direction.dtype).tiny
-            norm = torch.linalg.vector_norm(products[name], dim=1, keepdim=True)
+            product, tiny = products[name], torch.finfo(gain.direction.dtype).tiny
+            norm = torch.linalg.vector_norm(product, dim=1, keepdim=True)
             if iteration == last[name]:
-                before = torch.linalg.vecdot(applied[name], directions[name])
-                largest[name] = torch.linalg.vecdot(applied[name], products[name]) / before.clamp(min=tiny)
-                gain.direction.copy_(torch.where(norm > tiny, products[name] / norm, gain.direction))
+                before = torch.linalg.vecdot(applied[name], directions[name]).clamp_(min=tiny)
+                largest[name] = torch.linalg.vecdot(applied[name], product).div_(before)
+                torch.where(norm > tiny, product.div_(norm), gain.direction, out=gain.direction)
             else:
-                directions[name] = products[name] / norm.clamp(min=tiny)
+                directions[name] = product.div_(norm.clamp_(min=tiny))
     return largest
 
 

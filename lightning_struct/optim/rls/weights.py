@@ -290,7 +290,7 @@ class TrainedWeight:
 
     def theta_parts(self) -> list[Tensor]:
         """What θ consists of: the weight, and of parameters of biases the parts that are added to its products."""
-        return [self.parameter.detach(), *(bias.of(bias.parameter.detach()) for bias in self.biases)]
+        return [self.parameter, *(bias.of(bias.parameter) for bias in self.biases)]
 
     def _theta(self) -> list[Tensor]:
         """θ: (groups, outputs, n) and (groups, outputs, m), the parameters themselves where :meth:`_write` finds it.
@@ -405,8 +405,8 @@ class TrainedWeight:
                 return
             products = torch.bmm(cotangents.mT, products[0]), torch.bmm(cotangents.mT, products[1])
         if most is not None:
-            norms = torch.stack([torch.linalg.vector_norm(product, dim=(1, 2)) for product in products])
-            norm = torch.linalg.vector_norm(norms * factor)
+            norms = torch.cat([torch.linalg.vector_norm(product, dim=2) for product in products], 1)
+            norm = torch.linalg.vector_norm(norms * factor.unsqueeze(1))
             factor = factor * (most / norm.clamp_(min=max(most, torch.finfo(norm.dtype).tiny)))
         factor = factor.view(-1, 1, 1)
         for target, product in zip(targets, products, strict=True):
@@ -460,7 +460,7 @@ class TrainedWeight:
                 inputs = len(weight) // self.groups
                 features = features.unflatten(2, (inputs, *weight.shape[2:])).transpose(1, 2).flatten(0, 1)
             weight.copy_(features.view(weight.shape))
-        for bias, values in zip(self.biases, constants.unbind(2), strict=True):
+        for place, bias in enumerate(self.biases):
             part = bias.of(bias.parameter)
-            if bias.parameter.grad is not None and values.data_ptr() != part.data_ptr():
-                part.copy_(values.reshape(part.shape))
+            if bias.parameter.grad is not None and constants.data_ptr() != part.data_ptr():
+                part.copy_(constants[:, :, place].reshape(part.shape))

@@ -396,3 +396,15 @@ def test_the_low_rank_form_counts_its_rows_by_an_integer_which_was_a_tensor_befo
     train(module, optimizer, range(8, 12))
     train(other, resumed, range(8, 12))
     assert torch.equal(weights(module), weights(other))
+
+
+def test_a_bias_that_is_frozen_later_keeps_its_values_through_decay_and_signs() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    optimizer = RLS(layer, weight_decay=0.1, l1=0.1)
+    layer.bias.requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    layer(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before[0])
+    assert torch.equal(layer.bias, before[1])

@@ -8,14 +8,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.least_squares import RightPreconditioner
 from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.optim.messages import warn
 from lightning_struct.optim.pickling import state_without_hooks
-from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
+from lightning_struct.optim.requirements import (
+    LOWER_PRECISION,
+    check_module,
+    refuse_distributed_tensors,
+    refuse_lazy,
+    refuse_replaced,
+)
 from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.output_steps import OutputSteps
@@ -366,11 +371,7 @@ class SHF(torch.optim.Optimizer):
         """Raise ValueError where the module has other weights than when SHF was made, which a step would not move."""
         trained = dict(zip(self._names, self.param_groups[0]["params"], strict=True))
         _check_parameters(self.module, trained)
-        if replaced := [name for name, p in trained.items() if _parameter(self.module, name) is not p]:
-            raise ValueError(
-                f"the parameters of the module are others than when SHF was made: {', '.join(replaced[:3])}. Make SHF "
-                "after what replaces or reparametrises them"
-            )
+        refuse_replaced([name for name, p in trained.items() if _parameter(self.module, name) is not p], "SHF")
         if frozen := [name for name, p in trained.items() if not p.requires_grad]:
             raise ValueError(
                 f"SHF trains {', '.join(frozen[:3])}, frozen since it was made. It trains what requires a gradient "
@@ -402,9 +403,7 @@ def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None
             f"SHF calls the module with other weights, which TorchScript does not allow: {scripted[0]} is scripted or "
             "traced. Give SHF the module as it is in Python; script it once it is trained"
         )
-    lazy = [name for name, parameter in named.items() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(f"{', '.join(lazy)} have no shape yet: call the module once before making SHF")
+    refuse_lazy(named, "SHF")
     if not named:
         raise ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient: give SHF the module that it is to "
@@ -424,8 +423,8 @@ def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None
     dtypes = {p.dtype for p in named.values()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
         raise ValueError(
-            f"SHF needs all weights in float32 or all in float64, got {', '.join(sorted(map(str, dtypes)))}; for lower "
-            "precision keep float32 weights and use autocast to bfloat16 (bf16-mixed)"
+            f"SHF needs all weights in float32 or all in float64, got {', '.join(sorted(map(str, dtypes)))}; "
+            f"{LOWER_PRECISION}"
         )
     if len({p.device for p in named.values()}) > 1:
         places = ", ".join(f"{name} -> {p.device}" for name, p in named.items())

@@ -10,8 +10,8 @@ There they are drawn anew as ``PointsDataModule`` does by default, a fifth of th
 network is large: every 5 steps of SHF and of torch-levenberg-marquardt, every 100 of Adam, and every 10 of L-BFGS with
 up to 20 iterations each. Adam has the rate 1e-3, L-BFGS the line search by the strong Wolfe conditions and a history of
 50; "Adam, then L-BFGS" has half of the time each. SHF has two arguments, ``SHF(module, "least_squares")``; "SHF, γ = 0"
-is without the warm start, which only points that are drawn anew call for. A rival that is not installed is said to be
-so:
+is without the warm start, which only points that are drawn anew call for, and "SHF, exact" with the exact solver where
+SHF would choose LSMR. A rival that is not installed is said to be so:
 
     torch-levenberg-marquardt    pip install torch-levenberg-marquardt
 
@@ -69,6 +69,12 @@ SQUARE, CUBE = {"interior": 900, "boundary": 120}, {"interior": 3000, "boundary"
 PROBLEMS = {
     "poisson2d": Problem("Poisson 2d, 257 parameters", lambda: Poisson(2), [64], SQUARE),
     "poisson2d_deep": Problem("Poisson 2d, 9,873 parameters", lambda: Poisson(2), [64, 64, 48, 48], SQUARE),
+    "poisson2d_many": Problem(
+        "Poisson 2d, 9,873 parameters, 3,060 points",
+        lambda: Poisson(2),
+        [64, 64, 48, 48],
+        {name: 3 * count for name, count in SQUARE.items()},
+    ),
     "poisson2d_wide": Problem("Poisson 2d, 116,097 parameters", lambda: Poisson(2), [256, 256, 128, 128], SQUARE),
     "heat1d": Problem("heat 1d, 257 parameters", Heat, [64], {"interior": 900, "boundary": 60, "initial": 60}),
     "heat1d_deep": Problem(
@@ -118,8 +124,8 @@ def half_mean_square(residuals: dict[str, Tensor]) -> Tensor:
     return sum(0.5 * block.square().mean() for block in residuals.values())  # type: ignore[return-value]
 
 
-def by_shf(module: Residuals, draw: Callable[[int], Points], **settings: float) -> Iterator[None]:
-    optimizer, step = SHF(module, LeastSquares(), **settings), 0  # type: ignore[arg-type]
+def by_shf(module: Residuals, draw: Callable[[int], Points], **settings: Any) -> Iterator[None]:
+    optimizer, step = SHF(module, LeastSquares(), **settings), 0
     while True:
         optimizer.step(inputs=draw(step // 5))
         step += 1
@@ -179,9 +185,10 @@ def by_levenberg_marquardt(module: Residuals, draw: Callable[[int], Points]) -> 
         yield
 
 
-WITHOUT_WARM_START = "SHF, γ = 0"
+WITHOUT_WARM_START, EXACT = "SHF, γ = 0", "SHF, exact"
 METHODS = {
     "SHF": by_shf,
+    EXACT: partial(by_shf, solver="exact"),
     WITHOUT_WARM_START: partial(by_shf, warm_start=0.0),
     "Adam": by_adam,
     "L-BFGS": by_lbfgs,
@@ -305,7 +312,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=[name for name in METHODS if name != WITHOUT_WARM_START]
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=[name for name in METHODS if name not in (WITHOUT_WARM_START, EXACT)],
     )
     parser.add_argument("--only-print", action="store_true", help="the tables of the runs that are there")
     harness.add_job_options(parser)

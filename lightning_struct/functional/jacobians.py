@@ -21,6 +21,8 @@ _ROWS_AT_ONCE = 128
 _NUMBERS_AT_ONCE = 2**20
 # Multiplications that an entry of J Jᵀ costs for each pair of outer products, beside those of their vectors.
 _PAIR = 8
+# Work of a product with a column of J, which comes from memory, against that of the same entries of outer products.
+_COLUMN = 6
 
 
 ALL = slice(None)
@@ -310,12 +312,19 @@ class JacobianForm:
     Attributes:
         kept: the weights whose columns are sums of outer products, in order.
         numbers: that J takes.
-        cost: multiplications for an entry of J Jᵀ.
+        cost: multiplications for an entry of J Jᵀ, or JᵀJ.
+        work: of a product with J, in entries of the weights that outer products are multiplied by.
     """
 
     kept: tuple[str, ...]
     numbers: int
     cost: float
+    work: int
+
+
+def matrix_form(rows: int, columns: int) -> JacobianForm:
+    """The form of a J (rows, columns) that is kept as a matrix."""
+    return JacobianForm((), rows * columns, float(max(rows, columns)), _COLUMN * rows * columns)
 
 
 def jacobian_form(
@@ -334,14 +343,15 @@ def jacobian_form(
         >>> jacobian_form([{"wide": 4, "narrow": 4}], [100], sizes, for_gram=True).kept
         ('wide',)
     """
-    kept, numbers, cost = list[str](), 0, 0.0
+    kept, numbers, cost, work = list[str](), 0, 0.0, 0
     for name, size in sizes.items():
         numbers_of, cost_of = sum(rows) * math.prod(size), float(math.prod(size))
+        work_of = _COLUMN * numbers_of
         if all(name in of_block for of_block in counts):
             products = sum(of_block[name] * n for of_block, n in zip(counts, rows, strict=True))
             kept_numbers, kept_cost = products * sum(size), (products / sum(rows)) ** 2 * (sum(size) + _PAIR)
             if kept_cost < cost_of if for_gram else kept_numbers < numbers_of:
                 kept.append(name)
-                numbers_of, cost_of = kept_numbers, kept_cost
-        numbers, cost = numbers + numbers_of, cost + cost_of
-    return JacobianForm(tuple(kept), numbers, cost)
+                numbers_of, cost_of, work_of = kept_numbers, kept_cost, products * math.prod(size)
+        numbers, cost, work = numbers + numbers_of, cost + cost_of, work + work_of
+    return JacobianForm(tuple(kept), numbers, cost, work)

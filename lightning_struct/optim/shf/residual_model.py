@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_struct.collective import all_gather_rows, all_reduce, rank, world_size
 from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.gauss_newton import linearize
-from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form
+from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form, matrix_form
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
 from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals import LeastSquares
@@ -140,8 +140,7 @@ class ResidualModel:
 
     @property
     def _dense_form(self) -> JacobianForm:
-        columns = len(self.weights.vector)
-        return JacobianForm((), len(self.residual) * columns, columns)
+        return matrix_form(self.rows, len(self.weights.vector))
 
     def _form(self, rows: Sequence[int], *, for_gram: bool) -> JacobianForm | None:
         counts = self._batch.product_counts()

@@ -6,21 +6,23 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
 from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, GramLeastSquares
-from lightning_struct.functional.jacobians import JacobianForm
+from lightning_struct.functional.jacobians import JacobianForm, matrix_form
 from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residual_model import Products, ResidualModel, RowProducts
 
-# Cost model of the choice between the solvers, in multiplications: of a step of a Krylov solver, for each residual and
-# each parameter, as it is done by many small operations; and of the factorisations of JᵀJ or J Jᵀ, for each of its
-# numbers and rows: half a dozen by Cholesky, which is what most steps take.
-_PRODUCTS, _FACTORISATIONS = 30.0, 2.0
+# Cost model of the choice between the solvers, in multiplications: of the factorisations of JᵀJ or J Jᵀ, for each of
+# its numbers and rows: half a dozen by Cholesky, which is what most steps take; and the iterations that a Krylov solver
+# takes where λ is not very small. Each takes the time of a multiplication for every byte that it works through, and of
+# many more for its small operations.
+_FACTORISATIONS, _ITERATIONS, _ITERATION = 2.0, 60, 1e7
 # Beyond these sizes J is not formed: its bytes, and those of JᵀJ or J Jᵀ.
 _LARGEST_JACOBIAN, _LARGEST_GRAM = 2**31, 2**28
 # A Krylov solver ends where the gradient of the damped problem has fallen to this share.
@@ -238,9 +240,7 @@ class SharedLeastSquares(FactoredLeastSquares):
         return super().coordinates(all_gather_unequal(b))
 
 
-def chosen_solver(
-    rows: int, columns: int, element_size: int, maxiter: int, *, numbers: int | None = None, cost: float | None = None
-) -> str:
+def chosen_solver(rows: int, columns: int, element_size: int, maxiter: int, form: JacobianForm | None = None) -> str:
     """``"exact"`` where a factorisation takes less than the iterations of a Krylov solver, and not too much memory.
 
     Decided by the sizes alone, so that a run repeats itself.
@@ -249,18 +249,17 @@ def chosen_solver(
         rows, columns: of J, over all processes.
         element_size: bytes of a number.
         maxiter: bound on the iterations of the other.
-        numbers: that J takes; as many as a matrix if not given.
-        cost: multiplications for an entry of J Jᵀ or JᵀJ; as many as J has columns or rows if not given.
+        form: of J, with the rows of all processes; a matrix if not given.
 
     Example:
         >>> chosen_solver(1020, 9873, 8, 150), chosen_solver(100_000, 100_000, 8, 150)
         ('exact', 'lsmr')
     """
-    shorter, longer = sorted((rows, columns))
-    exact = (longer if cost is None else cost) * shorter**2 + _FACTORISATIONS * shorter**3
-    krylov = maxiter * _PRODUCTS * rows * columns
-    numbers = rows * columns if numbers is None else numbers
-    fits = numbers * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
+    shorter = min(rows, columns)
+    form = form or matrix_form(rows, columns)
+    exact = form.cost * shorter**2 + _FACTORISATIONS * shorter**3
+    krylov = min(maxiter, _ITERATIONS) * (element_size * form.work + _ITERATION)
+    fits = form.numbers * element_size <= _LARGEST_JACOBIAN and shorter**2 * element_size <= _LARGEST_GRAM
     return "exact" if fits and exact <= krylov else "lsmr"
 
 
@@ -280,11 +279,10 @@ def make_solver(model: ResidualModel, name: str | None, maxiter: int, room: Room
         _check_memory_of_exact(model)
     elif name is None:
         sizes = model.rows, len(model.weights.vector), model.residual.element_size(), maxiter
-        name = chosen_solver(*sizes, numbers=0, cost=0.0)  # however J is kept
-        if name == "exact" and (form := model.form_for_gram).kept:
-            name = chosen_solver(*sizes, numbers=form.numbers, cost=form.cost)
-        elif name == "exact":
-            name = chosen_solver(*sizes)
+        matrix = matrix_form(*sizes[:2])
+        name = chosen_solver(*sizes, replace(matrix, numbers=0, cost=0.0))  # however J is kept
+        if name == "exact":
+            name = chosen_solver(*sizes, model.form_for_gram)
         if name == "exact" and not room.has("exact", model, _memory_of_exact(model)[1]):
             name = "lsmr"
     return ExactSolver(model) if name == "exact" else KrylovSolver(model, name, maxiter, room)

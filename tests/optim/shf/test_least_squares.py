@@ -847,6 +847,24 @@ def test_a_solver_that_is_not_named_fits_into_memory(monkeypatch: pytest.MonkeyP
     assert SHF(Equation(), "least_squares").step(inputs=points()).solver_iterations > 0
 
 
+class Curve(nn.Module):
+    """Measurements of a curve, by a network of 1,401 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(1, 35), nn.Tanh(), nn.Linear(35, 35), nn.Tanh(), nn.Linear(35, 2)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) - x.sin()
+
+
+@pytest.mark.parametrize(("samples", "is_exact"), [(100, True), (700, False)])
+def test_the_solver_is_exact_where_a_factorisation_takes_less_than_the_iterations(samples: int, is_exact: bool) -> None:
+    report = SHF(Curve(), "least_squares").step(inputs=torch.linspace(-1, 1, samples, dtype=torch.float64)[:, None])
+    assert (report.solver_iterations == 0) == is_exact
+
+
 @pytest.mark.parametrize(("maxiter", "is_formed"), [(2, True), (19, False)])
 def test_the_jacobian_is_not_formed_where_the_bases_leave_no_room(
     maxiter: int, is_formed: bool, monkeypatch: pytest.MonkeyPatch

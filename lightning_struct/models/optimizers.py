@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
+from lightning_struct.optim.requirements import TakesModule
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -25,7 +26,7 @@ def optimizer_and_scheduler(
     """
     try:
         made = optimizer(parameters)
-    except TypeError as error:
+    except TakesModule as error:
         raise MisconfigurationException(
             "This model gives its optimizer the parameters; for RLS or SHF, which take the module, there are models of "
             f"their names, as RLSClassifier and SHFClassifier (--model=RLSClassifier). {error}"

@@ -15,6 +15,10 @@ WEIGHTS_ALONE = (
 )
 
 
+class TakesModule(TypeError):
+    """An optimizer was given something else than a module."""
+
+
 def check_module(module: Any, optimizer: str, reason: str) -> None:
     """Raise unless this is a module.
 
@@ -24,10 +28,10 @@ def check_module(module: Any, optimizer: str, reason: str) -> None:
         reason: what it does with the module, as a relative clause.
 
     Raises:
-        TypeError: see above; the message says what to give instead.
+        TakesModule: see above; the message says what to give instead.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
+        raise TakesModule(
             f"{optimizer} takes the module, {reason}, not its parameters: {optimizer}(model, ...), got "
             f"{type(module).__name__}. In Lightning return {optimizer}(self, ...) from configure_optimizers, also with "
             "LightningCLI or hydra, which hand parameters to the optimizers that they configure themselves"

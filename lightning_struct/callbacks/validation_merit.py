@@ -75,7 +75,7 @@ class ValidationMeritStopping(Callback):
         min_delta: float = 0.0,
         merit_samples: int | None = None,
     ) -> None:
-        check("monitor", monitor, isinstance(monitor, str), "the name of a metric")
+        check("monitor", monitor, isinstance(monitor, str) and monitor != "", "the name of a metric")
         check_counts(patience=patience)
         check("restore_best", restore_best, isinstance(restore_best, bool), "True or False")
         check("mode", mode, mode in ("min", "max"), "'min' or 'max'")

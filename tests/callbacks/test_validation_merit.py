@@ -754,6 +754,7 @@ def test_strategies_of_others_are_taken():
     [
         ({"mode": "least"}, "mode must be 'min' or 'max', but is 'least'"),
         ({"monitor": None}, "monitor must be the name of a metric, but is None"),
+        ({"monitor": ""}, "monitor must be the name of a metric, but is ''"),
         ({"patience": 0}, "patience must be at least 1, but is 0"),
         ({"patience": "3"}, "patience must be a whole number >= 1, but is '3'"),
         ({"patience": None}, "patience must be a whole number >= 1, but is None"),

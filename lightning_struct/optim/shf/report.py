@@ -23,8 +23,8 @@ class StepReport:
         merits: (solver iteration, validation value) as evaluated during the solve.
         merit: the validation value at the new weights; None without validation data.
         gradient_norm: ‖∇f‖ at the old weights.
-        gradient_variance: ‖Var‖₁ of the per-sample gradients; None where samples are coupled by batch normalisation,
-            and for a batch of one.
+        gradient_variance: ‖Var‖₁ of the per-sample gradients, or an estimate (:attr:`SHF.exact_variance`); None where
+            samples are coupled by batch normalisation, and for a batch of one.
         batch_size: samples over all processes, those held out among them.
         predicted_batch_size: n̂ of the norm test; None where the variance is, or where the gradient is zero.
         block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, where the module returns residuals

@@ -51,7 +51,7 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
         means: x̄ of the weights that the step changes.
     """
     of_weights = (parameter for weight in means for parameter in weight.parameters)
-    gradients = {p: p.grad for p in (*parameters, *of_weights) if p.grad is not None}
+    gradients = {p: _entries(p.grad) for p in (*parameters, *of_weights) if p.grad is not None}
     parts = {weight: weight.theta_parts() for weight in means}
     tensors = [*gradients.values(), *means.values(), *(part for those in parts.values() for part in those)]
     norms = iter(_norms(tensors))
@@ -60,6 +60,11 @@ def step_norms(parameters: Iterable[nn.Parameter], means: Mapping[TrainedWeight,
         {weight: next(norms) for weight in means},
         {weight: math.hypot(*(next(norms) for _ in those)) for weight, those in parts.items()},
     )
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, which is sparse where the auxiliary optimizer trains an embedding with such ones."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[float]:

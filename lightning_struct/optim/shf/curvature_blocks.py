@@ -204,7 +204,7 @@ class DiagonalBlock(CurvatureBlock):
         squares = like.new_zeros(self.shape)
         for use in uses:
             squares += squared_shares(use)
-        return [squares, gradients[self.name], like.new_tensor([float(len(uses))])]
+        return [squares, gradients[self.name], like.new_tensor(len(uses))]
 
     def factors(self, sums: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
         squares, gradient, uses = sums

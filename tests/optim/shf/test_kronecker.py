@@ -210,6 +210,26 @@ def test_a_parameter_outside_of_layers_has_the_mean_of_its_squared_probe() -> No
     torch.testing.assert_close(factors(optimizer)["offset"]["diagonal"], expected)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))  # a number, without dimensions
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.net(x)
+
+
+def test_a_number_outside_of_layers_has_its_squared_probe() -> None:
+    torch.manual_seed(0)
+    module = Scale().double()
+    before, loss, data = copy.deepcopy(module), RecordingLoss("mse"), batch()
+    optimizer = make(module, loss)
+    take(optimizer, data)
+    (gradient,) = torch.autograd.grad(before(data[0]), before.scale, loss.probe)
+    torch.testing.assert_close(factors(optimizer)["scale"]["diagonal"], gradient.square() / 12)
+
+
 def test_factors_are_updated_every_so_many_steps() -> None:
     optimizer = make(network(), factor_interval=3)
     seen = []

@@ -408,7 +408,7 @@ def test_the_batch_size_is_found_and_training_begins_anew(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_module_compiles_its_network_and_not_the_step(tmp_path):
+def test_a_compiled_module_takes_the_steps_of_the_module(tmp_path):
     graphs = []
 
     def backend(graph, inputs):

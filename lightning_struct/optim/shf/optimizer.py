@@ -257,6 +257,8 @@ class SHF(torch.optim.Optimizer):
                 frozen, replaced or made half precision since SHF was made. The weights are unchanged.
             FloatingPointError: NaN or infinity within the solve. The weights are unchanged.
         """
+        if torch.compiler.is_compiling():  # to trace all that a step does takes a minute, and gains nothing
+            return torch.compiler.disable(self.step)(closure, inputs=inputs, targets=targets)
         if closure is not None:
             with torch.enable_grad():
                 closure()

@@ -494,6 +494,30 @@ def test_single_samples_of_padded_sequences_have_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:preconditioner='kronecker'. nothing came back")
+def test_a_compiled_network_takes_the_steps_of_the_network() -> None:
+    module = nn.Sequential(network(), nn.LayerNorm(2, dtype=torch.float64))
+    compiled = copy.deepcopy(module)
+    compiled.compile(backend="aot_eager")  # graphs of AOTAutograd have no second derivatives
+    for trained in (module, compiled):
+        take(SHF(trained, "mse"), batch())
+    assert torch.equal(flat(trainable(module)), flat(trainable(compiled)))
+
+
+def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
+    module, reference = network(), network()
+    optimizer = SHF(module, "mse")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(lambda: take(optimizer, batch()), backend=backend)()
+    take(SHF(reference, "mse"), batch())
+    assert torch.equal(flat(trainable(module)), flat(trainable(reference)))
+    assert len(graphs) < 5
+
+
 def test_layers_that_are_never_called_do_not_end_a_step() -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:

@@ -87,8 +87,13 @@ class BatchResiduals:
         return [block.numel() for block in self.blocks.values()]
 
     def record_whole(self) -> None:
-        """Record the whole batch, or take the record of the last one, so that :meth:`values` takes less time."""
-        self._whole = self._records.whole_batches.record_of(self.blocks, self._params, self._args, self._context)
+        """Record the whole batch, or take the record of the last one, so that :meth:`values` takes less time.
+
+        Not where the rows of a block cannot be told apart: J takes much longer there than the residuals. Often the
+        operations are those of many steps in time. A thousand take a second to record, and longer than in the module.
+        """
+        if not self._records.refused:
+            self._whole = self._records.whole_batches.record_of(self.blocks, self._params, self._args, self._context)
 
     def values(self, params: Parameters) -> Tensor:
         """r(w), (N,)."""

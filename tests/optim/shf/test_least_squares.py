@@ -357,6 +357,17 @@ def test_batches_that_were_not_recorded_are_not_recorded_in_a_resumed_run() -> N
     assert calls[1] == calls[0]
 
 
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+def test_a_batch_whose_rows_cannot_be_told_apart_is_not_recorded() -> None:
+    module, recorded = Coupled(), []
+    module.register_forward_hook(lambda *_: recorded.append(get_proxy_mode() is not None))
+    optimizer = SHF(module, "least_squares")
+    optimizer.step(inputs=points())  # finds this out
+    recorded.clear()
+    optimizer.step(inputs=points())
+    assert recorded and not any(recorded)
+
+
 def test_a_resumed_run_keeps_the_solver_that_short_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = SHF(module := Equation(), "least_squares")
     with monkeypatch.context() as short:

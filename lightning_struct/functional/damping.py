@@ -8,9 +8,9 @@ from dataclasses import dataclass
 # A larger λ than this changes nothing: its square is beyond the range in which float32 adds a curvature to it. Without
 # a bound λ grows at each step of a run that has converged, until it overflows.
 MAX_DAMPING = 1e9
-# The rule by the next batch: the lowest σ, and r below which λ rises there. Data without replacement makes r too low by
-# the share of all samples that the last batches have had, so that an r a little below 0 is no sign of harm.
-SHORTEST_STEP, HARMFUL = 0.1, -0.25
+# The rule by the next batch: the lowest σ (data without replacement makes r too low, by the share of all samples that
+# the last batches have had), and the largest power of ``drop`` by which λ changes in a shortened step.
+_SHORTEST_STEP, _SLOWER = 0.1, 0.2
 
 
 def levenberg_marquardt(
@@ -73,6 +73,7 @@ class ScaledDamping:
 def next_batch_rule(
     now: ScaledDamping,
     ratio: float,
+    fitted: float,
     *,
     drop: float | None,
     min_damping: float = 0.0,
@@ -83,26 +84,33 @@ def next_batch_rule(
     A step lowers the loss of the batch that it was made of, and that of the next batch by r times as much: r is 1 where
     the step is all signal, and near 0 or below where it fits the noise of its batch. Along a Newton step of noisy data
     the best scale is σ = 2 r for small σ. σ grows where r > σ/4, half the ratio at the best scale, and else shrinks, by
-    no more than a factor of 1.22 (e^.2) a step and down to .1. λ falls at full steps with r > ¼, at its full rate from
-    r = ¾ on, and rises at the shortest steps with r < -¼.
+    no more than a factor of 1.22 (e^.2) a step and down to .1.
+
+    λ falls at full steps with r > ¼, at its full rate from r = ¾ on. Where noise shortens the steps, r says nothing
+    about λ, but p does: a step fits the share σ p of its own batch's loss. λ falls where p < 1 and rises where p > 1,
+    slowly, and in proportion to 1 - σ. Where p = 1, a full step would fit half of the loss of its batch, and the noise
+    of steps of σ = .1 adds a few per cent to the loss.
 
     Args:
         now: σ and λ of the last step.
         ratio: r, averaged over steps.
+        fitted: p, averaged over steps.
         drop: λ is multiplied by it to fall, and divided by it to rise; None leaves λ alone.
         min_damping: λ is never set below it.
         max_damping: λ is never set above it.
 
     Example:
-        >>> next_batch_rule(ScaledDamping(1.0, 2.0), 0.9, drop=0.5)  # a full step that the next batch confirms
+        >>> next_batch_rule(ScaledDamping(1.0, 2.0), 0.9, 0.8, drop=0.5)  # a full step that the next batch confirms
         ScaledDamping(scale=1.0, damping=1.0)
-        >>> next_batch_rule(ScaledDamping(1.0, 2.0), -0.3, drop=0.5).scale < 0.82  # one that harms it
+        >>> next_batch_rule(ScaledDamping(1.0, 2.0), -0.3, 0.8, drop=0.5).scale < 0.82  # one that harms it
+        True
+        >>> next_batch_rule(ScaledDamping(0.1, 2.0), 0.0, 0.3, drop=0.5).damping < 2.0  # that fits little of its own
         True
     """
     change = min(max(0.5 * (ratio / now.scale - 0.25), -0.2), 0.2)
     scale, damping = now.scale * math.exp(change), now.damping
     if drop is not None and scale >= 1.0:
         damping *= drop ** min(max(2 * ratio - 0.5, 0.0), 1.0)
-    elif drop is not None and scale <= SHORTEST_STEP and ratio < HARMFUL:
-        damping /= drop
-    return ScaledDamping(min(max(scale, SHORTEST_STEP), 1.0), min(max(damping, min_damping), max_damping))
+    elif drop is not None:
+        damping *= drop ** (_SLOWER * (1.0 - now.scale) * max(1.0 - fitted, -1.0))
+    return ScaledDamping(min(max(scale, _SHORTEST_STEP), 1.0), min(max(damping, min_damping), max_damping))

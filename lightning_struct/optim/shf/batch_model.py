@@ -66,6 +66,7 @@ class BatchModel:
         n: samples over all processes that f is the mean of.
         samples: n, and those that are held out.
         value: f(w).
+        largest_fall: ½‖b‖²/n, by which no step lowers the model more; f(w) where that is less and not negative.
         gradient: ∇f(w), flat.
         gradient_squared: ‖∇f(w)‖².
         variance: ‖Var‖₁ of the per-sample gradients (section 4.3), None where it is not defined.
@@ -168,7 +169,7 @@ class BatchModel:
     def _measure(self, per_sample: bool) -> None:
         """f, ∇f, and ‖Var‖₁ where samples have gradients of their own (section 4.3)."""
         cotangent = self._loss.sqrt_hessian(self.outputs, self.targets, self._residual)
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         value_here = self._loss.value(self.outputs, self.targets)
         if not isinstance(value_here, Tensor) or value_here.ndim:
             raise TypeError(
@@ -180,7 +181,8 @@ class BatchModel:
         if per_sample and bool(sums[0].isfinite()):
             sums[1] = self._sum_of_squared_norms(cotangent)
         sums[2] = self.uncovered is not None
-        value, squared_norms, uncovered = all_reduce(sums).tolist()
+        sums[3] = 0.5 * inner(self._residual, self._residual)
+        value, squared_norms, uncovered, squares = all_reduce(sums).tolist()
         if uncovered and self.uncovered is None:
             self.uncovered = "they do not show it on another process"
         self.value = value / self.n + self.objective.penalty(self.weights.vector)
@@ -189,6 +191,7 @@ class BatchModel:
                 f"the loss at the current weights is {self.value}; they are unchanged. Lower the scale of the "
                 "initialisation or of the data, or raise the damping"
             )
+        self.largest_fall = min(squares / self.n, self.value if self.value > 0.0 else math.inf)
         mean = self.backward(self._residual).div_(self.n)
         mean_squared = inner(mean, mean).item()
         if not math.isfinite(mean_squared):

@@ -239,24 +239,20 @@ class OutputSteps:
         change = memory["change"].to(model.gradient)
         with now.timed("next_batch"):
             fresh = model.value - model.objective.value_at(-change)
-        settings, own = self.settings, memory["own_change"]
-        old_fresh, old_own = memory["average_changes"]
-        averages = (
-            _RATIO_DECAY * old_fresh + (1 - _RATIO_DECAY) * fresh,
-            _RATIO_DECAY * old_own + (1 - _RATIO_DECAY) * own,
-        )
-        ratio = min(max(averages[0] / averages[1], -1.0), 1.0) if averages[1] < 0.0 else 0.0
+        own, scale = memory["own_change"], memory["step_scale"]
+        changes = _averaged(memory["average_changes"], (fresh, own))
+        fits = _averaged(memory.get("average_fits", (0.0, 0.0)), (-own / scale, memory.get("largest_fall", 0.0)))
+        ratio = min(max(changes[0] / changes[1], -1.0), 1.0) if changes[1] < 0.0 else 0.0
         harmful = not fresh <= max(_HARM * (model.value - fresh), -own)
         if harmful:
             _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
             model.weights.add_(-change)
-            averages, ratio = (0.0, averages[1]), -1.0
-        smallest, largest = settings.damping_bounds
-        if settings.damping is not None:  # what a batch shows of short steps is mostly noise, and λ seldom falls again
-            largest = min(largest, max(settings.damping, now.damping))
+            changes, ratio = (0.0, changes[1]), -1.0
+        smallest, largest = self.settings.damping_bounds
         ruled = next_batch_rule(
-            ScaledDamping(memory["step_scale"], now.damping),
+            ScaledDamping(scale, now.damping),
             ratio,
+            fits[0] / fits[1] if fits[1] > 0.0 else 1.0,
             drop=now.group["drop"],
             min_damping=smallest,
             max_damping=largest,
@@ -265,7 +261,8 @@ class OutputSteps:
         now.memory = memory | {
             "step_scale": ruled.scale / 2 if harmful else ruled.scale,
             "ratio": ratio,
-            "average_changes": averages,
+            "average_changes": changes,
+            "average_fits": fits,
             "change": None,
             "direction": None if harmful else memory["direction"],
         }
@@ -369,9 +366,11 @@ class OutputSteps:
             measured = {
                 "step_scale": now.step_scale,
                 "average_changes": memory.get("average_changes", (0.0, 0.0)),
+                "average_fits": memory.get("average_fits", (0.0, 0.0)),
                 "ratio": memory.get("ratio"),
                 "change": None if update.solution is None else update.solution.direction * update.step_length,
                 "own_change": update.loss - model.value,
+                "largest_fall": model.largest_fall,
             }
         decided: dict[str, Any] = {name: memory[name] for name in ("first_damping", "uncovered") if name in memory}
         now.memory = {
@@ -407,3 +406,9 @@ class OutputSteps:
             step_scale=now.step_scale,
             next_batch_ratio=now.memory.get("ratio"),
         )
+
+
+def _averaged(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:
+    """The running averages that the rule of the next batch goes by."""
+    kept, taken = _RATIO_DECAY, 1.0 - _RATIO_DECAY
+    return kept * old[0] + taken * new[0], kept * old[1] + taken * new[1]

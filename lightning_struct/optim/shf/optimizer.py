@@ -61,9 +61,9 @@ class SHF(torch.optim.Optimizer):
         max_damping: upper bound on λ. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
         damping_rule: ``"levenberg_marquardt"``: by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain
             of a step the next batch shows, see :func:`~lightning_struct.functional.damping.next_batch_rule`. Steps that
-            fit the noise of their batch are shortened. λ falls if the next batch confirms full steps, and rises if ρ <
-            ``lower``. A step that raises the loss of the next batch by more than a tenth, and by more than it lowered
-            its own, is taken back.
+            fit the noise of their batch are shortened. λ falls if the next batch confirms full steps, or if short ones
+            fit little of their own batch, and rises if these fit much of it, or if ρ < ``lower``. A step that raises
+            the loss of the next batch by more than a tenth, and by more than it lowered its own, is taken back.
         solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of Martens
             (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
             The paper's ``"lsmr"``; chosen ``"cg"``, with residuals from the sizes.

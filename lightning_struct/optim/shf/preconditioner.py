@@ -18,6 +18,9 @@ from lightning_struct.optim.shf.kronecker import BlockPreconditioner, Factors, K
 from lightning_struct.optim.shf.objective import FlatWeights
 from lightning_struct.optim.shf.solve import Preconditioner
 
+# The factors are damped anew before their interval ends if λ has become larger by this factor.
+_LARGER = 1.5
+
 
 @dataclass(frozen=True)
 class StepPreconditioner:
@@ -123,7 +126,8 @@ class KroneckerAverages:
         return StepPreconditioner(partial(self._at, factors, factor_damping), factor_damping, factors)
 
     def _at(self, factors: Factors, factor_damping: float, damping: float) -> BlockPreconditioner:
-        strength = math.sqrt(max(factor_damping, damping) ** 2 + self._l2)  # μ; a step that is tried again raises λ
+        raised = damping > _LARGER * factor_damping  # as where a step is tried again; less is not worth the roots
+        strength = math.sqrt((damping if raised else factor_damping) ** 2 + self._l2)  # μ
         if self._cache is None or self._cache[0] is not factors or self._cache[1] != strength:
             self._cache = None
             self._cache = factors, strength, self._measured.preconditioner(factors, strength)

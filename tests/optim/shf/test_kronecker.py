@@ -239,6 +239,26 @@ def test_factors_are_updated_every_so_many_steps() -> None:
     assert [torch.equal(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False, True]
 
 
+@pytest.mark.parametrize(("raised", "expected"), [(1.4, 2), (1.6, 3)])
+def test_the_factors_are_damped_anew_within_an_interval_only_where_the_damping_rose_much(
+    raised: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damped: list[float] = []
+    preconditioner = KroneckerFactors.preconditioner
+
+    def noted(self: KroneckerFactors, factors: Factors, damping: float) -> BlockPreconditioner:
+        damped.append(damping)
+        return preconditioner(self, factors, damping)
+
+    monkeypatch.setattr(KroneckerFactors, "preconditioner", noted)
+    optimizer = make(network(), factor_interval=3, drop=None)
+    first = optimizer.damping
+    for seed, damping in enumerate((first, first, raised * first, first)):
+        optimizer.damping = damping
+        take(optimizer, batch(seed=seed))
+    assert len(damped) == expected
+
+
 @pytest.mark.parametrize(
     "build",
     [

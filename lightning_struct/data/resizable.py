@@ -322,6 +322,9 @@ def why_not_resizable(loader: Any) -> tuple[str, str] | None:
     elif not getattr(loader, "in_order", True):
         problem = f"{name} with in_order=False, whose batches cannot be told apart at a resume"
         remedy = "leave in_order out"
+    elif type(loader).__len__ is not DataLoader.__len__:
+        problem = f"{name}, whose class counts its batches itself (__len__), by their first size"
+        remedy = "use torch's DataLoader, with persistent_workers=True to keep workers, and the length in the data set"
     else:
         return None
     return problem, remedy

@@ -521,7 +521,15 @@ REFUSED = {
     "a DrawLoader with batch_size=None": lambda: DrawLoader(DATA, IndependentDraws(DATA, 2, 2)),
     "a Stateful, which keeps its own position": lambda: Stateful(DATA, batch_size=2),
     "in_order=False.* leave in_order out": lambda: DataLoader(DATA, batch_size=2, num_workers=1, in_order=False),
+    "a Counting, whose class counts its batches itself.* use torch's": lambda: Counting(DATA, batch_size=2),
 }
+
+
+class Counting(DataLoader):
+    """With a length of its own, as loaders have that go on with the same workers in each epoch."""
+
+    def __len__(self):
+        return 5
 
 
 class Stateful(DataLoader):

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -502,6 +502,17 @@ class WithState(DataLoader):
         pass
 
 
+class Counted(DataLoader):
+    """A stream whose length the loader knows."""
+
+    def __len__(self):
+        return 10
+
+
+def counted():
+    return Counted(Stream(regression()), batch_size=4)
+
+
 def batched():
     return TensorDataset(*(tensor.view(10, 4, -1) for tensor in regression().tensors))
 
@@ -509,6 +520,7 @@ def batched():
 REFUSED = [
     pytest.param(Batches, "a Batches, which is not a torch DataLoader", id="not a DataLoader"),
     pytest.param(lambda: DataLoader(batched(), batch_size=None), "a DataLoader with batch_size=None", id="unbatched"),
+    pytest.param(counted, "a Counted, whose class counts its batches itself", id="counted"),
     pytest.param(lambda: WithState(regression()), "a WithState, which keeps its own position", id="stateful"),
     pytest.param(
         lambda: DataLoader(regression(), num_workers=1, in_order=False),
@@ -524,7 +536,7 @@ def test_a_loader_that_cannot_be_resized_is_refused_where_larger_batches_are_ask
         trainer_for(tmp_path, growing(mode="batch")).fit(Regressor(), loader())
 
 
-@pytest.mark.parametrize("loader, message", REFUSED[:2])
+@pytest.mark.parametrize("loader, message", REFUSED[:3])
 def test_batches_that_cannot_be_resized_are_accumulated(tmp_path, loader, message):
     callback, module, asked = growing(), Regressor(), Regressor()
     with pytest.warns(
@@ -534,6 +546,18 @@ def test_batches_that_cannot_be_resized_are_accumulated(tmp_path, loader, messag
     trainer_for(tmp_path, growing(mode="accumulate")).fit(asked, loader())
     assert callback.records[0]["batch_size"] == 4 and max(r["batch_size"] for r in callback.records) == 12
     assert torch.equal(weights(module), weights(asked))
+
+
+def test_a_loader_that_counts_its_batches_is_validated_after_as_many(tmp_path):
+    def validations(*callbacks):
+        steps = []
+        noting = LambdaCallback(on_validation_end=lambda trainer, module: steps.append(trainer.global_step))
+        trainer = trainer_for(tmp_path, *callbacks, noting, val_check_interval=0.5)
+        trainer.fit(Regressor(), counted(), DataLoader(regression(), batch_size=40))
+        return len(steps)
+
+    with pytest.warns(UserWarning, match="a Counted, whose class counts its batches itself"):
+        assert validations(growing()) == validations()
 
 
 def test_one_loader_that_cannot_be_resized_leaves_the_others_as_they_are(tmp_path):

@@ -34,9 +34,18 @@ def accumulated_batches(samples: float, limit: float, least: int, present: int, 
 
 def is_scheduled(trainer: L.Trainer) -> bool:
     """Whether a ``GradientAccumulationScheduler`` sets the accumulation in each epoch."""
+    return any(scheduler.going_to_accumulate_grad_batches() for scheduler in _schedulers(trainer))
+
+
+def accumulate_as_scheduled(trainer: L.Trainer) -> None:
+    """Set what a ``GradientAccumulationScheduler`` sets in this epoch, before it does so itself."""
+    for scheduler in _schedulers(trainer):
+        trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def _schedulers(trainer: L.Trainer) -> list[Any]:
     scheduling = lightning_classes("callbacks.GradientAccumulationScheduler")
-    schedulers: list[Any] = [c for c in trainer.callbacks if isinstance(c, scheduling)]  # type: ignore[attr-defined]
-    return any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers)
+    return [callback for callback in trainer.callbacks if isinstance(callback, scheduling)]  # type: ignore[attr-defined]
 
 
 def check_accumulation(trainer: L.Trainer, argument: str, remedy: str) -> None:

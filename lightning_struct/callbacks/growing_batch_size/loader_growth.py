@@ -8,7 +8,11 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_struct.callbacks.growing_batch_size.accumulation import accumulated_batches, check_accumulation
+from lightning_struct.callbacks.growing_batch_size.accumulation import (
+    accumulate_as_scheduled,
+    accumulated_batches,
+    check_accumulation,
+)
 from lightning_struct.callbacks.growing_batch_size.growing_loaders import GrowingDraws, GrowingLoader
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.collective import all_gather_objects
@@ -123,7 +127,9 @@ class LoaderGrowth:
         self._epoch_done = self._batches_done = 0
         passes_over = skips_backward(self._trainer)
         if not passes_over:
-            self._resize()  # a GradientAccumulationScheduler may have set another accumulation
+            if self._device_limit is None:
+                accumulate_as_scheduled(self._trainer)  # the first batch is read before the callbacks after this one
+            self._resize()
         self._set_limits()
         self._plan_validation()
         if passes_over:  # what was set before for that epoch was by the length of the last one

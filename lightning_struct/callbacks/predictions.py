@@ -34,8 +34,9 @@ class PredictionWriter(BasePredictionWriter):
         name: name of the file, and key of the predictions in it; not ``"indices"``, and without a folder.
 
     Raises:
-        MisconfigurationException: ``name`` is no such name; at the end of the predictions, if they are anything but
-            tensors, or of several loaders, or tensors that are no rows of one shape.
+        MisconfigurationException: ``name`` is no such name; there are several loaders; the first batch of the
+            predictions, or a later one when all are there, is anything but a tensor with a row for each sample, all of
+            one shape.
 
     Example:
         >>> from lightning import Trainer
@@ -52,24 +53,32 @@ class PredictionWriter(BasePredictionWriter):
         """What is written is written at the end of the predictions."""
         return lightning_classes("callbacks.prediction_writer.WriteInterval")[0]("epoch")
 
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loaders = len(trainer.num_predict_batches)
+        if loaders > 1:
+            raise MisconfigurationException(
+                f"PredictionWriter writes tensors of one loader, but there are {loaders}: predict with one loader at a "
+                "time, or leave out this callback"
+            )
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx == 0:
+            _check_rows([outputs])  # all others would be predicted in vain
+
     def write_on_epoch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        others = {type(prediction).__name__ for prediction in predictions if not isinstance(prediction, torch.Tensor)}
-        if others:
-            raise MisconfigurationException(
-                f"PredictionWriter writes tensors of one loader, but got {', '.join(sorted(others))}: have "
-                "predict_step return a tensor, predict with one loader at a time, or leave out this callback"
-            )
-        shapes = {tuple(prediction.shape[1:]) if prediction.dim() else None for prediction in predictions}
-        if None in shapes or len(shapes) > 1:
-            raise MisconfigurationException(
-                "PredictionWriter writes one tensor (n, ...) with a row for each sample, but predict_step returned the "
-                f"shapes {', '.join(sorted({str(tuple(prediction.shape)) for prediction in predictions}))}: have it "
-                "return rows of one shape, or leave out this callback"
-            )
+        _check_rows(predictions)
         directory = log_directory(trainer)
         directory.mkdir(parents=True, exist_ok=True)
         alone = trainer.world_size == 1
@@ -86,3 +95,20 @@ class PredictionWriter(BasePredictionWriter):
         torch.save(written, file)
         files = file if alone else f"{directory / self.name}_0.pt to _{trainer.world_size - 1}.pt, one for each process"
         rank_zero_info(f"{self.name.capitalize()} are in {files}")
+
+
+def _check_rows(predictions: Sequence[Any]) -> None:
+    """Raise unless predictions are tensors of rows of one shape."""
+    others = {type(prediction).__name__ for prediction in predictions if not isinstance(prediction, torch.Tensor)}
+    if others:
+        raise MisconfigurationException(
+            f"PredictionWriter writes tensors, but predict_step returned {', '.join(sorted(others))}: have it return a "
+            "tensor, or leave out this callback"
+        )
+    shapes = {tuple(prediction.shape[1:]) if prediction.dim() else None for prediction in predictions}
+    if None in shapes or len(shapes) > 1:
+        raise MisconfigurationException(
+            "PredictionWriter writes one tensor (n, ...) with a row for each sample, but predict_step returned the "
+            f"shapes {', '.join(sorted({str(tuple(prediction.shape)) for prediction in predictions}))}: have it "
+            "return rows of one shape, or leave out this callback"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ def plot_reconstructions(
         The figure, and its axes as an array (2, n).
 
     Raises:
-        MisconfigurationException: if the pixels do not make an image of ``image_size``, or those of images and
-            reconstructions are not as many, or matplotlib is missing.
+        MisconfigurationException: if the images have several channels, or their pixels do not make one of
+            ``image_size``, or those of images and reconstructions are not as many, or matplotlib is missing.
 
     Example:
         >>> images = torch.rand(3, 16)
@@ -47,6 +47,11 @@ def plot_reconstructions(
     require("matplotlib", "A plot of reconstructions")
     from matplotlib.figure import Figure
 
+    if images.dim() == 4 and images.shape[1] != 1:
+        raise MisconfigurationException(
+            f"Images of {images.shape[1]} channels cannot be drawn, as (n, pixels) or (n, 1, height, width) can: leave "
+            "out the plot of reconstructions."
+        )
     images, reconstructions = images.flatten(1), reconstructions.flatten(1)
     if images.shape != reconstructions.shape:
         raise MisconfigurationException(
@@ -73,7 +78,8 @@ class ReconstructionPlot(Callback):
 
     The module must return reconstructions when it is called on images, both (n, pixels) or (n, 1, height, width); a
     module with ``inputs_and_targets(batch)`` says itself where the images are, else they are the batch or its first
-    element. matplotlib is needed, from the start: ``pip install matplotlib``.
+    element. The first batch that is validated is drawn on trial: what cannot be drawn ends the fit in the sanity check.
+    matplotlib is needed, from the start: ``pip install matplotlib``.
 
     Args:
         count: how many images, the first ones that the validation loader gives.
@@ -84,7 +90,8 @@ class ReconstructionPlot(Callback):
 
     Raises:
         MisconfigurationException: if an argument is out of range; at the start of fit, if matplotlib or the validation
-            loader is missing; at its end, if the pixels do not make an image of ``image_size``.
+            loader is missing; in the first validation, if the batch has no images where they are looked for, the module
+            does not return a tensor, or either cannot be drawn (see :func:`plot_reconstructions`).
 
     Example:
         >>> from lightning import Trainer
@@ -97,10 +104,12 @@ class ReconstructionPlot(Callback):
         self.count = count
         self.image_size = image_size
         self.paths: list[Path] = []
+        self._tried = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             require("matplotlib", "ReconstructionPlot")
+            self._tried = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.enable_validation:
@@ -109,16 +118,44 @@ class ReconstructionPlot(Callback):
                 "or leave out this callback."
             )
 
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.state.fn == "fit" and not self._tried:
+            self._tried = True
+            self._draw(trainer, pl_module, batch)
+
     def plot(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[Figure, np.ndarray]:
         """Figure and axes (2, n) of the first validation images and their reconstructions."""
         batch = prepare_batch(trainer, next(iter(validation_loaders(trainer)[0])), 0)
-        select = getattr(pl_module, "inputs_and_targets", None)
-        if select is not None:
-            batch = select(batch)
-        images = (batch if isinstance(batch, Tensor) else batch[0])[: self.count]
+        return self._draw(trainer, pl_module, batch)
+
+    def _draw(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any) -> tuple[Figure, np.ndarray]:
+        images = _images(pl_module, batch)[: self.count]
         with torch.no_grad(), in_eval_mode(pl_module), trainer.precision_plugin.forward_context():
             reconstructions = pl_module(images)
+        if not isinstance(reconstructions, Tensor):
+            raise MisconfigurationException(
+                f"ReconstructionPlot draws what {type(pl_module).__name__} returns when it is called on images, but "
+                f"that is a {type(reconstructions).__name__}: have forward return the reconstructions alone, or leave "
+                "out this callback."
+            )
         return plot_reconstructions(images, reconstructions, self.image_size)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.paths = write_at_end_of_fit(trainer, "reconstructions.png", lambda: self.plot(trainer, pl_module)[0])
+
+
+def _images(module: L.LightningModule, batch: Any) -> Tensor:
+    """The images of a batch: the batch itself or its first element, or as the module says."""
+    select = getattr(module, "inputs_and_targets", None)
+    if select is not None:
+        batch = select(batch)
+    images = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(images, Tensor):
+        raise MisconfigurationException(
+            f"ReconstructionPlot takes the images from a batch that is a tensor or begins with one, but got a "
+            f"{type(images).__name__}: define inputs_and_targets(self, batch) in {type(module).__name__}, which "
+            "returns the images twice, or leave out this callback."
+        )
+    return images

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_struct.callbacks import PredictionWriter, ReconstructionPlot
 from lightning_struct.callbacks.reconstructions import plot_reconstructions
@@ -31,7 +31,7 @@ class Darken(L.LightningModule):
     def validation_step(self, batch, batch_idx):
         pass
 
-    def predict_step(self, batch, batch_idx):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return self(batch[0])
 
     def configure_optimizers(self):
@@ -149,6 +149,56 @@ def test_plotting_leaves_the_modes_of_all_modules_alone(tmp_path):
 def test_fast_dev_run_writes_nothing(tmp_path):
     trainer(tmp_path, ReconstructionPlot(), fast_dev_run=True).fit(Darken())
     assert not list(tmp_path.iterdir())
+
+
+class Pictures(Dataset):
+    """Images that a batch has under their name."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"image": IMAGES[index]}
+
+
+class FromADict(Darken):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch["image"]], batch_idx)
+
+    def train_dataloader(self):
+        return DataLoader(Pictures(), batch_size=5)
+
+    val_dataloader = train_dataloader
+
+
+class InColour(Darken):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(12, 3, 4, 4)), batch_size=5)
+
+    val_dataloader = train_dataloader
+
+
+class WithLatents(Darken):
+    def forward(self, images):
+        return super().forward(images), images.mean(1)
+
+    def training_step(self, batch, batch_idx):
+        return 0 * self(batch[0])[0].sum()
+
+
+CANNOT_BE_DRAWN = {
+    "got a dict: define inputs_and_targets.* in FromADict": FromADict,
+    "Images of 3 channels cannot be drawn": InColour,
+    "WithLatents returns .* is a tuple: have forward return the reconstructions alone": WithLatents,
+}
+
+
+@pytest.mark.parametrize("message", list(CANNOT_BE_DRAWN))
+def test_what_cannot_be_drawn_ends_the_fit_in_the_sanity_check(tmp_path, message):
+    run = trainer(tmp_path, ReconstructionPlot(), num_sanity_val_steps=1)
+    with pytest.raises(MisconfigurationException, match=message):
+        run.fit(CANNOT_BE_DRAWN[message]())
+    assert run.global_step == 0
 
 
 def test_missing_validation_loader_is_refused_before_training(tmp_path):
@@ -276,13 +326,26 @@ def test_path_of_the_predictions_is_said(tmp_path, caplog):
 
 
 class DarkenInADict(Darken):
+    predicted = 0
+
     def predict_step(self, batch, batch_idx):
+        self.predicted += 1
         return {"images": super().predict_step(batch, batch_idx)}
 
 
 def test_predictions_that_are_no_tensors_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="PredictionWriter writes tensors of one loader, but got dict"):
-        trainer(tmp_path, PredictionWriter("reconstructions")).predict(DarkenInADict())
+    module = DarkenInADict()
+    with pytest.raises(
+        MisconfigurationException, match="PredictionWriter writes tensors, but predict_step returned dict"
+    ):
+        trainer(tmp_path, PredictionWriter("reconstructions")).predict(module)
+    assert module.predicted == 1  # the other batches would be predicted in vain
+
+
+def test_predictions_of_several_loaders_are_refused(tmp_path):
+    loader = DataLoader(TensorDataset(IMAGES), batch_size=5)
+    with pytest.raises(MisconfigurationException, match="tensors of one loader, but there are 2: predict with one"):
+        trainer(tmp_path, PredictionWriter()).predict(Darken(), [loader, loader])
 
 
 def test_paths_of_the_predictions_of_several_processes_are_said(tmp_path, caplog):

@@ -113,8 +113,9 @@ class AccumulationGrowth:
         elif any(of["delivered"] and len(of["sizes"]) > 1 for mine in state.get("positions", ()) for of in mine if of):
             rank_zero_warn(
                 "The checkpoint was written in the middle of an epoch whose batches GrowingBatchSize had enlarged. Now "
-                "it accumulates gradients over batches of the DataLoader's own size, of which Lightning passes over as "
-                "many: some samples are trained on again. Resume with mode='batch', or from the end of an epoch"
+                "it accumulates gradients over batches of the DataLoader's own size. Lightning counts as many of them "
+                "as done, but reads the epoch from its beginning: some samples are trained on again, and others not. "
+                "Resume with mode='batch', or from the end of an epoch"
             )
 
     def restore(self) -> None:

@@ -77,10 +77,11 @@ class GrowingBatchSize(Callback):
     **Limits.** It resizes torch's ``DataLoader`` if that puts single samples into batches. With other loaders it
     accumulates gradients over batches, or refuses them by name if that is impossible, too. With workers, a change takes
     effect ``num_workers * prefetch_factor`` batches later. With ``drop_last=True`` on an iterable data set, samples
-    that do not fill the last batch are left out. ``estimated_stepping_batches`` counts batches of the first size. The
-    rest of a resumed epoch comes in the original order; later epochs are shuffled as Lightning shuffles them after any
-    resume. Another fit of the same module by the same Trainer continues with the present size; with another Trainer or
-    module, as for the next fold of a cross-validation, the callback starts anew.
+    that do not fill the last batch are left out. Before training, ``estimated_stepping_batches`` counts batches of the
+    first size; during training, it counts those of the epoch under way. The rest of a resumed epoch comes in the
+    original order; later epochs are shuffled as Lightning shuffles them after any resume. Another fit of the same
+    module by the same Trainer continues with the present size; with another Trainer or module, as for the next fold of
+    a cross-validation, the callback starts anew.
 
     Args:
         max_batch_size: n_max, what memory allows; None: the size of the data set. A checkpoint with a larger batch goes

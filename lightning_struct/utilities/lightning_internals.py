@@ -44,6 +44,12 @@ def training_batches(trainer: L.Trainer) -> tuple[list[Any], Iterable[Any]]:
     return again.flattened, (batch for batch, *_ in again)
 
 
+def cycles(trainer: L.Trainer) -> bool:
+    """Whether a training loader that is at its end begins again, until the longest is at its end."""
+    combined = trainer.fit_loop._combined_loader  # None where another loader could not be prepared
+    return combined is not None and combined._mode == "max_size_cycle"
+
+
 def prepare_batch(trainer: L.Trainer, batch: Any, validation_loader: int | None) -> Any:
     """Batch of a loader as the steps get it: through the transfer hooks, on the device, in the precision of inputs.
 
@@ -185,10 +191,8 @@ class TrainingLoaders:
 
     @property
     def cycles(self) -> bool:
-        """Whether a loader that is at its end begins again, until the longest is at its end."""
-        combined = self._loop._combined_loader
-        assert combined is not None
-        return combined._mode == "max_size_cycle"
+        """See :func:`cycles`."""
+        return cycles(self._trainer)
 
     @property
     def overfits(self) -> bool:

@@ -14,6 +14,7 @@ from lightning_struct.functional.torch_internals import tree_leaves
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.lightning_internals import cycles
 from lightning_struct.utilities.namespaces import lightning_classes
 
 
@@ -64,6 +65,7 @@ class AccumulationGrowth:
     def expected_sizes(self) -> list[int]:
         sizes: list[int] = []
         loaders = self._loaders()
+        ends_alone = len(loaders) > 1 and not cycles(self._trainer)
         for loader in loaders:
             size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "sampler", None))
             if samples is None and getattr(loader, "num_workers", 0) < 2:  # of several, each ends with a smaller batch
@@ -72,6 +74,8 @@ class AccumulationGrowth:
                 return []  # the last batch of a stream may be smaller
             if isinstance(size, int):
                 left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
+                if ends_alone and left < (size if loader.drop_last else 1):
+                    continue
                 sizes.append(left if 0 < left < size else size)
         return sizes
 

@@ -61,6 +61,11 @@ class GrowingLoader:
         return self._loader.delivered > 0
 
     @property
+    def delivered(self) -> int:
+        """Batches of this pass that were read."""
+        return self._loader.delivered
+
+    @property
     def asked(self) -> int:
         """Batches of this pass whose size is settled."""
         return self._loader.asked
@@ -80,9 +85,9 @@ class GrowingLoader:
         sampler.accumulated = accumulated
 
     def sizes_read(self, ahead: int) -> list[int]:
-        """Samples of the last batch read but ``ahead``; empty if there is none."""
+        """Samples of the last batch read but ``ahead``; empty if there is none, as for a negative number."""
         sizes = self._loader.sizes_read
-        return [sizes[-1 - ahead]] if ahead < len(sizes) else []
+        return [sizes[-1 - ahead]] if 0 <= ahead < len(sizes) else []
 
     def first_batch_beyond(self, fraction: float, length: int) -> int:
         """Number of the first batch at whose end this fraction of the epoch's samples is read.
@@ -125,6 +130,7 @@ class GrowingDraws:
     """A training loader over independent draws, which keeps its own position and whose epoch is a number of draws."""
 
     length = None
+    delivered = 0
     asked = None
     resumes = False
     knows_size = True

@@ -105,8 +105,8 @@ class LoaderGrowth:
         return read[0] * data_parallel_size(self._trainer) / loader.first_batch_size
 
     def expected_sizes(self) -> list[int]:
-        ahead = self._trainer_loaders.ahead
-        return [size for loader in self._loaders for size in loader.sizes_read(ahead)]
+        ahead, done = self._trainer_loaders.ahead, self._trainer.fit_loop.batch_idx + 1
+        return [size for loader in self._loaders for size in loader.sizes_read(self._beyond(loader, done, ahead))]
 
     def on_step(self, samples: int) -> None: ...
 
@@ -168,7 +168,10 @@ class LoaderGrowth:
     def state_dict(self) -> State:
         epoch = self._trainer_loaders
         done = epoch.batches_done if epoch.epoch_done else 0
-        mine = [loader.position(epoch.unread, over=epoch.epoch_done) for loader in self._loaders]
+        unread = [max(self._beyond(loader, epoch.batches_done, epoch.unread), 0) for loader in self._loaders]
+        mine = [
+            loader.position(beyond, over=epoch.epoch_done) for loader, beyond in zip(self._loaders, unread, strict=True)
+        ]
         return {
             "decided": self._decided,
             "positions": all_gather_objects(mine),
@@ -196,6 +199,13 @@ class LoaderGrowth:
     @property
     def _present(self) -> int:
         return self._trainer.accumulate_grad_batches * sum(loader.batch_size for loader in self._loaders)
+
+    def _beyond(self, loader: GrowingLoader | GrowingDraws, batches: int, ahead: int) -> int:
+        """Batches read of a loader beyond so many of the epoch: ``ahead``, but fewer of one that is at its end.
+
+        Negative of one that was so before; where loaders begin again at their end, there is none.
+        """
+        return ahead if self._trainer_loaders.cycles else min(ahead, loader.delivered - batches)
 
     def _prepare(self, dataloader: Any, index: int) -> Any:
         if index == 0:

@@ -28,6 +28,7 @@ from tests.callbacks.growing_batch_size.projects import (
     WARNINGS_OF_PROJECTS,
     Project,
     Regressor,
+    Stream,
     Watch,
     fit,
     perceptron,
@@ -116,6 +117,41 @@ def test_sizes_are_those_of_all_loaders_together(two_tasks, mode):
     read = [sum(run.project.module.read[epoch][i]) for epoch in range(EPOCHS) for i in (0, 1)]
     assert run.growing.records[0]["batch_size"] == 6
     assert run.growing.records[-1]["samples"] == sum(read)
+
+
+def loaders_of_one_size(data=regression):
+    loaders = {name: DataLoader(data(n), batch_size=4) for name, n in {"labels": 40, "pairs": 12}.items()}
+    return CombinedLoader(loaders, "max_size")
+
+
+@pytest.mark.parametrize(
+    "mode, data",
+    [
+        pytest.param("batch", regression, id="batch"),
+        pytest.param("batch", lambda samples: Stream(regression(samples)), id="batch of a stream"),
+        pytest.param("accumulate", regression, id="accumulate"),
+    ],
+)
+def test_a_loader_at_its_end_is_not_counted_with_the_batches_of_another(tmp_path, mode, data):
+    growing = GrowingBatchSize(schedule="0:8", mode=mode)
+    make_trainer(tmp_path, callbacks=[growing], max_epochs=1).fit(TwoTasks(), loaders_of_one_size(data))
+    assert [record["batch_size"] for record in growing.records] == 3 * [8] + 7 * [4]
+
+
+def test_a_loader_at_its_end_is_not_read_again_after_an_exception(tmp_path):
+    class Interrupted(TwoTasks):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 5:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    resumed, run = TwoTasks(), make_trainer(tmp_path, callbacks=[GrowingBatchSize()])
+    with pytest.raises(SystemExit):
+        run.fit(Interrupted(), loaders_of_one_size())
+    run.save_checkpoint(tmp_path / "interrupted.ckpt")
+    run = make_trainer(tmp_path, callbacks=[GrowingBatchSize()])
+    run.fit(resumed, loaders_of_one_size(), ckpt_path=tmp_path / "interrupted.ckpt")
+    assert resumed.read[0] == (5 * [4], [])
 
 
 def both_losses(module, batch):

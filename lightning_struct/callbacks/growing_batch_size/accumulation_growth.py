@@ -18,6 +18,21 @@ from lightning_struct.utilities.lightning_internals import cycles
 from lightning_struct.utilities.namespaces import lightning_classes
 
 
+def size_of_batch(place: int, samples: int, size: int, drops_last: bool, begins_again: bool) -> int:
+    """Samples that a loader of so many, in batches of one size, gives as its batch at ``place``; 0 after its end.
+
+    Example:
+        >>> [size_of_batch(place, 10, 4, drops_last=False, begins_again=False) for place in range(5)]
+        [4, 4, 2, 0, 0]
+        >>> [size_of_batch(place, 10, 4, drops_last=True, begins_again=True) for place in range(5)]
+        [4, 4, 4, 4, 4]
+    """
+    batches = samples // size if drops_last else math.ceil(samples / size)
+    if begins_again and batches:
+        place %= batches
+    return min(samples - place * size, size) if place < batches else 0
+
+
 class AccumulationGrowth:
     """Lets the effective batch grow by accumulating more batches for each step; the loaders stay as they are.
 
@@ -65,18 +80,22 @@ class AccumulationGrowth:
     def expected_sizes(self) -> list[int]:
         sizes: list[int] = []
         loaders = self._loaders()
-        ends_alone = len(loaders) > 1 and not cycles(self._trainer)
+        begins_again = len(loaders) > 1 and cycles(self._trainer)
         for loader in loaders:
             size, samples = getattr(loader, "batch_size", None), known_length(getattr(loader, "sampler", None))
             if samples is None and getattr(loader, "num_workers", 0) < 2:  # of several, each ends with a smaller batch
                 samples = known_length(getattr(loader, "dataset", None))  # a stream's
             if samples is None and len(loaders) == 1 and self._trainer.is_last_batch:
                 return []  # the last batch of a stream may be smaller
-            if isinstance(size, int):
-                left = size if samples is None else samples - self._trainer.fit_loop.batch_idx * size
-                if ends_alone and left < (size if loader.drop_last else 1):
-                    continue
-                sizes.append(left if 0 < left < size else size)
+            if not isinstance(size, int):
+                continue
+            if samples is None:
+                sizes.append(size)
+            else:
+                drops_last = getattr(loader, "drop_last", False)
+                of_batch = size_of_batch(self._trainer.fit_loop.batch_idx, samples, size, drops_last, begins_again)
+                if of_batch or len(loaders) == 1:  # one alone is not at its end: its length is wrong
+                    sizes.append(of_batch or size)
         return sizes
 
     def on_step(self, samples: int) -> None:

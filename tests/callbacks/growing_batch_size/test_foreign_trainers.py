@@ -138,6 +138,14 @@ def test_a_loader_at_its_end_is_not_counted_with_the_batches_of_another(tmp_path
     assert [record["batch_size"] for record in growing.records] == 3 * [8] + 7 * [4]
 
 
+def test_accumulated_batches_of_a_loader_that_begins_again_are_counted_with_its_last_ones(tmp_path):
+    loaders = {name: DataLoader(regression(n), batch_size=4) for name, n in {"labels": 40, "pairs": 9}.items()}
+    growing = GrowingBatchSize(schedule="0:8", mode="accumulate")
+    run = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
+    run.fit(TwoTasks(), CombinedLoader(loaders, "max_size_cycle"))
+    assert [record["batch_size"] for record in growing.records] == 3 * [8, 8, 5] + [8]
+
+
 def test_a_loader_at_its_end_is_not_read_again_after_an_exception(tmp_path):
     class Interrupted(TwoTasks):
         def training_step(self, batch, batch_idx):

@@ -103,8 +103,8 @@ class SHF(torch.optim.Optimizer):
             Linear and elementwise layers, else ``"double_backward"`` if possible.
         chunk_size: form products over chunks of this many samples, to save memory.
         factor_decay: weight of the old value in the running average of the Kronecker factors, in [0, 1).
-        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next. 1;
-            chosen from their sizes, at most 10.
+        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next; the
+            latter are made anew before if λ has become larger by more than half. 1; chosen from their sizes, to 10.
         max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None: no bound. Chosen: 4,096, or as
             many as fit into memory, and as in a state that is loaded.
         exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.

@@ -115,18 +115,22 @@ def conjugate_gradient(
         for x_, r_, p_, q in zip(x, r, p, product, strict=True):
             x_.add_(p_, alpha=alpha)
             r_.sub_(q, alpha=alpha)
-        y = precondition(r)
-        r_y, previous = dot(r, y), r_y
-        for p_, y_ in zip(p, y, strict=True):
-            p_.mul_(r_y / previous).add_(y_)
         iteration += 1
-        if r_y <= rounding or (rtol > 0 and norm(r) <= smallest):
+        if rtol > 0 and norm(r) <= smallest:
             reason = "residual"
         elif progress_tolerance > 0 and _has_slowed_down(values, progress_window, progress_tolerance):
             reason = "progress"
         stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
         if stop and reason == "maxiter":
             reason = "callback"
+        if reason != "maxiter" or iteration == maxiter:  # the last step needs no direction for another
+            break
+        y = precondition(r)
+        r_y, previous = dot(r, y), r_y
+        for p_, y_ in zip(p, y, strict=True):
+            p_.mul_(r_y / previous).add_(y_)
+        if r_y <= rounding:
+            reason = "residual"
     return ConjugateGradientResult(structured(b, x), iteration, norm(r), values[-1], reason)
 
 

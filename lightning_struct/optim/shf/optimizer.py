@@ -256,7 +256,13 @@ class SHF(torch.optim.Optimizer):
                 inputs in place; a preconditioner of gradients per sample beside batch normalisation; weights that were
                 frozen, replaced or made half precision since SHF was made. The weights are unchanged.
             FloatingPointError: NaN or infinity within the solve. The weights are unchanged.
+            RuntimeError: the step is taken within ``torch.inference_mode()``.
         """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "SHF.step differentiates the module, which torch.inference_mode() does not allow: take the step "
+                "outside of it (torch.no_grad() does no harm)"
+            )
         if torch.compiler.is_compiling():  # to trace all that a step does takes a minute, and gains nothing
             return torch.compiler.disable(self.step)(closure, inputs=inputs, targets=targets)
         if closure is not None:

@@ -518,6 +518,12 @@ def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
     assert len(graphs) < 5
 
 
+def test_a_step_in_inference_mode_is_refused() -> None:
+    optimizer = SHF(network(), "mse")
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="take the step outside"):
+        take(optimizer, batch())
+
+
 def test_layers_that_are_never_called_do_not_end_a_step() -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:

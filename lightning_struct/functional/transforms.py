@@ -57,7 +57,9 @@ def hadamard_transform(x: Tensor, normalize: bool = False) -> Tensor:
     rows, right = x.to(computed).reshape(-1, n), 1
     while right < n:
         factor = min(n // right, _LARGEST_HADAMARD_FACTOR)
-        rows = _hadamard(factor, rows) @ rows.reshape(-1, factor, right)
+        H = _hadamard(factor, rows)
+        # Batched products with single columns would take ten times as long as one product.
+        rows = rows.reshape(-1, factor) @ H if right == 1 else H @ rows.reshape(-1, factor, right)
         right *= factor
     if normalize:
         rows = rows * n**-0.5

@@ -16,9 +16,9 @@ from lightning_struct.functional.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 # Entries of a matrix that is made for a product with more rows than it has columns. Forward and backward on a CPU that
-# took 0.13 of the time of transforming all rows with 64 units and 512 rows (three terms), and with two terms 0.26 with
-# 256 and 1,024, 0.54 with 512 and 1,024, and 0.68 with 1,024 and 2,048.
-_LARGEST_MADE = 1024**2
+# took 0.31 of the time of transforming all rows with 64 units and 512 rows (three terms), and with two terms 0.60 with
+# 256 and 1,024, 1.18 with 512 and 1,024, and 1.56 with 1,024 and 2,048.
+_LARGEST_MADE = 256**2
 
 
 @dataclass(frozen=True)

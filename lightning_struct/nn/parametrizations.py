@@ -29,14 +29,13 @@ def remove_parametrizations(module: nn.Module) -> None:
     """Make parametrized weights plain parameters. torch's own function would change deep copies of the module, too."""
     parametrizations = module.parametrizations
     assert isinstance(parametrizations, nn.ModuleDict)
-    plain = {
+    plain: dict[str, nn.Parameter | None] = {
         name: nn.Parameter(getattr(module, name), requires_grad=bool(weights.original.requires_grad))
         for name, weights in parametrizations.items()
     }
     del module.parametrizations
     module.__class__ = type(module).__bases__[0]
-    for name, parameter in plain.items():
-        module.register_parameter(name, parameter)
+    module._parameters = plain | module._parameters  # weights come before biases again
 
 
 def _make_picklable(parametrized: Any) -> None:

@@ -131,14 +131,14 @@ def test_gradients_go_to_all_adapters_and_to_nothing_else(kind):
 
 def test_merged_model_is_the_base_with_the_updates_added_to_its_weights(kind):
     model = made(kind)
-    names = model.state_dict().keys()
+    names = list(model.state_dict())
     before = copy.deepcopy(model.state_dict())
     train(add_adapters(model, FACTORY))
     adapted = model(inputs())
     merged = merge_adapters(copy.deepcopy(model))
     torch.testing.assert_close(merged(inputs()), adapted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model(inputs()), adapted, rtol=0, atol=0)  # the copy alone is merged
-    assert merged.state_dict().keys() == names and not trainable(merged)
+    assert list(merged.state_dict()) == names and not trainable(merged)
     changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {name for name in names if "weight" in name and "norm" not in name}
 

@@ -63,53 +63,77 @@ class SquaredError:
 
 
 class CrossEntropy:
-    """Softmax cross-entropy of logits (n, ..., classes), averaged over samples and positions.
+    """Softmax cross-entropy of logits (n, ..., classes), averaged over positions, then over samples.
 
     Targets are class indices (n, ...) or probabilities shaped like the logits. S = diag(√p) - p√pᵀ and r = (p - y)/√p,
     so that S r = p - y; √p is bounded from below. The paper trains autoencoders only; this makes SHF train classifiers.
 
+    A position whose class index is ``ignore_index``, such as padding, does not count, and a sample without another is
+    0. Unlike torch's mean over all positions of a batch that count, this one weighs samples alike, whatever their
+    lengths: the loss of a sample does not depend on those beside it.
+
+    Args:
+        ignore_index: the class index that marks positions which do not count.
+
     Example:
         >>> CrossEntropy().value(torch.zeros(2, 4), torch.tensor([0, 3]))  # log 4
         tensor(1.3863, dtype=torch.float64)
+        >>> CrossEntropy().value(torch.zeros(2, 3, 4), torch.tensor([[0, 3, 1], [2, -100, -100]]))  # of padded ones
+        tensor(1.3863, dtype=torch.float64)
     """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
         logits = at_least_float32(outputs.reshape(-1, outputs.shape[-1]))
         if targets.is_floating_point():
             return F.cross_entropy(logits.double(), targets.reshape(logits.shape).double())
-        labels = targets.reshape(-1).long()
+        labels = self._labels(targets).reshape(-1)
         # 1 - p, the sum of the other classes: where it is small, so is -log p, which loses no digits by log1p
         others = logits.softmax(-1).scatter(-1, labels[:, None], 0.0).sum(-1)
         small, large = -torch.log1p(-others.clamp_max(0.5)), F.cross_entropy(logits, labels, reduction="none")
-        return _mean(torch.where(others < 0.5, small, large))
+        losses, counted = torch.where(others < 0.5, small, large).reshape(len(targets), -1), self._counted(targets)
+        of_samples = (losses * counted).sum(1, dtype=torch.float64) / counted.sum(1).clamp_min(1)
+        return of_samples.mean()
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self._check(outputs, targets)
         p = outputs.softmax(-1)
-        y = targets if targets.is_floating_point() else F.one_hot(targets.long(), outputs.shape[-1])
-        return (p - y.to(p.dtype)) / self._root(p) * self._per_position(outputs)
+        y = targets if targets.is_floating_point() else F.one_hot(self._labels(targets), outputs.shape[-1])
+        return (p - y.to(p.dtype)) / self._root(p) * self._root_of_share(outputs, targets)
 
     def sqrt_hessian(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
         p = outputs.softmax(-1)
         scaled = self._root(p) * vector
-        return (scaled - p * scaled.sum(-1, keepdim=True)) * self._per_position(outputs)
+        return (scaled - p * scaled.sum(-1, keepdim=True)) * self._root_of_share(outputs, targets)
 
     def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
         p = outputs.softmax(-1)
-        return self._root(p) * (vector - (p * vector).sum(-1, keepdim=True)) * self._per_position(outputs)
+        return self._root(p) * (vector - (p * vector).sum(-1, keepdim=True)) * self._root_of_share(outputs, targets)
 
     @staticmethod
     def _root(p: Tensor) -> Tensor:
         return p.clamp_min(torch.finfo(p.dtype).eps).sqrt()
 
-    @staticmethod
-    def _per_position(outputs: Tensor) -> float:
-        """1/√T: each of the two factors of a sample's mean over its T positions."""
-        return (outputs[0].numel() / outputs.shape[-1]) ** -0.5
+    def _counted(self, targets: Tensor) -> Tensor:
+        """(n, T): whether a position counts."""
+        return (targets != self.ignore_index).reshape(len(targets), -1)
 
-    @staticmethod
-    def _check(outputs: Tensor, targets: Tensor) -> None:
+    def _labels(self, targets: Tensor) -> Tensor:
+        """The class indices, with one that exists where a position does not count."""
+        return targets.masked_fill(targets == self.ignore_index, 0).long()
+
+    def _root_of_share(self, outputs: Tensor, targets: Tensor) -> Tensor | float:
+        """√ of a position's weight in the mean of its sample, which each of two factors has: 1/√T, or 0."""
+        if targets.is_floating_point():
+            return (outputs[0].numel() / outputs.shape[-1]) ** -0.5
+        counted = self._counted(targets).to(outputs.dtype)
+        share = counted / counted.sum(1, keepdim=True).clamp_min(1).sqrt()
+        return share.reshape(*targets.shape, 1)
+
+    def _check(self, outputs: Tensor, targets: Tensor) -> None:
         expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
         if outputs.ndim < 2 or targets.shape != expected:
             classes_first = not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]
@@ -120,12 +144,11 @@ class CrossEntropy:
             )
         if targets.is_floating_point() or not targets.numel():
             return
-        lowest, highest = torch.stack(targets.aminmax()).tolist()
+        lowest, highest = torch.stack(self._labels(targets).aminmax()).tolist()
         if not 0 <= lowest <= highest < outputs.shape[-1]:
             raise ValueError(
-                f"class indices must be in [0, {outputs.shape[-1]}), got {lowest} to {highest}. "
-                "There is no ignore_index: where positions do not count, give a loss of your own, with the methods of "
-                "GaussNewtonLoss, that is 0 there"
+                f"class indices must be in [0, {outputs.shape[-1]}), got {lowest} to {highest}; positions of the index "
+                f"{self.ignore_index} do not count (CrossEntropy(ignore_index=...) for another)"
             )
 
 

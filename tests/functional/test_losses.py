@@ -28,6 +28,16 @@ def labels(*shape: int) -> Tensor:
     return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(3))
 
 
+def cross_entropy_without_0(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=0)
+
+
+def padded(index: int = -100) -> Tensor:
+    """Labels of three sequences of 5, 2 and 3 positions."""
+    lengths = torch.tensor([5, 2, 3])
+    return torch.where(torch.arange(5) < lengths[:, None], labels(3, 5).clamp_min(1), index)
+
+
 def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """Of one sample, the mean over its outputs."""
     return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
@@ -43,6 +53,8 @@ CASES = {
     "class_indices": (CrossEntropy(), cross_entropy, gaussian(3, 4, seed=0), labels(3)),
     "class_indices_positions": (CrossEntropy(), cross_entropy, gaussian(3, 5, 4, seed=0), labels(3, 5)),
     "class_indices_grid": (CrossEntropy(), cross_entropy, gaussian(2, 2, 3, 4, seed=0), labels(2, 2, 3)),
+    "padded": (CrossEntropy(), cross_entropy, gaussian(3, 5, 4, seed=0), padded()),
+    "padded_by_0": (CrossEntropy(ignore_index=0), cross_entropy_without_0, gaussian(3, 5, 4, seed=0), padded(0)),
     "probabilities": (CrossEntropy(), cross_entropy, gaussian(3, 4, seed=0), gaussian(3, 4, seed=1).softmax(-1)),
     "probabilities_positions": (
         CrossEntropy(),
@@ -200,6 +212,22 @@ def test_cross_entropy_refuses_logits_without_a_batch() -> None:
 def test_a_class_index_out_of_range_is_named(method: str, index: int) -> None:
     with pytest.raises(ValueError, match=rf"in \[0, 4\), got .*{index}"):
         getattr(CrossEntropy(), method)(gaussian(3, 4, seed=0), torch.tensor([0, index, 2]))
+
+
+def test_a_sample_in_which_no_position_counts_has_neither_loss_nor_gradient() -> None:
+    outputs, targets, loss = gaussian(3, 5, 4, seed=0), padded(), CrossEntropy()
+    targets[1] = -100
+    others = torch.tensor([0, 2])
+    assert loss.value(outputs, targets).item() == pytest.approx(2 / 3 * loss.value(outputs[others], targets[others]))
+    gradient = loss.sqrt_hessian(outputs, targets, loss.residual(outputs, targets))
+    assert gradient.flatten(1).any(1).tolist() == [True, False, True]
+
+
+def test_padding_changes_no_loss() -> None:
+    outputs, targets, loss = gaussian(3, 5, 4, seed=0), padded(), CrossEntropy()
+    longer = F.pad(outputs, (0, 0, 0, 2), value=1.0), F.pad(targets, (0, 2), value=-100)
+    assert loss.value(*longer) == loss.value(outputs, targets)
+    assert torch.equal(loss.residual(*longer)[:, :5], loss.residual(outputs, targets))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])

@@ -4,6 +4,7 @@ from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
     LARGEST_MATRIX,
     fastest_training_method,
+    kept_circulant_is_faster,
     kept_matrix_is_faster,
     made_matrix_is_faster,
     method_for_any_operators,
@@ -42,6 +43,13 @@ def test_without_transforms_the_tree_is_faster_at_small_ranks_only():
 
     assert tree_is_faster(1024, 1)
     assert not tree_is_faster(1024, 16)
+
+
+def test_a_circulant_matrix_is_kept_where_transforms_take_longer():
+    assert [kept_circulant_is_faster(512, 512, batch) for batch in (1, 64)] == [True, False]
+    assert not kept_circulant_is_faster(768, 3072, 64)
+    assert kept_circulant_is_faster(128, 128, 64) and kept_circulant_is_faster(509, 509, 64)  # 509 is a prime number
+    assert not kept_circulant_is_faster(LARGEST_KEPT_MATRIX + 1, 1, 1)
 
 
 def test_a_toeplitz_like_matrix_is_made_for_many_rows_only_and_on_a_cpu():

@@ -23,6 +23,7 @@ from lightning_struct.optim.rls.all_weights import (
     mean_inputs,
 )
 from lightning_struct.optim.rls.forms import InverseForm, InverseSettings
+from lightning_struct.optim.rls.gain_limit import SINGLE
 from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.groups import AuxiliaryFactory, Membership
 from lightning_struct.optim.rls.memory import check_inverses_fit, memory_in_words, summary_table
@@ -93,8 +94,8 @@ class RLS(torch.optim.Optimizer):
         max_gain: c > 0. The step of each weight is scaled so that in no direction it changes the weight's outputs for
             the inputs of the batch by more than about c times the gradient in them; 2 is the limit of stability of a
             layer that steps alone. If several weights step together, their steps are then three times as long. A
-            step changes each weight by at most a twentieth of its norm, except in a module that is a single layer. See
-            :mod:`~lightning_struct.optim.rls.gain_limit`.
+            step changes each weight by at most a twentieth of its norm, except in a module that is a single layer,
+            where half of c counts. See :mod:`~lightning_struct.optim.rls.gain_limit`.
             None: the paper's steps, which are not bounded and need inputs in [0, 1], or clipping.
         interval: P is updated once in this many steps, by as much as in all of them.
         form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, see
@@ -320,8 +321,8 @@ class RLS(torch.optim.Optimizer):
         of_weights = {weight: self._state_of(weight) for weight in means}
         limits, together, bounded = {}, False, False
         if self.max_gain is not None:
-            limits = gain_limits(of_weights, self.max_gain)
             together, bounded = len(means) > 1, not self._is_linear_model(means)
+            limits = gain_limits(of_weights, self.max_gain * (1.0 if bounded else SINGLE))
         for weight, mean in means.items():
             weight.step_(
                 of_weights[weight], mean, group_of[weight], clip=clip, limit=limits.get(weight), together=together,

@@ -196,6 +196,21 @@ def test_a_single_layer_is_stable_with_a_loss_that_is_summed_over_positions(laye
     assert max(values) <= 1.1 * values[0] and values[-1] < 0.1 * values[0]
 
 
+def test_a_linear_regression_is_stable_with_a_squared_error_without_the_half() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(512, 10) @ torch.randn(10, 10)
+    targets = inputs @ torch.randn(10, 1) / 3
+    layer = nn.Linear(10, 1)
+    optimizer, values = RLS(layer), []
+    for batch in torch.randint(512, (100, 32)):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(layer(inputs[batch]), targets[batch])
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    assert max(values) <= 1.5 * values[0] and values[-1] < 1e-2 * values[0]
+
+
 def test_without_the_bound_standardised_inputs_end_in_nan() -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         losses(
@@ -311,7 +326,7 @@ def test_a_sample_of_patches_is_spread_over_images_and_positions() -> None:
 def test_a_step_whose_gain_is_small_is_that_without_a_bound() -> None:
     torch.manual_seed(0)
     module, batch = nn.Linear(4, 3), 0.1 * torch.randn(9, 4)
-    bounded, free = first_step(module, batch, 2.0), first_step(module, batch, None)
+    bounded, free = first_step(module, batch, 4.0), first_step(module, batch, None)
     assert torch.equal(bounded["weight"], free["weight"])
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
-from lightning_struct.functional.structured.cost_model import kept_circulant_is_faster, kept_matrix_is_faster
+from lightning_struct.functional.structured.cost_model import kept_circulant_is_faster, kept_hadamard_matrix_is_faster
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.transforms import circulant_matmul, hadamard_transform
@@ -194,7 +194,7 @@ class Fastfood(StructuredLinear):
         return self._compressed().matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:
-        return kept_matrix_is_faster(self.out_features, self.in_features, 0, batch)
+        return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, 1, batch)
 
     def _compressed(self) -> FastfoodFactors:
         return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)

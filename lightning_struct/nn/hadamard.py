@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster
+from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster
 from lightning_struct.functional.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
@@ -134,7 +134,7 @@ class RandomizedHadamard(StructuredLinear):
         return self._compressed().matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:
-        return kept_matrix_is_faster(self.out_features, self.in_features, self.terms - 1, batch)
+        return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, self.terms, batch)
 
     def _compressed(self) -> HadamardTerms:
         return HadamardTerms(self.G, self.output_signs, self.input_signs, self.order, self.length)

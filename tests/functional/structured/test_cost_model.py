@@ -5,6 +5,7 @@ from lightning_struct.functional.structured.cost_model import (
     LARGEST_MATRIX,
     fastest_training_method,
     kept_circulant_is_faster,
+    kept_hadamard_matrix_is_faster,
     kept_matrix_is_faster,
     made_matrix_is_faster,
     method_for_any_operators,
@@ -50,6 +51,12 @@ def test_a_circulant_matrix_is_kept_where_transforms_take_longer():
     assert not kept_circulant_is_faster(768, 3072, 64)
     assert kept_circulant_is_faster(128, 128, 64) and kept_circulant_is_faster(509, 509, 64)  # 509 is a prime number
     assert not kept_circulant_is_faster(LARGEST_KEPT_MATRIX + 1, 1, 1)
+
+
+def test_a_matrix_of_hadamard_transforms_is_kept_longer_for_single_vectors():
+    assert [kept_hadamard_matrix_is_faster(1024, 1024, 1, batch) for batch in (1, 64)] == [True, False]
+    assert not kept_hadamard_matrix_is_faster(2048, 2048, 4, 1)
+    assert not kept_hadamard_matrix_is_faster(1, LARGEST_KEPT_MATRIX + 1, 1, 1)
 
 
 def test_a_toeplitz_like_matrix_is_made_for_many_rows_only_and_on_a_cpu():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_struct.functional.arguments import is_integer
 from lightning_struct.functional.per_sample.contributions import at_least_float32
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
@@ -68,12 +69,15 @@ class CrossEntropy:
     Targets are class indices (n, ...) or probabilities shaped like the logits. S = diag(√p) - p√pᵀ and r = (p - y)/√p,
     so that S r = p - y; √p is bounded from below. The paper trains autoencoders only; this makes SHF train classifiers.
 
-    A position whose class index is ``ignore_index``, such as padding, does not count, and a sample without another is
-    0. Unlike torch's mean over all positions of a batch that count, this one weighs samples alike, whatever their
+    A position whose class index is ``ignore_index``, such as padding, does not count; a sample in which none counts has
+    a loss of 0. torch's mean is over all positions of a batch that count. This one weighs samples alike, whatever their
     lengths: the loss of a sample does not depend on those beside it.
 
     Args:
         ignore_index: the class index that marks positions which do not count.
+
+    Raises:
+        TypeError: ``ignore_index`` is no integer.
 
     Example:
         >>> CrossEntropy().value(torch.zeros(2, 4), torch.tensor([0, 3]))  # log 4
@@ -83,6 +87,8 @@ class CrossEntropy:
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
+        if not is_integer(ignore_index):
+            raise TypeError(f"ignore_index must be a class index, but is {ignore_index!r}")
         self.ignore_index = ignore_index
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -94,7 +100,8 @@ class CrossEntropy:
         # 1 - p, the sum of the other classes: where it is small, so is -log p, which loses no digits by log1p
         others = logits.softmax(-1).scatter(-1, labels[:, None], 0.0).sum(-1)
         small, large = -torch.log1p(-others.clamp_max(0.5)), F.cross_entropy(logits, labels, reduction="none")
-        losses, counted = torch.where(others < 0.5, small, large).reshape(len(targets), -1), self._counted(targets)
+        counted = self._counted(targets).reshape(len(targets), -1)
+        losses = torch.where(others < 0.5, small, large).reshape(counted.shape)
         of_samples = (losses * counted).sum(1, dtype=torch.float64) / counted.sum(1).clamp_min(1)
         return of_samples.mean()
 
@@ -118,18 +125,18 @@ class CrossEntropy:
         return p.clamp_min(torch.finfo(p.dtype).eps).sqrt()
 
     def _counted(self, targets: Tensor) -> Tensor:
-        """(n, T): whether a position counts."""
-        return (targets != self.ignore_index).reshape(len(targets), -1)
+        """Whether a position counts, shaped like the class indices."""
+        return targets.long() != self.ignore_index  # to torch -100 equals 156 in uint8
 
     def _labels(self, targets: Tensor) -> Tensor:
         """The class indices, with one that exists where a position does not count."""
-        return targets.masked_fill(targets == self.ignore_index, 0).long()
+        return targets.long().where(self._counted(targets), 0)
 
     def _root_of_share(self, outputs: Tensor, targets: Tensor) -> Tensor | float:
         """√ of a position's weight in the mean of its sample, which each of two factors has: 1/√T, or 0."""
         if targets.is_floating_point():
             return (outputs[0].numel() / outputs.shape[-1]) ** -0.5
-        counted = self._counted(targets).to(outputs.dtype)
+        counted = self._counted(targets).reshape(len(targets), -1).to(outputs.dtype)
         share = counted / counted.sum(1, keepdim=True).clamp_min(1).sqrt()
         return share.reshape(*targets.shape, 1)
 

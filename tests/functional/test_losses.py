@@ -237,6 +237,16 @@ def test_class_indices_may_be_of_any_integer_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(loss.residual(outputs, targets.to(dtype)), loss.residual(outputs, targets))
 
 
+def test_a_class_index_of_uint8_is_not_taken_for_a_negative_one() -> None:
+    outputs, targets = gaussian(2, 200, seed=0), torch.tensor([156, 3], dtype=torch.uint8)  # 156 = 256 - 100
+    assert CrossEntropy().value(outputs, targets) == CrossEntropy().value(outputs, targets.long())
+
+
+def test_an_ignored_index_that_is_no_integer_is_named() -> None:
+    with pytest.raises(TypeError, match="ignore_index .* 'pad'"):
+        CrossEntropy(ignore_index="pad")  # type: ignore[arg-type]
+
+
 def test_binary_targets_of_another_shape_are_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"got \(3, 1\) and \(3,\): .* labels\[:, None\]"):
         BinaryCrossEntropy().value(gaussian(3, 1, seed=0), events(3))

@@ -16,6 +16,7 @@ from lightning_struct.functional.structured.prepared import (
     PreparedMatrix,
     ReversedColumns,
     affine,
+    kept_dense,
 )
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.nn.precision import HALF_PRECISION, restore_precision
@@ -135,7 +136,7 @@ class FrozenLinear(nn.Module):
             is_dense = kept_matrix_is_faster(self.out_features, self.in_features, innermost.left.shape[0], rows)
         if not is_dense:
             return _completed(matrix)
-        return DenseMatrix(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
+        return kept_dense(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
 
     def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
         self._kept = None

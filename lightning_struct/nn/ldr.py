@@ -17,7 +17,12 @@ from lightning_struct.functional.structured.cost_model import (
     kept_matrix_is_faster,
     method_for_any_operators,
 )
-from lightning_struct.functional.structured.prepared import DenseMatrix, LeadingSubmatrix, PreparedMatrix
+from lightning_struct.functional.structured.prepared import (
+    DenseMatrix,
+    LeadingSubmatrix,
+    PreparedMatrix,
+    TransposedMatrix,
+)
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import (
     SUBDIAGONAL_METHODS,
@@ -449,7 +454,7 @@ def _method_of(matrix: PreparedMatrix, dtype: torch.dtype) -> str:
     """The method by which a matrix of LDR-SD with parameters of that dtype was prepared."""
     if isinstance(matrix, LeadingSubmatrix):
         matrix = matrix.matrix
-    if isinstance(matrix, DenseMatrix):
+    if isinstance(matrix, DenseMatrix | TransposedMatrix):
         return "dense"
     if isinstance(matrix, KrylovTrees):
         return "tree"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.arguments import is_integer
 from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, kept_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
 from lightning_struct.nn.tracing import is_traced, whole_call
@@ -342,7 +342,7 @@ class StructuredLinear(nn.Module, ABC):
 
     def _prepare(self, dense: bool) -> PreparedMatrix:
         """M as kept in eval mode, in the form that ``_keeps_dense`` named; no gradients, finite parameters."""
-        return DenseMatrix(self.weight) if dense else self._compressed()
+        return kept_dense(self.to_dense()) if dense else self._compressed()
 
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:

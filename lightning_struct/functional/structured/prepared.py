@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,10 +31,21 @@ class PreparedMatrix(Protocol):
 
 def affine(matrix: PreparedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """x Mᵀ + b, (..., m) for x (..., n) and b (m,) or None: by one operation where M is dense."""
-    if isinstance(matrix, DenseMatrix) and x.dtype == matrix.entries.dtype and (bias is None or bias.dtype == x.dtype):
-        return F.linear(x, matrix.entries, bias)
+    if isinstance(matrix, DenseMatrix | TransposedMatrix) and x.dtype == matrix.entries.dtype:
+        return matrix.affine(x, bias if bias is None else bias.to(x.dtype))
     y = matrix.matmul(x)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def kept_dense(entries: Tensor) -> DenseMatrix | TransposedMatrix:
+    """M (m, n) by all of its entries, in the order in which its device multiplies faster.
+
+    Measured on one CPU thread with and without AVX-512, n = 64 to 2,048: with 1 to 64 rows a product with the transpose
+    takes .35 to 1 of the time of ``nn.Linear``, with more rows as long.
+    """
+    if entries.device.type == "cpu" and entries.dtype in (torch.float32, torch.float64):
+        return TransposedMatrix(entries.T.contiguous())
+    return DenseMatrix(entries.contiguous())
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,32 @@ class DenseMatrix:
 
     entries: Tensor
 
+    def affine(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Mᵀ + b in the dtype of all three."""
+        return F.linear(x, self.entries, bias)
+
     def matmul(self, x: Tensor) -> Tensor:
-        if x.dtype == self.entries.dtype:
-            return F.linear(x, self.entries)
-        return F.linear(x.to(self.entries.dtype), self.entries).to(x.dtype)  # half precision is computed in float32
+        return self.affine(x.to(self.entries.dtype), None).to(x.dtype)  # half precision is computed in float32
+
+
+@dataclass(frozen=True)
+class TransposedMatrix:
+    """M by the entries of its transpose, with which a CPU multiplies few rows faster.
+
+    Args:
+        entries: of Mᵀ, (n, m).
+    """
+
+    entries: Tensor
+
+    def affine(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Mᵀ + b in the dtype of all three."""
+        rows = x if x.ndim == 2 else x.reshape(-1, self.entries.shape[0])
+        y = torch.mm(rows, self.entries) if bias is None else torch.addmm(bias, rows, self.entries)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], self.entries.shape[1])
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.affine(x.to(self.entries.dtype), None).to(x.dtype)  # half precision is computed in float32
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.krylov_tree import KrylovTree
 from lightning_struct.functional.structured.opaque import opaque_operator
-from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix
+from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, kept_dense
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.similarity import Similarity
@@ -261,7 +261,7 @@ def prepare_subdiagonal(
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
     if method == "dense":
-        return DenseMatrix(stein_matrix(*_as_circles(*computed)).contiguous())
+        return kept_dense(stein_matrix(*_as_circles(*computed)))
     if method == "tree":
         return KrylovTrees.of(*computed)
     _refuse_zeros(a_subdiagonal, b_subdiagonal)

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+import lightning as L
 import pytest
 import torch
 
@@ -66,3 +67,27 @@ def test_predict_writes_the_field(finished, monkeypatch):
     assert field.shape == (25, 3)  # x, y, u
     torch.testing.assert_close(field[:, 2], cli.model.network(field[:, :2]).detach())
     assert (field[:, 2] - Poisson(2).solution(field[:, :2])).abs().max() < 0.2
+
+
+class SmallValue(L.Callback):
+    """Shows a value in the progress bar that is as small as the losses of these recipes."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        pl_module.log("small", torch.tensor(1.25e-8, dtype=torch.float64), prog_bar=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ([], "small: 1.25e-08"),
+        (["--trainer.callbacks+=RichProgressBar", "--trainer.callbacks.theme.metrics_format=.1e"], "small: 1.2e-08"),
+    ],
+    ids=["default", "named"],
+)
+def test_progress_bar_shows_small_values_and_keeps_a_format_that_is_named(options, shown, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    few = [f"--data.counts={BLOCKS['heat_pinn']}", "--data.eval_count=50", "--model.hidden_sizes=[6]"]
+    callback = f"--trainer.callbacks+={__name__}.SmallValue"
+    arguments = ["fit", "--config", "adam", "--trainer.fast_dev_run=2", callback, *options, *few]
+    import_module("lightning_struct.recipes.heat_pinn").main(arguments)
+    assert shown in capsys.readouterr().out

@@ -216,7 +216,7 @@ def pruned(checkpoint: str, parameters: int) -> nn.Sequential:
     except (OSError, EOFError, KeyError, RuntimeError, UnpicklingError) as error:  # a file of anything
         raise MisconfigurationException(
             f"{checkpoint} cannot be read ({error}): train the network that is to be pruned first, and name its "
-            "checkpoint"
+            "checkpoint (on the command line of a recipe: --model.network.checkpoint)"
         ) from error
     hidden = getattr(network, "hidden", None)
     if not isinstance(network, nn.Sequential) or not isinstance(hidden, nn.Linear):

@@ -200,6 +200,11 @@ def test_pruned_network_keeps_the_largest_weights_of_a_trained_one():
     assert count(hidden, cli.model.network.output) == 10_986
 
 
+def test_network_that_is_to_be_pruned_must_be_named():
+    with pytest.raises(MisconfigurationException, match=r"FILE cannot be read.*--model\.network\.checkpoint"):
+        run("structured_image", "fit", *config("structured_image", "pruned"), "--trainer.fast_dev_run=1")
+
+
 def test_fit_ends_with_the_generalization_gap(capsys):
     cli = run("structured_image", "fit", *config("structured_image", "low_rank"), "--trainer.max_epochs=1")
     accuracy = {}

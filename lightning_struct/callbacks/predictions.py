@@ -94,7 +94,7 @@ class PredictionWriter(BasePredictionWriter):
             )
         torch.save(written, file)
         files = file if alone else f"{directory / self.name}_0.pt to _{trainer.world_size - 1}.pt, one for each process"
-        rank_zero_info(f"{self.name.capitalize()} are in {files}")
+        rank_zero_info(f"{self.name.capitalize()} written to {files}")
 
 
 def _check_rows(predictions: Sequence[Any]) -> None:

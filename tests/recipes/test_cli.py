@@ -265,7 +265,7 @@ def test_predict_leaves_a_folder_with_its_predictions_and_says_so(conf, caplog):
     with caplog.at_level("INFO"):
         main(["predict", "--config", conf("adam")])
     assert (RUN / "reconstructions.pt").is_file()
-    assert caplog.messages[-1] == f"Reconstructions are in {RUN / 'reconstructions.pt'}"
+    assert caplog.messages[-1] == f"Reconstructions written to {RUN / 'reconstructions.pt'}"
 
 
 NOISE = ("Tip:", "LeafSpec", "smaller than the logging interval", "dirpath has changed", "many workers")

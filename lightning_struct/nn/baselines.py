@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
-from lightning_struct.functional.structured.cost_model import kept_circulant_is_faster, kept_hadamard_matrix_is_faster
+from lightning_struct.functional.structured.cost_model import (
+    LARGEST_KEPT_MATRIX,
+    kept_circulant_is_faster,
+    kept_hadamard_matrix_is_faster,
+)
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.transforms import circulant_matmul, hadamard_transform
@@ -32,6 +36,9 @@ class CirculantSpectrum:
     size: int
 
     keeps_precision: ClassVar[bool] = True
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return kept_circulant_is_faster(m, n, rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         computed = x.to(computing_dtype(x))
@@ -119,6 +126,9 @@ class FastfoodFactors:
     B: Tensor
     order: Tensor
     length: int
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return kept_hadamard_matrix_is_faster(m, n, 1, rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         spread = hadamard_transform(_filled_up(x * self.B, self.length), normalize=True)
@@ -216,7 +226,8 @@ class SparseEntries:
     rows: int
     columns: int
 
-    is_slow: ClassVar[bool] = True
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return m * n <= LARGEST_KEPT_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return F.linear(x, self.to_dense())

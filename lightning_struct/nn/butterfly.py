@@ -18,9 +18,7 @@ from lightning_struct.functional.structured.butterfly import (
     butterfly_shapes,
     nearby_butterfly,
 )
-from lightning_struct.functional.structured.cost_model import monarch_factors_are_faster
 from lightning_struct.functional.structured.monarch import MonarchFactors, monarch_to_dense
-from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.nn.approximation import relative_error
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
@@ -41,6 +39,9 @@ class ReorderedMonarch:
     monarch: MonarchFactors
     places: Tensor
     zeros: int
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return self.monarch.dense_is_faster(m, n, rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.monarch.matmul(F.pad(x, (0, self.zeros)).index_select(-1, self.places))
@@ -156,11 +157,8 @@ class Butterfly(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._compressed().matmul(x)
 
-    def _prepare(self, dense: bool) -> PreparedMatrix:
-        L, R = butterfly_as_monarch(self.factors)
-        if monarch_factors_are_faster(self.out_features, self.in_features, L.numel() + R.numel()):
-            return self._of_monarch(L, R)
-        return super()._prepare(dense)
+    def _keeps_dense(self, batch: int) -> bool:
+        return self._compressed().dense_is_faster(self.out_features, self.in_features, batch)
 
     def _compressed(self) -> MonarchFactors | ReorderedMonarch:
         # More numbers than the parameters, but a compiled or exported graph would form them in each product.

@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.operators import SubdiagonalOperator
-from lightning_struct.functional.structured.cost_model import kept_matrix_is_faster, made_matrix_is_faster
+from lightning_struct.functional.structured.cost_model import (
+    LARGEST_KEPT_MATRIX,
+    kept_matrix_is_faster,
+    made_matrix_is_faster,
+)
 from lightning_struct.functional.structured.prepared import PreparedMatrix, ReversedColumns
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
@@ -197,8 +201,10 @@ class VandermondeFactors:
     G: Tensor
     H: Tensor
 
-    is_slow: ClassVar[bool] = True
     keeps_precision: ClassVar[bool] = True
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return m * n <= LARGEST_KEPT_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return vandermonde_like_matmul(self.nodes, self.G, self.H, x).to(x.dtype)
@@ -220,8 +226,10 @@ class CauchyFactors:
     G: Tensor
     H: Tensor
 
-    is_slow: ClassVar[bool] = True
     keeps_precision: ClassVar[bool] = True
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return m * n <= LARGEST_KEPT_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         y = cauchy_like_matmul(self.row_nodes, self.column_nodes, self.G, self.H, x, check_nodes=False)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.cost_model import LARGEST_KEPT_MATRIX, kept_matrix_is_faster
 from lightning_struct.functional.structured.prepared import (
     DenseMatrix,
     LeadingSubmatrix,
@@ -18,7 +17,7 @@ from lightning_struct.functional.structured.prepared import (
     affine,
     kept_dense,
 )
-from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
+from lightning_struct.nn.kept import KeptMatrix, changes_unseen
 from lightning_struct.nn.precision import HALF_PRECISION, restore_precision
 from lightning_struct.nn.tracing import is_traced, whole_call
 
@@ -70,7 +69,7 @@ class FrozenLinear(nn.Module):
         self.out_features = out_features
         self.class_name = class_name
         self._matrix = matrix
-        self._kept: PreparedMatrix | None = None
+        self._kept: KeptMatrix | None = None
         for name, tensor in _tensors_of(matrix):
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.register_buffer(name, tensor.detach().clone())
@@ -86,7 +85,7 @@ class FrozenLinear(nn.Module):
         """
         if is_traced(input):
             return whole_call(self, input)
-        if input.shape[-1:] != (self.in_features,):
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
             raise ValueError(
                 f"FrozenLinear takes inputs (..., {self.in_features}), but the input has shape {tuple(input.shape)}"
             )
@@ -94,7 +93,7 @@ class FrozenLinear(nn.Module):
             raise TypeError(f"the input of FrozenLinear has dtype {input.dtype}: use real floating-point numbers")
         if torch.jit.is_tracing():
             return recorded(self, lambda: affine(self._multiplying(input), input, self.bias))
-        return affine(self._multiplying(input), input, self.bias)
+        return affine(self._multiplying(input), input, self._buffers["bias"])  # found faster than self.bias
 
     def to_dense(self) -> Tensor:
         """M, (out_features, in_features)."""
@@ -120,22 +119,30 @@ class FrozenLinear(nn.Module):
 
     def _multiplying(self, x: Tensor) -> PreparedMatrix:
         """The matrix in the form that multiplies x."""
-        if torch.compiler.is_compiling() or (self._kept is None and torch.jit.is_tracing()):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return _with_buffers_of(self, self._matrix)
-        if self._kept is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._kept = self._completed(x.shape[:-1].numel())
-        return self._kept
+        kept = self._kept  # another thread may drop it meanwhile
+        if kept is None or not kept.is_current({}, self._buffers):
+            names = [name for name, _ in _tensors_of(self._matrix)]
+            sources = {name: getattr(self, name) for name in names}
+            seen = {name: source for name, source in sources.items() if not changes_unseen(source)}
+            kept = self._kept = KeptMatrix(self._reference, seen)
+        rows = x.numel() // self.in_features
+        matrix = kept.matrix(rows)
+        if matrix is not None:
+            return matrix
+        with torch.inference_mode(False), torch.no_grad():
+            return kept.prepared(rows, self._dense_is_faster(rows), self._prepare)
 
-    def _completed(self, rows: int) -> PreparedMatrix:
-        """The matrix in the form that multiplies so many rows the fastest."""
-        matrix = _with_buffers_of(self, self._matrix)
-        innermost = _innermost(matrix)
-        is_dense = getattr(innermost, "is_slow", False) and self.in_features * self.out_features <= LARGEST_KEPT_MATRIX
-        if isinstance(innermost, ScaledToeplitzSpectra):
-            is_dense = kept_matrix_is_faster(self.out_features, self.in_features, innermost.left.shape[0], rows)
-        if not is_dense:
-            return _completed(matrix)
+    def _dense_is_faster(self, rows: int) -> bool:
+        """Whether the dense matrix multiplies so many rows faster than the form that was frozen."""
+        rule = getattr(_innermost(self._matrix), "dense_is_faster", None)
+        return rule is not None and rule(self.out_features, self.in_features, rows)
+
+    def _prepare(self, dense: bool) -> PreparedMatrix:
+        """The matrix as kept between calls, dense or as it was frozen."""
+        if not dense:
+            return _completed(_with_buffers_of(self, self._matrix))
         return kept_dense(self._entries() if self.dtype in HALF_PRECISION else self.to_dense())
 
     def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:

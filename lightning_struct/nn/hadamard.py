@@ -38,6 +38,9 @@ class HadamardTerms:
     order: Tensor
     length: int
 
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return kept_hadamard_matrix_is_faster(m, n, self.G.shape[0], rows)
+
     def matmul(self, x: Tensor) -> Tensor:
         picked = self._spread(x).flatten(-2)[..., self.order] * self.G
         return (self._transformed(picked)[..., : self.output_signs.shape[1]] * self.output_signs).sum(-2)

@@ -94,7 +94,7 @@ class Monarch(StructuredLinear):
         return self._compressed().matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:
-        return not monarch_factors_are_faster(self.out_features, self.in_features, self.weight_parameters)
+        return not monarch_factors_are_faster(self.out_features, self.in_features, self.weight_parameters, batch)
 
     def _start_near(self, weight: Tensor) -> None:
         rows, columns = self.L.shape[1] * self.blocks, self.R.shape[2] * self.blocks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -15,6 +14,7 @@ from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, kept_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
+from lightning_struct.nn.kept import KeptMatrix, changes_unseen
 from lightning_struct.nn.tracing import is_traced, whole_call
 
 if TYPE_CHECKING:
@@ -22,57 +22,6 @@ if TYPE_CHECKING:
 
 
 _FAR = 0.5  # a relative error from which M is multiplied by the best number
-
-
-class _Cached:
-    """What is kept of a layer in eval mode: its matrix, prepared for products, and the tensors that it was made from.
-
-    Args:
-        sources: parameters and buffers by name. Aliases hold their memory, so that no other tensor can come to lie at
-            their address.
-    """
-
-    def __init__(self, sources: dict[str, Tensor]) -> None:
-        reference = next(iter(sources.values()))
-        self.dtype, self.device, self.device_type = reference.dtype, reference.device, reference.device.type
-        self.latest: PreparedMatrix | None = None
-        """The form of the last product."""
-        self._sources = [(name, source, source._version, source.data_ptr()) for name, source in sources.items()]
-        self._aliases = [source.detach() for source in sources.values()]
-        self._by_form: dict[bool, PreparedMatrix] = {}
-        self._by_magnitude: dict[int, PreparedMatrix] = {}
-
-    def is_current(self, parameters: dict[str, Any], buffers: dict[str, Any]) -> bool:
-        """Whether the tensors of those names are the same, unchanged; and no gradient to one of them is asked for."""
-        with_gradients = torch.is_grad_enabled()
-        for name, source, version, address in self._sources:
-            now = parameters[name] if name in parameters else buffers.get(name)
-            if now is not source or source._version != version or source.data_ptr() != address:
-                return False
-            if with_gradients and source.requires_grad:
-                return False
-        return True
-
-    def matrix(self, rows: int) -> PreparedMatrix | None:
-        """The form for so many rows, if it has been made."""
-        self.latest = self._by_magnitude.get(rows.bit_length())
-        return self.latest
-
-    def prepared(self, rows: int, is_dense: bool, prepare: Callable[[bool], PreparedMatrix]) -> PreparedMatrix:
-        """The form for so many rows, made where that is the first time.
-
-        Args:
-            rows: rows of the input; numbers of as many binary digits share a form.
-            is_dense: which form that is. There are two at most.
-            prepare: makes it.
-        """
-        if is_dense not in self._by_form:
-            self._by_form[is_dense] = prepare(is_dense)
-            if not is_dense and isinstance(self._by_form[is_dense], DenseMatrix):  # one copy is enough
-                self._by_form[True] = self._by_form[is_dense]
-                self._by_magnitude.clear()
-        self.latest = self._by_magnitude[rows.bit_length()] = self._by_form[is_dense]
-        return self.latest
 
 
 class StructuredLinear(nn.Module, ABC):
@@ -124,7 +73,7 @@ class StructuredLinear(nn.Module, ABC):
 
     bias: nn.Parameter | None
 
-    _cached: _Cached | None = None
+    _cached: KeptMatrix | None = None
 
     def __init__(
         self,
@@ -400,10 +349,10 @@ class StructuredLinear(nn.Module, ABC):
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
                 return self._multiply(x)
             sources = weights | {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-            if any(_changes_unseen(source) for source in sources.values()):
+            if any(changes_unseen(source) for source in sources.values()):
                 return self._multiply(x)
             self.check_finite()
-            cached = self._cached = _Cached(sources)
+            cached = self._cached = KeptMatrix(self._reference, sources)
         matrix = cached.matrix(rows)
         if matrix is None:
             # What is made within inference mode could not take part in a backward pass to the inputs later.
@@ -411,7 +360,7 @@ class StructuredLinear(nn.Module, ABC):
                 matrix = cached.prepared(rows, self._keeps_dense(rows), self._prepare)
         return matrix.matmul(x)
 
-    def _kept(self, cached: _Cached, x: Tensor) -> PreparedMatrix | None:
+    def _kept(self, cached: KeptMatrix, x: Tensor) -> PreparedMatrix | None:
         """What is kept for products with as many rows as x, if it can be used as it is."""
         if torch.jit.is_tracing():
             return None
@@ -444,11 +393,6 @@ class StructuredLinear(nn.Module, ABC):
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_to_be_scripted(self)
-
-
-def _changes_unseen(tensor: Tensor) -> bool:
-    """Whether changes may leave no trace: in inference mode, or by another process, which counts them by itself."""
-    return tensor.is_inference() or (tensor.device.type == "cpu" and tensor.is_shared())  # on a GPU all count as shared
 
 
 def positive_size(name: str, value: int) -> int:

@@ -197,3 +197,33 @@ def test_inputs_that_do_not_fit_are_refused_as_ever():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert layer(torch.ones(12)).dtype == torch.bfloat16
         assert layer(torch.ones(0, 12)).shape == (0, 12)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_frozen_layer_follows_a_change_of_its_buffers_in_place(form, rows):
+    frozen, x = FORMS[form]().freeze(), torch.randn(rows, 12, dtype=torch.float64)
+    frozen(x)
+    with torch.no_grad():
+        for buffer in frozen.buffers():
+            buffer.add_(0.5 * torch.rand_like(buffer))
+    torch.testing.assert_close(frozen(x), x @ frozen.to_dense().T + frozen.bias)
+
+
+@pytest.mark.parametrize("shape", [(12,), (0, 12), (1, 12), (40, 12), (2, 3, 12), (2, 0, 12)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_kept_matrices_take_inputs_of_any_shape(shape, bias, frozen):
+    layer, x = Monarch(12, 7, bias=bias, dtype=torch.float64).eval(), torch.randn(shape, dtype=torch.float64)
+    dense = nn.Linear(12, 7, bias=bias, dtype=torch.float64)
+    dense.load_state_dict({"weight": layer.to_dense().detach()} | ({"bias": layer.bias.detach()} if bias else {}))
+    product = layer.freeze() if frozen else layer
+    with torch.no_grad():
+        for _ in range(2):  # made in the first call, kept for the second
+            torch.testing.assert_close(product(x), dense(x))
+
+
+def test_few_rows_and_many_rows_of_a_frozen_layer_agree():
+    layer, x = Monarch(600, 600), torch.randn(64, 600)
+    frozen = layer.freeze()
+    torch.testing.assert_close(torch.cat([frozen(row[None]) for row in x]), frozen(x), rtol=1e-4, atol=1e-4)

@@ -121,7 +121,7 @@ def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:
     return batch * k * (m + n) <= m * n * (k + batch)
 
 
-def monarch_factors_are_faster(m: int, n: int, parameters: int) -> bool:
+def monarch_factors_are_faster(m: int, n: int, parameters: int, batch: int) -> bool:
     """Whether a Monarch matrix is multiplied faster by its two factors than as it is kept.
 
     Small ones are multiplied faster as they are: the factors are many small products. Measured on one CPU thread, n =
@@ -130,8 +130,10 @@ def monarch_factors_are_faster(m: int, n: int, parameters: int) -> bool:
     Args:
         m, n: the sizes of the matrix.
         parameters: the entries of both factors.
+        batch: rows of the input.
     """
-    return m * n > LARGEST_KEPT_MATRIX or (min(m, n) >= 512 and 2 * parameters <= m * n)
+    at_least = 512 if batch >= 8 else 700
+    return m * n > LARGEST_KEPT_MATRIX or (min(m, n) >= at_least and 2 * parameters <= m * n)
 
 
 def choose_tridiagonal_method(device: torch.device) -> str:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_LARGEST_TRANSPOSED = 1 << 20  # in bytes
+
 
 class PreparedMatrix(Protocol):
     """A matrix M (m, n) of weights that do not change, ready for products.
 
     Each class is a frozen dataclass. The tensors that it needs are its fields, or fields of the dataclasses and items
     of the tuples in it: :class:`~lightning_struct.nn.FrozenLinear` makes buffers of them. A class may say
-    ``is_slow: ClassVar[bool] = True`` where its product takes longer than one with the dense matrix,
-    ``keeps_precision: ClassVar[bool] = True`` where its tensors must not be in half precision, and have a method
+    ``keeps_precision: ClassVar[bool] = True`` where its tensors must not be in half precision. It may have a method
+    ``dense_is_faster(m, n, rows)``, whether the dense matrix would multiply so many rows faster; and a method
     ``completed()`` that makes what multiplies faster.
 
     Example:
@@ -29,21 +31,15 @@ class PreparedMatrix(Protocol):
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x, which is that of M."""
 
 
-def affine(matrix: PreparedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x Mᵀ + b, (..., m) for x (..., n) and b (m,) or None: by one operation where M is dense."""
-    if isinstance(matrix, DenseMatrix | TransposedMatrix) and x.dtype == matrix.entries.dtype:
-        return matrix.affine(x, bias if bias is None else bias.to(x.dtype))
-    y = matrix.matmul(x)
-    return y if bias is None else y + bias.to(y.dtype)
-
-
 def kept_dense(entries: Tensor) -> DenseMatrix | TransposedMatrix:
-    """M (m, n) by all of its entries, in the order in which its device multiplies faster.
+    """M (m, n) by all of its entries, in the order in which it multiplies faster.
 
-    Measured on one CPU thread with and without AVX-512, n = 64 to 2,048: with 1 to 64 rows a product with the transpose
-    takes .35 to 1 of the time of ``nn.Linear``, with more rows as long.
+    On a CPU that is the transpose, if it fits into the cache of a core. Measured on one thread, with and without
+    AVX-512: up to 1 MiB, products with 1 to 16 rows take .34 to 1 of the time of ``nn.Linear``, with more rows at most
+    as long; beyond it, those with two rows take up to 1.5 times as long.
     """
-    if entries.device.type == "cpu" and entries.dtype in (torch.float32, torch.float64):
+    is_transposed = entries.device.type == "cpu" and entries.dtype in (torch.float32, torch.float64)
+    if is_transposed and entries.nbytes <= _LARGEST_TRANSPOSED:
         return TransposedMatrix(entries.T.contiguous())
     return DenseMatrix(entries.contiguous())
 
@@ -84,6 +80,19 @@ class TransposedMatrix:
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.affine(x.to(self.entries.dtype), None).to(x.dtype)  # half precision is computed in float32
+
+
+_BY_ENTRIES = (DenseMatrix, TransposedMatrix)
+
+
+def affine(matrix: PreparedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x Mᵀ + b, (..., m) for x (..., n) and b (m,) or None: by one operation where M is dense."""
+    if isinstance(matrix, _BY_ENTRIES):
+        dtype = x.dtype
+        if matrix.entries.dtype == dtype and (bias is None or bias.dtype == dtype):
+            return matrix.affine(x, bias)
+    y = matrix.matmul(x)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 @dataclass(frozen=True)

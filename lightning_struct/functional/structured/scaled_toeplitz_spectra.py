@@ -16,7 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.structured.arguments import by_rows, has_values
-from lightning_struct.functional.structured.cost_model import rows_are_few, two_steps_can_be_faster
+from lightning_struct.functional.structured.cost_model import (
+    kept_matrix_is_faster,
+    rows_are_few,
+    two_steps_can_be_faster,
+)
 from lightning_struct.functional.structured.generator_spectra import (
     GeneratorSpectra,
     by_side,
@@ -69,6 +73,9 @@ class ScaledToeplitzSpectra:
         in_two_steps = two_steps_can_be_faster(a.shape[0], b.shape[0], G.device)
         few_rows = TwoStepProduct.of(g, h, a, f, b, w, middle) if in_two_steps else None
         return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, few_rows)
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return kept_matrix_is_faster(m, n, self.left.shape[0], rows)
 
     def compressed(self) -> ScaledToeplitzSpectra:
         """The spectra without what can be made of them anew."""

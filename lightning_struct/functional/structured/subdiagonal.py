@@ -33,6 +33,7 @@ from lightning_struct.functional.structured.arguments import (
     require_vectors,
 )
 from lightning_struct.functional.structured.cost_model import (
+    LARGEST_KEPT_MATRIX,
     fastest_training_method,
     kept_matrix_is_faster,
     method_for_any_operators,
@@ -80,6 +81,9 @@ class KrylovTrees:
         a, b, _, _ = _as_circles(a_subdiagonal, a_corner, b_subdiagonal, b_corner, G, H)
         columns = min(G.shape[0], H.shape[0])
         return KrylovTrees(KrylovTree.of(a, G.mT, columns), KrylovTree.of(b, H.mT, columns))
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return m * n <= LARGEST_KEPT_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return by_rows(self.multiply, x, self.left.leaves.dtype).to(x.dtype)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from lightning_struct.functional.structured.arguments import (
     require_one_of,
     require_vectors,
 )
-from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
+from lightning_struct.functional.structured.cost_model import LARGEST_KEPT_MATRIX, choose_tridiagonal_method
 from lightning_struct.functional.structured.cyclic_recurrence import (
     BlockTridiagonalArithmetic,
     TridiagonalArithmetic,
@@ -61,13 +60,14 @@ class TridiagonalFactors:
     G: Tensor
     H: Tensor
 
-    is_slow: ClassVar[bool] = True
-
     @staticmethod
     def of(a: TridiagonalOperator, b: TridiagonalOperator, G: Tensor, H: Tensor) -> TridiagonalFactors:
         """The factors of the matrix of :func:`tridiagonal_matmul`."""
         tensors = tuple(_tensors(a, b))
         return TridiagonalFactors(tensors[:4], tensors[4:], G, H)
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return m * n <= LARGEST_KEPT_MATRIX
 
     def matmul(self, x: Tensor) -> Tensor:
         return tridiagonal_matmul(*_operators([*self.a, *self.b]), self.G, self.H, x)

@@ -80,7 +80,8 @@ class PhysicsInformedNetwork(L.LightningModule):
         network: maps points (n, d) to values of the solution (n,).
 
     Raises:
-        MisconfigurationException: neither ``hidden_sizes`` nor ``network``, or both; a size that is not positive.
+        MisconfigurationException: neither ``hidden_sizes`` nor ``network``, or both; a size that is not positive; in a
+            Trainer, a data module whose equation lacks a region of this one.
 
     Example:
         >>> from lightning_struct.data import Poisson
@@ -109,6 +110,17 @@ class PhysicsInformedNetwork(L.LightningModule):
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self._squared_error: Tensor | None = None
+
+    def setup(self, stage: str) -> None:
+        """Refuse points of another equation: without those of a region, its conditions would not be trained."""
+        super().setup(stage)
+        other = getattr(getattr(self.trainer, "datamodule", None), "equation", None)
+        if isinstance(other, DifferentialEquation) and not other.regions.keys() >= self.equation.regions.keys():
+            raise MisconfigurationException(
+                f"The points of the data module are those of {type(other).__name__}, with the regions "
+                f"{', '.join(other.regions)}, but {type(self.equation).__name__}, which the model is to solve, has "
+                f"{', '.join(self.equation.regions)}: give both the same equation"
+            )
 
     def forward(self, points: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Residuals at points (n, d) by block: (n,), or (n, k) where a point has k conditions."""

@@ -140,6 +140,12 @@ def test_network_is_given_once(arguments):
         PhysicsInformedNetwork(Poisson(2), **arguments)
 
 
+@pytest.mark.parametrize("kind", [PhysicsInformedNetwork, SHFPhysicsInformedNetwork])
+def test_points_of_another_equation_are_refused(data, tmp_path, kind):
+    with pytest.raises(MisconfigurationException, match="those of Poisson, .* interior, boundary, but Heat.*initial"):
+        make_trainer(tmp_path, max_epochs=1).fit(kind(Heat(), [4]), datamodule=data)
+
+
 def test_loss_that_is_no_number_is_an_error(data, tmp_path):
     data.residual_share = 0.0  # else the points cannot be drawn
     model = PhysicsInformedNetwork(Poisson(2), [4])

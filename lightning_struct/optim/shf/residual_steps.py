@@ -32,7 +32,8 @@ from lightning_struct.optim.shf.unreached import called_without_gradients, witho
 _log = logging.getLogger(__name__)
 _OF_PAPER = ("drop", "min_damping", "max_damping", "warm_start_growth", "maxiter")
 _FILLED = {name: PAPER[name] for name in _OF_PAPER} | {"warm_start": 0.0, "geodesic_acceleration": True}
-# Where a step fails, the next one goes on with λ times this.
+# Where a step fails, the next one goes on with λ times this, at most with the largest singular value of J: the step has
+# tried all larger ones, and from far above it a step on other samples may be too short to change the loss.
 _RAISED = 10.0
 # γ rises no further by itself: the paper's γ₁.
 _LARGEST_WARM_START = 0.7
@@ -264,7 +265,8 @@ class ResidualSteps:
             if step is not None:
                 return step, step.damping, solver.stop_reason
         self._warn_of_precision(model)
-        return None, min(around * _RAISED, settings.max_damping), "line_search"
+        raised = min(around * _RAISED, max(solver.largest, bounds[0]))
+        return None, min(raised, settings.max_damping), "line_search"
 
     def _warn_of_slow_rows(self) -> None:
         for name, reason in self._records.refused.items():

@@ -666,6 +666,19 @@ def test_a_fixed_damping_is_kept_while_it_lowers_the_loss() -> None:
     assert [optimizer.step(inputs=points()).damping for _ in range(3)] == [2.0] * 3
 
 
+@pytest.mark.filterwarnings("ignore:SHF. no step lowers the loss")
+def test_other_measurements_are_fitted_after_many_steps_at_a_minimum() -> None:
+    module, x = Fit(), gaussian(20, 1, seed=0)
+    module.net = line = nn.Linear(1, 1, dtype=torch.float64)
+    optimizer = SHF(module, "least_squares")
+    for _ in range(25):
+        optimizer.step(inputs=(x, x.sin()))
+    for _ in range(5):
+        optimizer.step(inputs=(x, 3 * x.sin() - 1))
+    exact = torch.linalg.lstsq(torch.cat([x, torch.ones_like(x)], dim=1), 3 * x.sin() - 1).solution
+    torch.testing.assert_close(torch.stack([line.weight[0], line.bias]), exact, atol=1e-6, rtol=0)
+
+
 # --- what bad input gets ----------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,7 @@ class BatchInputs:
     def __init__(self, args: tuple[Any, ...], block: Tensor) -> None:
         self._leaves, self._structure = tree_flatten(args)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.rows = block.shape[0] if block.ndim > 0 else 1
+        self.rows = len(block)
         self.dims = [0 if t.ndim > 0 and t.shape[:1] == block.shape[:1] else None for t in self.tensors]
         shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
         self.key = f"{self._structure} {self.dims} {shapes}"
@@ -202,6 +202,6 @@ def recorded_graph(
 def _graph_of_batch(module: nn.Module, params: Parameters, buffers: Parameters, inputs: BatchInputs) -> GraphModule:
     def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
         values = {**{key: b.clone() for key, b in buffers.items()}, **params}
-        return dict(residual_blocks(call_with(module, values, inputs.args(tensors))))
+        return residual_blocks(call_with(module, values, inputs.args(tensors)))
 
     return recorded_graph(batch, params, buffers, inputs.tensors)

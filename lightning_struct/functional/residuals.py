@@ -18,7 +18,8 @@ class LeastSquares:
 
     A block is a tensor (n_b, ...) under a name: the residuals of a differential equation in the interior, of its
     boundary values, of measurements. n_b may differ from block to block. Of a block (n_b, k) the squares are summed
-    over k and averaged over n_b. A module that returns one tensor has one block, ``"residual"``.
+    over k and averaged over n_b. A tensor () is a block of one row, as of what is known about a parameter. A module
+    that returns one tensor has one block, ``"residual"``.
 
     Args:
         weights: w_b > 0 by the name of the block, for all blocks; if not given, all are 1.
@@ -60,12 +61,18 @@ class LeastSquares:
 
 
 def residual_blocks(returned: Any) -> dict[str, Tensor]:
-    """What a module returned as blocks by name; a tensor is the block ``"residual"``.
+    """What a module returned as blocks (n_b, ...) by name; a tensor is the block ``"residual"``.
 
     Raises:
-        TypeError: neither a tensor nor a mapping of names to tensors of floating-point numbers.
+        TypeError: neither a tensor nor a mapping of names to tensors of floating-point numbers; a loss.
     """
     if isinstance(returned, Tensor):
+        if returned.ndim == 0:
+            raise TypeError(
+                "with loss='least_squares' the module returns its residuals, one for each point or measurement. It "
+                "returned a single number: leave out what sums or averages their squares. If there is only one "
+                "residual, return it in the shape (1,)"
+            )
         returned = {ONLY_BLOCK: returned}
     if not isinstance(returned, Mapping) or not returned:
         raise TypeError(
@@ -76,7 +83,7 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
         if not (isinstance(block, Tensor) and block.is_floating_point()):
             kind = f"a tensor of {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
             raise TypeError(f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {kind}")
-    return dict(returned)
+    return {name: block if block.ndim > 0 else block[None] for name, block in returned.items()}
 
 
 def _names(blocks: Collection[str]) -> str:

@@ -162,7 +162,7 @@ class ResidualModel:
         squares, sums, first = [], [], 0
         for size, block in zip(self._batch.sizes, self._batch.blocks.values(), strict=True):
             rows = slice(first, first + size)
-            squares.append(jacobian.squared_norms(self.residual[rows], _row_count(block), rows))
+            squares.append(jacobian.squared_norms(self.residual[rows], len(block), rows))
             sums.append(jacobian.transposed_product(self.residual[rows], rows))
             first += size
         shared_squares = all_reduce(torch.stack(squares)).tolist()
@@ -182,7 +182,7 @@ class ResidualModel:
         parts = min(_PARTS, *self.counts.values())
         if parts < 2:
             return backward(self.residual), None
-        counts = torch.tensor([_row_count(block) for block in self._batch.blocks.values()], device=self._device)
+        counts = torch.tensor([len(block) for block in self._batch.blocks.values()], device=self._device)
         firsts = all_gather_rows(counts)[: rank()].sum(0)  # rows of the processes before this one
         part_of = torch.cat(
             [
@@ -262,7 +262,7 @@ def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, de
 
 def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[str, int]:
     """n_b over all processes."""
-    rows = [(_row_count(block), not bool(block.isfinite().all())) for block in blocks.values()]
+    rows = [(len(block), not bool(block.isfinite().all())) for block in blocks.values()]
     shares = all_gather_rows(torch.tensor(rows, device=device).reshape(-1)).reshape(-1, len(blocks), 2)
     for r, share in enumerate(shares.tolist()):
         for name, (count, bad) in zip(blocks, share, strict=True):
@@ -285,13 +285,9 @@ def _is_the_same_everywhere(text: str, device: torch.device) -> bool:
     return len(set(all_gather_rows(digest)[:, 0].tolist())) == 1
 
 
-def _row_count(block: Tensor) -> int:
-    return len(block) if block.ndim else 1
-
-
 def _row_size(block: Tensor) -> int:
     """Residuals in a row of a block that is not empty."""
-    return block.numel() // _row_count(block)
+    return block.numel() // len(block)
 
 
 def _on_rank(rank: int) -> str:

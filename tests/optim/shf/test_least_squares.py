@@ -627,6 +627,33 @@ def test_a_block_of_a_single_row_is_not_warned_of() -> None:
     assert report.loss_after < report.loss_before
 
 
+class Calibration(Fit):
+    """A line through measurements, and what is known about its slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor, measured: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"measured": self.net(x) - measured, "known": self.prior(self.net.weight[0, 0] - 2.0)}
+
+    def prior(self, difference: Tensor) -> Tensor:
+        return difference
+
+
+@pytest.mark.parametrize("solver", ["exact", "lsmr"])
+def test_a_block_may_be_a_single_number(solver: str) -> None:
+    class OfOneRow(Calibration):
+        def prior(self, difference: Tensor) -> Tensor:
+            return difference[None]
+
+    losses = []
+    for module in (Calibration(), OfOneRow()):
+        optimizer = SHF(module, "least_squares", solver=solver)
+        losses.append([optimizer.step(inputs=measurements()).block_losses for _ in range(2)])
+    assert losses[0] == losses[1] and losses[0][-1]["known"] < losses[0][0]["known"]
+
+
 def test_the_log_recommends_float64_where_float32_ends() -> None:
     module, inputs = Fit(), tuple(x.float() for x in measurements())
     module.net = nn.Sequential(nn.Linear(2, 2))
@@ -795,6 +822,15 @@ def test_a_module_under_autocast_is_trained(solver: str) -> None:
         expected = 0.5 * module(x).float().square().mean().item()
     assert reports[-1].loss_after == pytest.approx(expected, rel=0.01)
     assert expected < 0.1 * reports[0].loss_before
+
+
+def test_a_loss_in_place_of_residuals_is_refused() -> None:
+    class Loss(Fit):
+        def forward(self, x: Tensor, measured: Tensor) -> Tensor:
+            return super().forward(x, measured).square().mean()
+
+    with pytest.raises(TypeError, match="leave out what sums or averages their squares"):
+        SHF(Loss(), "least_squares").step(inputs=measurements())
 
 
 def test_a_module_that_changes_its_inputs_is_refused() -> None:

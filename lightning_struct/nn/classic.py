@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
+    kept_low_rank_matrix_is_faster,
     kept_matrix_is_faster,
     made_matrix_is_faster,
 )
@@ -43,6 +44,9 @@ class LowRankFactors:
 
     G: Tensor
     H: Tensor
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return kept_low_rank_matrix_is_faster(m, n, rows)
 
     def matmul(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.H.T), self.G)
@@ -78,7 +82,7 @@ class LowRank(GeneratorLinear):
         return LowRankFactors(self.G, self.H).matmul(x)
 
     def _keeps_dense(self, batch: int) -> bool:
-        return False
+        return kept_low_rank_matrix_is_faster(self.out_features, self.in_features, batch)
 
     def _compressed(self) -> PreparedMatrix:
         return LowRankFactors(self.G[: self.out_features], self.H[: self.in_features])

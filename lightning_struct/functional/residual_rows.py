@@ -258,6 +258,10 @@ class RowRecords:
             return self.refuse(name, "none of the inputs has a row for each of them")
         buffers = dict(self.module.named_buffers())
         try:
+            with context(), torch.enable_grad():
+                single = _single_row(self.module, name, params, buffers, inputs, inputs.row(0))
+            if single.numel() != block[0].numel():  # told before it is recorded, which takes far longer
+                return self.refuse(name, _why_not_of_a_row(single, block))
             with context():
                 graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
             record = _Record(graph, (dict(params), buffers, inputs.row(0)))
@@ -399,15 +403,36 @@ class _Rows:
         return dict(params), self._buffers, self._inputs.row(0)
 
 
+def _single_row(
+    module: nn.Module,
+    name: str,
+    params: Parameters,
+    buffers: Parameters,
+    inputs: BatchInputs,
+    tensors: list[Tensor],
+) -> Tensor:
+    """What the module returns for one row of its inputs, (k,)."""
+    rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
+    returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
+    return residual_blocks(returned)[name].reshape(-1)
+
+
 def _graph_of_single_row(
     module: nn.Module, name: str, params: Parameters, buffers: Parameters, inputs: BatchInputs
 ) -> GraphModule:
     def single_row(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Tensor:
-        rows = [t[None] if dim == 0 else t for t, dim in zip(tensors, inputs.dims, strict=True)]
-        returned = call_with(module, {**{key: b.clone() for key, b in buffers.items()}, **params}, inputs.args(rows))
-        return residual_blocks(returned)[name].reshape(-1)
+        return _single_row(module, name, params, buffers, inputs, tensors)
 
     return recorded_graph(single_row, params, buffers, inputs.row(0))
+
+
+def _why_not_of_a_row(single: Tensor, block: Tensor) -> str:
+    """Why a block is not made of single rows, which have another number of residuals."""
+    reason = f"one row of the inputs gives {single.numel()} of them, and a row of the batch has {block[0].numel()}"
+    n = len(block)
+    if single.numel() == 1 and block.shape == (n, n):
+        reason += f" (a tensor ({n}, 1) minus one of ({n},) is a table ({n}, {n}) of all differences: is that meant?)"
+    return reason
 
 
 def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:

@@ -562,6 +562,30 @@ def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
         optimizer.step(inputs=points())
 
 
+def test_a_series_in_time_whose_rows_cannot_be_told_apart_is_not_recorded() -> None:
+    class Growth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+
+        def forward(self, measured: Tensor) -> Tensor:
+            recorded.append(get_proxy_mode() is not None)
+            return (1 + self.rate) ** torch.arange(10) - measured
+
+    recorded: list[bool] = []
+    optimizer = SHF(Growth(), "least_squares")
+    with pytest.warns(UserWarning, match="one row of the inputs gives 10 of them, and a row of the batch has 1"):
+        optimizer.step(inputs=torch.ones(10, dtype=torch.float64))
+    assert recorded and not any(recorded)
+
+
+def test_a_table_of_all_differences_is_warned_of() -> None:
+    module, x = Fit(), gaussian(5, 2, seed=0)
+    module.net = nn.Linear(2, 1, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"\(5, 1\) minus one of \(5,\) is a table \(5, 5\)"):
+        SHF(module, "least_squares").step(inputs=(x, x[:, 0]))
+
+
 def test_a_warning_points_at_the_line_that_called_the_step() -> None:
     with pytest.warns(UserWarning, match="rows of J") as caught:
         SHF(Coupled(), "least_squares").step(inputs=points())
@@ -569,7 +593,7 @@ def test_a_warning_points_at_the_line_that_called_the_step() -> None:
 
 
 class ShortOfMemory(Fit):
-    """Memory is short once: when a row is recorded, or when the derivative of the batch is compared with its own."""
+    """Memory is short once: in a call with a row, in its record, or where the derivative of the batch is compared."""
 
     calls = 0
 
@@ -580,9 +604,9 @@ class ShortOfMemory(Fit):
     def forward(self, x: Tensor, measured: Tensor) -> Tensor:
         self.calls += 1
         residuals = super().forward(x, measured)
-        if self.where == "record" and self.calls == 2:
+        if self.calls == {"row": 2, "record": 3}.get(self.where):
             raise torch.OutOfMemoryError
-        if self.where == "derivative" and self.calls == 3:
+        if self.where == "derivative" and self.calls == 4:
             residuals.register_hook(self.short)
         return residuals
 
@@ -590,7 +614,7 @@ class ShortOfMemory(Fit):
         raise torch.OutOfMemoryError
 
 
-@pytest.mark.parametrize("where", ["record", "derivative"])
+@pytest.mark.parametrize("where", ["row", "record", "derivative"])
 def test_short_memory_is_an_error_and_no_reason_to_tell_no_rows_apart(where: str) -> None:
     optimizer = SHF(ShortOfMemory(where), "least_squares")
     with warnings.catch_warnings():

@@ -63,17 +63,17 @@ class Results:
 
 
 AUTOENCODER_RESULTS = Results(
-    {"test_loss": ("½‖x̂ - x‖²", ".4g"), "test_squared_error": ("‖x̂ - x‖²", ".4g")}, "reconstructions", 1
+    {"test_loss": ("½‖x̂ - x‖²", "#.4g"), "test_squared_error": ("‖x̂ - x‖²", "#.4g")}, "reconstructions", 1
 )
 CLASSIFIER_RESULTS = Results(
-    {"test_loss": ("loss", ".4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", log_every_n_steps=50
+    {"test_loss": ("loss", "#.4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", log_every_n_steps=50
 )
 STRUCTURED_CLASSIFIER_RESULTS = replace(CLASSIFIER_RESULTS, gap="test_accuracy")
 LANGUAGE_MODEL_RESULTS = Results(
-    {"test_loss": ("nats", ".4g"), "test_perplexity": ("perplexity", ".2f")}, "words", log_every_n_steps=50
+    {"test_loss": ("nats", "#.4g"), "test_perplexity": ("perplexity", ".2f")}, "words", log_every_n_steps=50
 )
 PINN_RESULTS = Results(
-    {"test_loss": ("Σ ½ mean r²", ".3g"), "relative_l2_error": ("relative L² error", ".2e")},
+    {"test_loss": ("Σ ½ mean r²", ".2e"), "relative_l2_error": ("relative L² error", ".2e")},
     "field",
     log_every_n_steps=10,
 )

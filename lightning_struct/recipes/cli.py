@@ -480,7 +480,9 @@ def _default_configs(name: str, arguments: Sequence[str], folder: Path) -> list[
 def _table(title: str, results: Results, values: dict[str, Mapping[str, float]]) -> "Table":
     from rich.table import Table
 
-    table = Table("", *(heading for heading, _ in results.metrics.values()), title=title, title_justify="left")
+    # an equation whose solution is not known has no error
+    columns = {name: column for name, column in results.metrics.items() if name in values["test"]}
+    table = Table("", *(heading for heading, _ in columns.values()), title=title, title_justify="left")
     for part, label in (("train", "training"), ("val", "validation"), ("test", "test")):
-        table.add_row(label, *(format(values[part][name], form) for name, (_, form) in results.metrics.items()))
+        table.add_row(label, *(format(values[part][name], form) for name, (_, form) in columns.items()))
     return table

@@ -1,12 +1,13 @@
 """The recipes of physics-informed networks, in every shipped way of training them, on few points."""
 
 from importlib import import_module
+from typing import ClassVar
 
 import lightning as L
 import pytest
 import torch
 
-from lightning_struct.data import Burgers, Heat, Poisson
+from lightning_struct.data import Box, Burgers, DifferentialEquation, Faces, Heat, Poisson
 from lightning_struct.models import SHFPhysicsInformedNetwork
 from lightning_struct.recipes.catalogue import config_directory
 
@@ -50,6 +51,25 @@ def test_fit_reports_the_error_and_draws_the_solution(finished):
     printed = finished.printed
     assert "relative L² error" in printed and "solution.png" in printed and "training_curves.png" in printed
     assert (finished.directory / "results/poisson_pinn/version_0/solution.png").exists()
+
+
+class Unsolved(DifferentialEquation):
+    """An equation of a user, whose solution is not known."""
+
+    domain = Box([0.0], [1.0])
+    regions: ClassVar = {"interior": domain, "boundary": Faces(domain)}
+    coordinates = ("x",)
+
+    def residual(self, block, u, points):
+        return u(points) - 1
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_fit_of_an_equation_without_a_known_solution_reports_the_loss(capsys):
+    few = ["--data.steps_per_epoch=2", "--trainer.max_epochs=1", "--model.hidden_sizes=[6]"]
+    run("poisson_pinn", "fit", "--config", "adam", f"--data.equation={__name__}.Unsolved", *few)
+    printed = capsys.readouterr().out
+    assert "Σ ½ mean r²" in printed and "relative L² error" not in printed and "best checkpoint" in printed
 
 
 def test_few_steps_of_shf_solve_the_equation(finished):

@@ -122,10 +122,13 @@ def machines_of(runs: Iterable[Run]) -> list[str]:
     seconds: dict[str, list[float]] = {}
     for run in runs:
         seconds.setdefault(harness.machine_line(run["machine"]), []).append(run.get("seconds", 0.0))
-    return [
-        f"{machine}: {len(of_machine)} runs of {min(of_machine):.0f} to {max(of_machine):.0f} CPU seconds."
-        for machine, of_machine in seconds.items()
-    ]
+    return [f"{machine}: {_time_of(of_machine)}." for machine, of_machine in seconds.items()]
+
+
+def _time_of(seconds: list[float]) -> str:
+    if len(seconds) == 1:
+        return f"1 run of {seconds[0]:.0f} CPU seconds"
+    return f"{len(seconds)} runs of {min(seconds):.0f} to {max(seconds):.0f} CPU seconds"
 
 
 def by_seed(runs: Iterable[Run], value: Callable[[Run], float], form: str = "{:.2f}") -> str:

@@ -201,7 +201,9 @@ def test_pruned_network_keeps_the_largest_weights_of_a_trained_one():
 
 
 def test_network_that_is_to_be_pruned_must_be_named():
-    with pytest.raises(MisconfigurationException, match=r"FILE cannot be read.*--model\.network\.checkpoint"):
+    with pytest.raises(
+        (MisconfigurationException, ValueError), match=r"FILE cannot be read.*--model\.network\.checkpoint"
+    ):
         run("structured_image", "fit", *config("structured_image", "pruned"), "--trainer.fast_dev_run=1")
 
 

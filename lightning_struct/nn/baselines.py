@@ -159,6 +159,7 @@ class Fastfood(StructuredLinear):
     """
 
     weight_names: ClassVar[tuple[str, ...]] = ("S", "G", "B")
+    _places: ClassVar[tuple[str, ...]] = ("order",)
 
     order: Tensor
     """(k,) int64, the coordinates that Π picks."""
@@ -259,6 +260,7 @@ class PrunedLinear(StructuredLinear):
     """
 
     weight_names: ClassVar[tuple[str, ...]] = ("values",)
+    _places: ClassVar[tuple[str, ...]] = ("places",)
     _is_of_matmuls: ClassVar[bool] = True
 
     places: Tensor

@@ -88,6 +88,7 @@ class Butterfly(StructuredLinear):
     """
 
     weight_names: ClassVar[tuple[str, ...]] = ("entries",)
+    _places: ClassVar[tuple[str, ...]] = ("places",)
     _is_of_matmuls: ClassVar[bool] = True
 
     entries: nn.Parameter

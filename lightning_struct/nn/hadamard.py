@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster
 from lightning_struct.functional.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Entries of a matrix that is made for a product with more rows than it has columns. Forward and backward on a CPU that
 # took 0.31 of the time of transforming all rows with 64 units and 512 rows (three terms), and with two terms 0.60 with
@@ -106,16 +109,19 @@ class RandomizedHadamard(StructuredLinear):
         k = max(self.in_features, self.out_features)
         self.length = 1 << (k - 1).bit_length()
         self.G = nn.Parameter(torch.empty(terms, k, device=device, dtype=dtype))
-        for name, size, kind in (
-            ("output_signs", out_features, torch.int8),
-            ("input_signs", in_features, torch.int8),
-            ("order", k, torch.int64),
-        ):
-            self.register_buffer(name, torch.empty(terms, size, device=device, dtype=kind), persistent=False)
+        for name, size in (("output_signs", out_features), ("input_signs", in_features)):
+            self.register_buffer(name, torch.empty(terms, size, device=device, dtype=torch.int8), persistent=False)
+        # No buffer: averages of weights include these and round integers down, which leaves signs as they are.
+        self.order = torch.empty(terms, k, device=device, dtype=torch.int64)
         self.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, terms={self.terms}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.order = fn(self.order)
+        return self
 
     def _draw_weights(self) -> None:
         """Draw G from a normal distribution that keeps the variance of the input; set what is always the same."""

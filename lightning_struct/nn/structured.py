@@ -65,6 +65,8 @@ class StructuredLinear(nn.Module, ABC):
 
     weight_names: ClassVar[tuple[str, ...]] = ()
     """The parameters of M, a factor of it first; those that an instance does without are None."""
+    _places: ClassVar[tuple[str, ...]] = ()
+    """Buffers of distinct integers, such as the order of a permutation; an instance may do without."""
     _is_of_matmuls: ClassVar[bool] = False
     """Whether the product consists of matrix products, which autocast knows how to run."""
 
@@ -229,9 +231,10 @@ class StructuredLinear(nn.Module, ABC):
             dense: keep the matrix M; else what is compressed: factors or spectra.
 
         Raises:
-            ValueError: a parameter has NaN or infinite entries.
+            ValueError: a parameter has NaN or infinite entries, or a buffer was averaged.
         """
         self.check_finite()
+        self._check_places()
         with torch.inference_mode(False), torch.no_grad():
             matrix = DenseMatrix(self.weight) if dense else self._compressed()
             name, dtype = type(self).__name__, self._reference.dtype
@@ -352,6 +355,7 @@ class StructuredLinear(nn.Module, ABC):
             if any(changes_unseen(source) for source in sources.values()):
                 return self._multiply(x)
             self.check_finite()
+            self._check_places()
             cached = self._cached = KeptMatrix(self._reference, sources)
         matrix = cached.matrix(rows)
         if matrix is None:
@@ -382,6 +386,21 @@ class StructuredLinear(nn.Module, ABC):
                 raise NotFinite(
                     f"parameter {name!r} of {self} has NaN or infinite entries: training has diverged (lower the "
                     "learning rate, or clip gradients), or a checkpoint is damaged"
+                )
+
+    def _check_places(self) -> None:
+        """Refuse places that are no longer distinct.
+
+        Raises:
+            ValueError: those of a buffer are not; it is named.
+        """
+        for name in self._places:
+            places = getattr(self, name)
+            if places is not None and len(places.unique()) < places.numel():
+                raise ValueError(
+                    f"buffer {name!r} of {self} no longer holds distinct places: an average of weights that includes "
+                    "the buffers rounds integers down. Leave them out (EMAWeightAveraging(use_buffers=False), "
+                    "AveragedModel(..., use_buffers=False)); what was averaged or saved so far has a wrong matrix"
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -4,9 +4,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_struct.functional import SubdiagonalOperator, krylov_matrix
 from lightning_struct.nn import (
+    Butterfly,
     CauchyLike,
     Circulant,
     Fastfood,
@@ -16,6 +18,7 @@ from lightning_struct.nn import (
     RandomizedHadamard,
     ToeplitzLike,
     VandermondeLike,
+    add_adapters,
 )
 from tests.nn.layers import linear_of
 
@@ -301,6 +304,40 @@ def test_what_is_random_in_hadamard_terms_is_always_the_same_and_is_not_saved():
     assert list(first.state_dict()) == ["G"] and not torch.equal(first.G, second.G)
     assert not torch.equal(first.input_signs[0], first.input_signs[1])
     assert [sorted(order.tolist()) != order.tolist() for order in first.order] == [True, True]
+
+
+def average_of(layer, decay=0.9):
+    averaged = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    for _ in range(20):
+        averaged.update_parameters(layer)
+    return averaged.module.eval()
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.9999])
+def test_an_average_of_weights_leaves_the_order_of_hadamard_terms_as_it_is(decay):
+    torch.manual_seed(0)
+    layer, x = RandomizedHadamard(32, 32, terms=2).double(), torch.randn(5, 32, dtype=torch.float64)
+    torch.testing.assert_close(average_of(layer, decay)(x), layer(x))
+    adapted = add_adapters(nn.Sequential(nn.Linear(32, 32)), RandomizedHadamard).double()
+    nn.init.normal_(adapted[0].update.adapter.G)
+    torch.testing.assert_close(average_of(adapted, decay)(x), adapted(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Fastfood, 32, 32),
+        partial(PrunedLinear, 32, 32, parameters=500),
+        partial(Butterfly, 32, 32, order="fourier"),
+    ],
+)
+def test_places_that_were_averaged_and_rounded_are_refused(make):
+    torch.manual_seed(0)
+    averaged = average_of(make())
+    with torch.no_grad(), pytest.raises(ValueError, match="no longer holds distinct places.*use_buffers=False"):
+        averaged(torch.randn(3, 32))
+    with pytest.raises(ValueError, match="no longer holds distinct places"):
+        averaged.freeze()
 
 
 def test_many_rows_are_multiplied_by_the_matrix_of_hadamard_terms():

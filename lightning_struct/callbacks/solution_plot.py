@@ -32,7 +32,8 @@ def plot_solution(
 ) -> tuple[Figure, list[Axes]]:
     """Draw a network over the domain of an equation, its error, and the errors measured in training.
 
-    In more than two dimensions it is the plane through the middle of the domain along the first two coordinates.
+    In more than two dimensions it is the plane through the middle of the domain along the first two coordinates, as the
+    titles say.
 
     Args:
         equation: gives the domain, and the solution if that is known.
@@ -60,7 +61,7 @@ def plot_solution(
         pictures["u - solution"] = values - equation.solution(points)
     figure, axes = new_figure(len(pictures) + bool(records), 4.4, 3.6, "A plot of a solution")
     for panel, (title, numbers) in zip(axes, pictures.items(), strict=False):
-        panel.set_title(title)
+        panel.set_title(title + _place_of(equation))
         _draw_field(panel, equation, points.numpy(), numbers.double().numpy())
     if records:
         _draw_convergence(axes[-1], records)
@@ -143,6 +144,15 @@ def _slice(equation: DifferentialEquation) -> Tensor:
         for i in range(len(low))
     ]
     return torch.cartesian_prod(*axes).reshape(-1, len(low))
+
+
+def _place_of(equation: DifferentialEquation) -> str:
+    """Where the plane that is drawn lies, for a title."""
+    others = equation.coordinates[2:]
+    if len(others) < 2:
+        middle = (equation.domain.low + equation.domain.high) / 2
+        return "".join(f" at {name} = {middle[2]:g}" for name in others)
+    return f" in the middle of {others[0]} to {others[-1]}"
 
 
 def _draw_field(panel: Axes, equation: DifferentialEquation, points: np.ndarray, values: np.ndarray) -> None:

@@ -91,6 +91,18 @@ class DifferentialEquation(ABC):
         return type(self).solution is not DifferentialEquation.solution
 
 
+def check_equation(equation: object) -> None:
+    """Refuse what is no equation, as its name or its class.
+
+    Raises:
+        MisconfigurationException: it is none.
+    """
+    if not isinstance(equation, DifferentialEquation):
+        raise MisconfigurationException(
+            f"equation must be a DifferentialEquation, such as Poisson(dimension=2), but is {equation!r}"
+        )
+
+
 class Poisson(DifferentialEquation):
     """Poisson's equation -Δu = f on the unit cube, with values given on the whole boundary.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_struct.data.equations import DifferentialEquation
+from lightning_struct.data.equations import DifferentialEquation, check_equation
 from lightning_struct.data.in_memory import BatchedTensorDataset
 from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
@@ -223,6 +223,7 @@ class PointsDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_equation(equation)
         check_counts(equation.regions, counts)
         _check_redraws(redraw_every_n_steps, residual_share)
         check_positive(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)

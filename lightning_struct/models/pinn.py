@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
-from lightning_struct.data.equations import DifferentialEquation
+from lightning_struct.data.equations import DifferentialEquation, check_equation
 from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives, tanh_network_laplacian
 from lightning_struct.models.divergence import check_train_loss
 from lightning_struct.models.optimizers import optimizer_and_scheduler
@@ -80,8 +80,8 @@ class PhysicsInformedNetwork(L.LightningModule):
         network: maps points (n, d) to values of the solution (n,).
 
     Raises:
-        MisconfigurationException: neither ``hidden_sizes`` nor ``network``, or both; a size that is not positive; in a
-            Trainer, a data module whose equation lacks a region of this one.
+        MisconfigurationException: ``equation`` is none; neither ``hidden_sizes`` nor ``network``, or both; a size that
+            is not positive; in a Trainer, a data module whose equation lacks a region of this one.
 
     Example:
         >>> from lightning_struct.data import Poisson
@@ -100,6 +100,7 @@ class PhysicsInformedNetwork(L.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        check_equation(equation)
         if (hidden_sizes is None) == (network is None) or min(hidden_sizes or [1]) < 1:
             raise MisconfigurationException(
                 f"A PhysicsInformedNetwork needs hidden_sizes, all positive, or a network, but got {hidden_sizes} and "

@@ -30,6 +30,7 @@ def test_picture_shows_the_values_and_the_error():
 def test_more_dimensions_are_cut_through_the_middle():
     _, (values, _) = plot_solution(Poisson(3), lambda points: points[:, 2])
     assert (torch.as_tensor(values.collections[0].get_array()) == 0.5).all()
+    assert values.get_title() == "u at z = 0.5"
 
 
 def test_one_dimension_is_a_curve():

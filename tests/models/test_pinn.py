@@ -140,6 +140,15 @@ def test_network_is_given_once(arguments):
         PhysicsInformedNetwork(Poisson(2), **arguments)
 
 
+@pytest.mark.parametrize("equation", ["heat", Heat])
+def test_what_is_no_equation_is_refused(equation):
+    for make in (lambda: PhysicsInformedNetwork(equation, [4]), lambda: PointsDataModule(equation, {"interior": 9})):
+        with pytest.raises(
+            MisconfigurationException, match=r"equation must be a DifferentialEquation.*but is .*[hH]eat"
+        ):
+            make()
+
+
 @pytest.mark.parametrize("kind", [PhysicsInformedNetwork, SHFPhysicsInformedNetwork])
 def test_points_of_another_equation_are_refused(data, tmp_path, kind):
     with pytest.raises(MisconfigurationException, match="those of Poisson, .* interior, boundary, but Heat.*initial"):

@@ -40,6 +40,8 @@ from lightning_struct.functional.weight_products import Example, WeightProducts
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
 # memory, and pass the processor's caches sooner where the rows are short.
 _NUMBERS_AT_ONCE, _ROWS_AT_ONCE = 2**24, 2**10
+# Backward passes through a whole batch that are done at once.
+_PASSES_AT_ONCE = 64
 # Points at which the derivative of a record is compared with the module's at least, where all would be too many
 # numbers.
 _CHECKED_POINTS = 64
@@ -130,7 +132,10 @@ class BatchResiduals:
                 return self.jacobian(params)
             if of_block is None:
                 point = {name: p.detach().requires_grad_() for name, p in params.items()}
-                _jacobian_by_backward_passes(self._flat_block(name, point), point, part)
+                residuals = self._flat_block(name, point)
+                by_columns = 2 * (part.shape[1] + _PASSES_AT_ONCE) < len(part)  # of second derivatives, and checked
+                if not by_columns or not _write_by_columns(residuals, point, part):
+                    _write_by_rows(residuals, point, part)
                 continue
             for weight, rows in of_block.items():
                 products[weight].append(rows)
@@ -443,9 +448,34 @@ def _joined(parts: Sequence[OuterProducts]) -> OuterProducts:
     )
 
 
-def _jacobian_by_backward_passes(residuals: Tensor, point: Parameters, out: Tensor) -> None:
+def _write_by_columns(residuals: Tensor, point: Parameters, out: Tensor) -> bool:
+    """Write J to ``out``, a pass through the whole batch for each column, ∂(Jᵀu)/∂u; or return False, where it fails.
+
+    It fails where an operation has no second derivative; some of these say nothing, so that Jᵀu is compared.
+    """
+    rows, columns = out.shape
+    u = out.new_zeros(rows, requires_grad=True)
+    at_once = max(1, min(_PASSES_AT_ONCE, _NUMBERS_AT_ONCE // rows))
+    try:
+        with torch.enable_grad():
+            product = _backward(residuals, point, u, batched=False, create_graph=True)
+        if not product.requires_grad:
+            return False
+        for first in range(0, columns, at_once):
+            part = out[:, first : first + at_once]
+            units = torch.zeros(part.shape[1], columns, dtype=product.dtype, device=product.device)
+            units[:, first:].fill_diagonal_(1.0)
+            part.copy_(torch.autograd.grad(product, u, units, retain_graph=True, is_grads_batched=True)[0].mT)
+    except RuntimeError:
+        return False
+    probe = torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
+    expected = _backward(residuals, point, probe, batched=False)
+    return bool((out.mT @ probe - expected).norm() <= torch.finfo(out.dtype).eps ** 0.5 * out.norm())
+
+
+def _write_by_rows(residuals: Tensor, point: Parameters, out: Tensor) -> None:
     """Write J to ``out``, a backward pass through the whole batch for each row."""
-    at_once = max(1, min(64, _NUMBERS_AT_ONCE // out.shape[1]))
+    at_once = max(1, min(_PASSES_AT_ONCE, _NUMBERS_AT_ONCE // out.shape[1]))
     for first in range(0, len(out), at_once):
         rows = out[first : first + at_once]
         u = torch.zeros(len(rows), len(out), dtype=out.dtype, device=out.device)
@@ -457,7 +487,7 @@ def _jacobian_by_backward_passes(residuals: Tensor, point: Parameters, out: Tens
                 row.copy_(_backward(residuals, point, cotangent, batched=False))
 
 
-def _backward(residuals: Tensor, point: Parameters, u: Tensor, batched: bool) -> Tensor:
+def _backward(residuals: Tensor, point: Parameters, u: Tensor, batched: bool, create_graph: bool = False) -> Tensor:
     """Jᵀu, flat, for one u or for a batch of them."""
     if not residuals.requires_grad:
         return u.new_zeros(*u.shape[:-1], sum(p.numel() for p in point.values()))
@@ -466,6 +496,7 @@ def _backward(residuals: Tensor, point: Parameters, u: Tensor, batched: bool) ->
         list(point.values()),
         u.to(residuals.dtype),
         retain_graph=True,
+        create_graph=create_graph,
         is_grads_batched=batched,
         allow_unused=True,
         materialize_grads=True,

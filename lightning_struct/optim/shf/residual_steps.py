@@ -272,8 +272,9 @@ class ResidualSteps:
         for name, reason in self._records.refused.items():
             self._warn(
                 f"rows of {name}",
-                f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, "
-                f"since {reason}. Where each row of a block depends on one row of the inputs they are far cheaper",
+                f"SHF: the rows of J for the residuals {name!r} take a backward pass each through the whole batch, or "
+                f"one for each parameter, since {reason}. Where each row of a block depends on one row of the inputs "
+                "they are far cheaper",
             )
 
     def _warn_of_precision(self, model: ResidualModel) -> None:

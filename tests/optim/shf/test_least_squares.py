@@ -562,6 +562,58 @@ def test_rows_that_depend_on_each_other_are_warned_of_once() -> None:
         optimizer.step(inputs=points())
 
 
+class HiddenSecondDerivative(torch.autograd.Function):
+    """x², whose derivative is itself taken for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient.detach()
+
+
+class NoSecondDerivative(HiddenSecondDerivative):
+    """x², whose derivative cannot be differentiated."""
+
+    backward = torch.autograd.function.once_differentiable(HiddenSecondDerivative.backward)  # type: ignore[assignment]
+
+
+class ManyMeasurements(nn.Module):
+    """A series of 1,000 values in which each follows from all before, with three parameters."""
+
+    def __init__(self, square: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.square, self.passes = square, 0
+        self.factors = nn.Parameter(torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64))
+
+    def forward(self, measured: Tensor) -> Tensor:
+        x = torch.linspace(0, 1, 1000, dtype=torch.float64)
+        series = (self.factors[0] * (self.factors[1] * x).sin() + self.square(self.factors[2] * x)).cumsum(0) / 1000
+        if series.requires_grad:
+            series.register_hook(self.count)
+        return series - measured
+
+    def count(self, _: Tensor) -> None:
+        self.passes += 1
+
+
+@pytest.mark.filterwarnings("ignore:SHF. the rows of J")
+@pytest.mark.parametrize("square", [torch.square, HiddenSecondDerivative.apply, NoSecondDerivative.apply])
+def test_many_coupled_residuals_of_few_parameters_take_a_pass_for_each_parameter(square: Any) -> None:
+    module, measured = ManyMeasurements(square), torch.zeros(1000, dtype=torch.float64)
+    before = module.factors.detach().clone()
+    J = torch.func.jacrev(lambda w: functional_call(ManyMeasurements(torch.square), {"factors": w}, measured))(before)
+    r = module(measured).detach()
+    options = {"damping": 0.3, "drop": None, "geodesic_acceleration": False}
+    SHF(module, "least_squares", solver="exact", **options).step(inputs=measured)
+    expected = torch.linalg.solve(J.T @ J / 1000 + 0.09 * torch.eye(3, dtype=torch.float64), -J.T @ r / 1000)
+    torch.testing.assert_close(module.factors.detach() - before, expected)
+    assert module.passes < 8 or square is not torch.square
+
+
 def test_a_series_in_time_whose_rows_cannot_be_told_apart_is_not_recorded() -> None:
     class Growth(nn.Module):
         def __init__(self) -> None:

@@ -943,7 +943,7 @@ def test_a_packed_sequence_is_one_argument() -> None:
 
 
 def test_points_are_missing() -> None:
-    with pytest.raises(TypeError, match=r"step\(inputs=...\)"):
+    with pytest.raises(TypeError, match=r"step\(inputs=...\).*put SHFOptimization before the LightningModule"):
         SHF(Fit(), "least_squares").step()
 
 

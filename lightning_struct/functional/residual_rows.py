@@ -277,7 +277,10 @@ class RowRecords:
         except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
             return self.refuse(name, f"a single row cannot be recorded ({first_line(error)})")
         if not fits:
-            return self.refuse(name, "they depend on more than one row of the inputs")
+            with context():
+                is_rounded = torch.is_autocast_enabled(block.device.type)
+            reason = ", or autocast rounds them too coarsely to tell" if is_rounded else ""
+            return self.refuse(name, f"they depend on more than one row of the inputs{reason}")
         self._kept[_key(name, inputs, block)] = rows.record
         return rows
 

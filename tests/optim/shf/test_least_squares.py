@@ -631,6 +631,12 @@ def test_a_series_in_time_whose_rows_cannot_be_told_apart_is_not_recorded() -> N
     assert recorded and not any(recorded)
 
 
+def test_rows_that_autocast_rounds_are_not_said_to_depend_on_each_other() -> None:
+    module, (x, measured) = Fit().float(), measurements()
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="or autocast rounds them too coarsely"):
+        SHF(module, "least_squares").step(inputs=(x.float(), measured.float()))
+
+
 def test_a_table_of_all_differences_is_warned_of() -> None:
     module, x = Fit(), gaussian(5, 2, seed=0)
     module.net = nn.Linear(2, 1, dtype=torch.float64)

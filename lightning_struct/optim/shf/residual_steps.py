@@ -101,8 +101,8 @@ class ResidualSteps:
         if inputs is None:
             raise TypeError(
                 "SHF.step needs the points or measurements of the residuals: step(inputs=...), () for none. In "
-                "Lightning put SHFOptimization before the LightningModule: automatic optimization gives an optimizer no "
-                "batch"
+                "Lightning put SHFOptimization before the LightningModule: automatic optimization gives an optimizer "
+                "no batch"
             )
         group, memory, weights = now.group, now.memory, now.weights
         self._take_over(memory.get("decisions", {}))

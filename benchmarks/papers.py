@@ -375,6 +375,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "SGD, frozen": "2_epochs_count_20_frozen",
         },
     ),
+    "ldr_table_2_budgets": partial(table_2, "tinyshakespeare", {"test perplexity": "4_epochs"}),
     "ldr_table_2_reviews": partial(table_2, "reviews", {"test perplexity": "1_epochs_normal_adam_0.01"}),
     "ldr_table_3": table_3,
     "ldr_table_7": partial(tables_1_and_7, "lenet"),

@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from lightning_struct.functional.structured.arguments import has_values
 from lightning_struct.functional.structured.prepared import (
     DenseMatrix,
     LeadingSubmatrix,
@@ -31,8 +33,8 @@ class FrozenLinear(nn.Module):
 
     Converted to half precision, spectra and nodes stay float32: such products are computed in it.
 
-    Between calls it keeps in memory what multiplies faster, also the matrix. That is no part of ``state_dict``, of
-    copies or of what is exported.
+    Between calls it keeps in memory what multiplies faster, also the matrix, or both for batches of different sizes;
+    when a buffer has changed, that is made anew. It is no part of ``state_dict``, of copies or of what is exported.
 
     Args:
         in_features, out_features: sizes.
@@ -123,10 +125,12 @@ class FrozenLinear(nn.Module):
             return _with_buffers_of(self, self._matrix)
         kept = self._kept  # another thread may drop it meanwhile
         if kept is None or not kept.is_current({}, self._buffers):
-            names = [name for name, _ in _tensors_of(self._matrix)]
-            sources = {name: getattr(self, name) for name in names}
-            seen = {name: source for name, source in sources.items() if not changes_unseen(source)}
-            kept = self._kept = KeptMatrix(self._reference, seen)
+            sources = {name: getattr(self, name) for name, _ in _tensors_of(self._matrix)}
+            if get_proxy_mode() is not None or not all(map(_is_constant, sources.values())):  # recorded by make_fx
+                return _with_buffers_of(self, self._matrix)
+            if kept is None or not kept.is_of(sources):
+                seen = {name: source for name, source in sources.items() if not changes_unseen(source)}
+                kept = self._kept = KeptMatrix(self._reference, seen)
         rows = x.numel() // self.in_features
         matrix = kept.matrix(rows)
         if matrix is not None:
@@ -217,6 +221,11 @@ def refuse_to_be_scripted(layer: nn.Module) -> NoReturn:
         f"torch.jit.script cannot compile {layer}: use torch.export.export, or torch.jit.trace with "
         "freeze(model, dense=True)"
     )
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Whether nothing maps over a tensor, as torch.func does, and no gradient to it is asked for."""
+    return has_values(tensor) and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _innermost(matrix: Any) -> Any:

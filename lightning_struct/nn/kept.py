@@ -42,6 +42,16 @@ class KeptMatrix:
                 return False
         return True
 
+    def is_of(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether tensors of those names hold the same numbers, as copies do that ``functional_call`` puts there."""
+        for name, source, version, address in self._sources:
+            now = tensors[name]
+            if source._version != version or source.data_ptr() != address:
+                return False
+            if now.dtype != source.dtype or now.device != source.device or not torch.equal(now, source):
+                return False
+        return True
+
     def matrix(self, rows: int) -> PreparedMatrix | None:
         """The form for so many rows, if it has been made."""
         self.latest = self._by_magnitude.get(rows.bit_length())

@@ -21,6 +21,7 @@ import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
-LIGHTNINGS_METRICS_FORMAT, METRICS_FORMAT = ".3f", ".5g"  # of the progress bar: .3f shows an error of 1e-6 as 0.000
+METRICS_FORMAT = ".5g"  # of the progress bar: Lightning's, .3f, shows an error of 1e-6 as 0.000
 CONFIG_IN_CHECKPOINT, RECIPE_IN_CHECKPOINT = "recipe_config", "recipe"
 LAST_CHECKPOINT = "last"
 # Lightning finds these itself; "best" it knows in the process of the fit alone
@@ -203,7 +204,7 @@ class RecipeCLI(LightningCLI):
         if self.subcommand == "fit" and trainer.checkpoint_callbacks:
             trainer.callbacks.append(LastCheckpoint())  # type: ignore[attr-defined]
         bar = trainer.progress_bar_callback
-        if isinstance(bar, RichProgressBar) and bar.theme.metrics_format == LIGHTNINGS_METRICS_FORMAT:
+        if isinstance(bar, RichProgressBar) and bar.theme.metrics_format == RichProgressBarTheme.metrics_format:
             bar.theme = replace(bar.theme, metrics_format=METRICS_FORMAT)
         return trainer
 

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel
@@ -208,6 +210,39 @@ def test_a_frozen_layer_follows_a_change_of_its_buffers_in_place(form, rows):
         for buffer in frozen.buffers():
             buffer.add_(0.5 * torch.rand_like(buffer))
     torch.testing.assert_close(frozen(x), x @ frozen.to_dense().T + frozen.bias)
+
+
+def of_other_buffers(frozen, x):
+    """The product of a frozen layer with twice its floating-point buffers in place of them."""
+    return functional_call(frozen, {name: 2 * buffer for name, buffer in frozen.named_buffers()}, (x,))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_frozen_layer_multiplies_by_the_buffers_of_a_functional_call(form):
+    layer, x = FORMS[form](), torch.randn(5, 12, dtype=torch.float64)
+    twice, buffers = layer.freeze(), dict(layer.freeze().named_buffers())
+    for buffer in twice.buffers():
+        buffer.mul_(2)
+    frozen, expected = layer.freeze(), twice(x)
+    own = frozen(x)
+    torch.testing.assert_close(of_other_buffers(frozen, x), expected)
+    torch.testing.assert_close(frozen(x), own)
+    many = {name: torch.stack([buffer, 2 * buffer]) for name, buffer in buffers.items()}
+    mapped = torch.vmap(lambda some: functional_call(frozen, some, (x,)))(many)
+    torch.testing.assert_close(mapped, torch.stack([own, expected]))
+    graph = make_fx(lambda some: functional_call(frozen, some, (x,)))(buffers)
+    torch.testing.assert_close(graph({name: 2 * buffer for name, buffer in buffers.items()}), expected)
+
+
+def test_gradients_reach_the_buffers_of_a_functional_call():
+    frozen, x = Monarch(12, 12, bias=False, dtype=torch.float64).freeze(), torch.randn(5, 12, dtype=torch.float64)
+    frozen(x)
+    given = {name: buffer.clone().requires_grad_() for name, buffer in frozen.named_buffers()}
+
+    def product(*buffers):
+        return functional_call(frozen, dict(zip(given, buffers, strict=True)), (x,))
+
+    torch.autograd.gradcheck(product, [*given.values()])
 
 
 @pytest.mark.parametrize("shape", [(12,), (0, 12), (1, 12), (40, 12), (2, 3, 12), (2, 0, 12)])

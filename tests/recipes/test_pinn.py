@@ -6,6 +6,8 @@ from typing import ClassVar
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 
 from lightning_struct.data import Box, Burgers, DifferentialEquation, Faces, Heat, Poisson
 from lightning_struct.models import SHFPhysicsInformedNetwork
@@ -96,11 +98,18 @@ class SmallValue(L.Callback):
         pl_module.log("small", torch.tensor(1.25e-8, dtype=torch.float64), prog_bar=True)
 
 
+class BarOfTwoDigits(RichProgressBar):
+    """A progress bar with a format of its own."""
+
+    def __init__(self):
+        super().__init__(theme=RichProgressBarTheme(metrics_format=".1e"))
+
+
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
         ([], "small: 1.25e-08"),
-        (["--trainer.callbacks+=RichProgressBar", "--trainer.callbacks.theme.metrics_format=.1e"], "small: 1.2e-08"),
+        ([f"--trainer.callbacks+={__name__}.BarOfTwoDigits"], "small: 1.2e-08"),
     ],
     ids=["default", "named"],
 )

@@ -35,8 +35,8 @@ def kept_dense(entries: Tensor) -> DenseMatrix | TransposedMatrix:
     """M (m, n) by all of its entries, in the order in which it multiplies faster.
 
     On a CPU that is the transpose, if it fits into the cache of a core. Measured on one thread, with and without
-    AVX-512: up to 1 MiB, products with 1 to 16 rows take .34 to 1 of the time of ``nn.Linear``, with more rows at most
-    as long; beyond it, those with two rows take up to 1.5 times as long.
+    AVX-512: up to 1 MiB, products with 1 to 16 rows take .34 to 1 of the time of ``nn.Linear``, with more rows about
+    as long; beyond it, those with two or three rows take up to 1.9 times as long.
     """
     is_transposed = entries.device.type == "cpu" and entries.dtype in (torch.float32, torch.float64)
     if is_transposed and entries.nbytes <= _LARGEST_TRANSPOSED:

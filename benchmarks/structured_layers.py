@@ -15,6 +15,10 @@ dense layer in int8 (``torch.ao.quantization.quantize_dynamic``):
 
     OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --sizes 512 1024 2048 4096 --rounds 5
 
+With ``--outputs`` all classes at their defaults are timed as the last layer of a network, of ``--sizes`` inputs:
+
+    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --outputs 10 --sizes 512 4096 --batches 64 256 2048
+
 ``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
 differentiable, which is timed beside.
 """
@@ -36,15 +40,35 @@ from torch import Tensor, nn
 import harness
 from lightning_struct.nn import (
     Butterfly,
+    CauchyLike,
+    Circulant,
+    Fastfood,
+    HankelLike,
     LDRSubdiagonal,
+    LDRTridiagonal,
     LowRank,
     Monarch,
     RandomizedHadamard,
     StructuredLinear,
     ToeplitzLike,
+    VandermondeLike,
 )
 from paper_tables import TABLE_14
 
+NARROW = (
+    LDRSubdiagonal,
+    LDRTridiagonal,
+    ToeplitzLike,
+    HankelLike,
+    VandermondeLike,
+    CauchyLike,
+    LowRank,
+    Circulant,
+    Fastfood,
+    RandomizedHadamard,
+    Butterfly,
+    Monarch,
+)
 SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 LARGEST_TRAINED = 4096
 Product = Callable[[], object]
@@ -83,8 +107,7 @@ def paired(products: dict[str, Product], rounds: int, at_least: float = 0.01) ->
 def products_of(
     layer: StructuredLinear, batch: int, train: bool, dense: nn.Linear, rival: Callable[..., Tensor] | None
 ) -> dict[str, Product]:
-    size = layer.in_features
-    x, cotangent = torch.randn(batch, size), torch.randn(batch, size)
+    x, cotangent = torch.randn(batch, layer.in_features), torch.randn(batch, layer.out_features)
     weights: list[Tensor] = list(layer.parameters())
 
     def with_backward(forward: Callable[[Tensor], Tensor], parameters: list[Tensor]) -> Product:
@@ -146,6 +169,12 @@ def classes_of(size: int) -> dict[str, StructuredLinear]:
     return dict(sorted(layers.items(), key=lambda named: named[1].weight_parameters))
 
 
+def narrow_classes_of(size: int, outputs: int) -> dict[str, StructuredLinear]:
+    """A layer of each class with ``size`` inputs and ``outputs``."""
+    torch.manual_seed(0)
+    return {layer.__name__: layer(size, outputs, bias=False) for layer in NARROW}
+
+
 def int8_product(dense: nn.Linear, batch: int) -> Product:
     """The forward pass of the dense layer with weights in int8, and inputs that are rounded to int8 as they come."""
     with warnings.catch_warnings():
@@ -160,8 +189,10 @@ def class_table(train: bool, batches: list[int], options: argparse.Namespace) ->
     print(f"\n### {'Forward + backward, training' if train else 'Forward, eval'}")
     harness.print_header("n", "class", "parameters", *(f"batch {batch}" for batch in batches))
     for size in options.sizes:
-        dense = nn.Linear(size, size, bias=False)
-        layers = {name: layer.train(train) for name, layer in classes_of(size).items()}
+        outputs = options.outputs or size
+        dense = nn.Linear(size, outputs, bias=False)
+        compared = classes_of(size) if options.outputs is None else narrow_classes_of(size, outputs)
+        layers = {name: layer.train(train) for name, layer in compared.items()}
         int8 = () if train else ("dense, int8",)
         cells: dict[str, list[str]] = {name: [] for name in ("dense, ms", *int8, *layers)}
         for batch in batches:
@@ -175,7 +206,7 @@ def class_table(train: bool, batches: list[int], options: argparse.Namespace) ->
             for name in [name for name in times if name != "dense"]:
                 ratios = [a / b for a, b in zip(times["dense"], times[name], strict=True)]
                 cells[name].append(harness.spread(ratios))
-        counts = {"dense, ms": size**2, "dense, int8": size**2} | {
+        counts = {"dense, ms": size * outputs, "dense, int8": size * outputs} | {
             name: layer.weight_parameters for name, layer in layers.items()
         }
         for name, row in cells.items():
@@ -224,6 +255,7 @@ def main() -> None:
     parser.add_argument(
         "--classes", action="store_true", help="other classes beside, in place of LDR-SD at several ranks"
     )
+    parser.add_argument("--outputs", type=int, help="of the layers of --classes; as many as inputs by default")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -165,6 +165,20 @@ def vandermonde_like_matmul(nodes: Tensor, G: Tensor, H: Tensor, x: Tensor) -> T
     return (products * G.mT).sum(-2).to(dtype)
 
 
+def vandermonde_like_to_dense(nodes: Tensor, G: Tensor, H: Tensor) -> Tensor:
+    """The matrix M (m, n) of :func:`vandermonde_like_matmul`, by three transforms of each row.
+
+    Row a is the product of two polynomials up to the power n - 1, with the coefficients v_aʲ and (G Hᵀ)[a].
+    """
+    m, n = G.shape[0], H.shape[0]
+    _require_nodes("nodes", nodes, m)
+    dtype = _real(nodes, G, H)
+    nodes, G, H = (tensor.to(_computed(dtype)) for tensor in (nodes, G, H))
+    length = transform_length(2 * n - 1)
+    hats = torch.fft.rfft(_powers(nodes, n), length) * torch.fft.rfft(G @ H.mT, length)
+    return torch.fft.irfft(hats, length)[:, :n].to(dtype)
+
+
 def cauchy_like_matmul(s: Tensor, t: Tensor, G: Tensor, H: Tensor, x: Tensor, *, check_nodes: bool = True) -> Tensor:
     """x Mᵀ for the M with diag(s) M - M diag(t) = G Hᵀ, M_ij = (G Hᵀ)_ij / (s_i - t_j); O(mnr), by parts of M.
 

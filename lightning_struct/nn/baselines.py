@@ -15,6 +15,7 @@ from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
     kept_circulant_is_faster,
     kept_hadamard_matrix_is_faster,
+    making_is_faster,
 )
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
@@ -91,6 +92,9 @@ class Circulant(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return circulant_matmul(self.column, x, self.out_features)
 
+    def _makes_matrix(self, rows: int) -> bool:
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=220)
+
     def _keeps_dense(self, batch: int) -> bool:
         return kept_circulant_is_faster(self.out_features, self.in_features, batch)
 
@@ -129,6 +133,12 @@ class FastfoodFactors:
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
         return kept_hadamard_matrix_is_faster(m, n, 1, rows)
+
+    def to_dense(self) -> Tensor:
+        """(m, n), by its rows."""
+        rows = hadamard_transform(_filled_up(self.S.diag(), self.length), normalize=True)[:, : len(self.G)] * self.G
+        spread = rows.new_zeros(len(rows), self.length).index_copy(1, self.order, rows)
+        return hadamard_transform(spread, normalize=True)[:, : len(self.B)] * self.B
 
     def matmul(self, x: Tensor) -> Tensor:
         spread = hadamard_transform(_filled_up(x * self.B, self.length), normalize=True)
@@ -201,8 +211,14 @@ class Fastfood(StructuredLinear):
             # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
             self.S.mul_(self.length / n)
 
+    def _dense(self) -> Tensor:
+        return self._compressed().to_dense() if self.out_features < self.in_features else super()._dense()
+
     def _multiply(self, x: Tensor) -> Tensor:
         return self._compressed().matmul(x)
+
+    def _makes_matrix(self, rows: int) -> bool:
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=512)
 
     def _keeps_dense(self, batch: int) -> bool:
         return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, 1, batch)

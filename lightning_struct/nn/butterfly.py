@@ -18,7 +18,8 @@ from lightning_struct.functional.structured.butterfly import (
     butterfly_shapes,
     nearby_butterfly,
 )
-from lightning_struct.functional.structured.monarch import MonarchFactors, monarch_to_dense
+from lightning_struct.functional.structured.cost_model import making_is_faster
+from lightning_struct.functional.structured.monarch import MonarchFactors, leading_blocks, monarch_to_dense
 from lightning_struct.nn.approximation import relative_error
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
@@ -142,10 +143,11 @@ class Butterfly(StructuredLinear):
         self.factors[0].mul_((self.length / self.in_features) ** 0.5)  # what is filled up has no variance
 
     def _dense(self) -> Tensor:
-        M = monarch_to_dense(*butterfly_as_monarch(self.factors))
+        columns = self.in_features if self.places is None else self.length
+        M = monarch_to_dense(*self._as_monarch(columns))[: self.out_features]
         if self.places is not None:
             M = M.index_select(1, self.places.argsort())
-        return M[: self.out_features, : self.in_features]
+        return M[:, : self.in_features]
 
     @torch.no_grad()
     def scale_(self, factor: float) -> Self:
@@ -158,12 +160,22 @@ class Butterfly(StructuredLinear):
     def _multiply(self, x: Tensor) -> Tensor:
         return self._compressed().matmul(x)
 
+    def _makes_matrix(self, rows: int) -> bool:
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=200 * self.rank)
+
     def _keeps_dense(self, batch: int) -> bool:
         return self._compressed().dense_is_faster(self.out_features, self.in_features, batch)
 
     def _compressed(self) -> MonarchFactors | ReorderedMonarch:
         # More numbers than the parameters, but a compiled or exported graph would form them in each product.
-        return self._of_monarch(*butterfly_as_monarch(self.factors))
+        if self.places is None:
+            return MonarchFactors(*self._as_monarch(self.in_features), self.out_features, self.in_features)
+        matrix = MonarchFactors(*self._as_monarch(self.length), self.out_features, self.length)
+        return ReorderedMonarch(matrix, self.places, self.length - self.in_features)
+
+    def _as_monarch(self, columns: int) -> tuple[Tensor, Tensor]:
+        """L and R, what the rows and the first columns need of them."""
+        return leading_blocks(*butterfly_as_monarch(self.factors), self.out_features, columns)
 
     @classmethod
     def _made_near(cls, weight: Tensor, *arguments: Any, **options: Any) -> Self:
@@ -177,12 +189,6 @@ class Butterfly(StructuredLinear):
             W = W.index_select(1, self.places)
         for factor, near in zip(self.factors, nearby_butterfly(W, self.rank), strict=True):
             factor.copy_(near)
-
-    def _of_monarch(self, L: Tensor, R: Tensor) -> MonarchFactors | ReorderedMonarch:
-        if self.places is None:
-            return MonarchFactors(L, R, self.out_features, self.in_features)
-        matrix = MonarchFactors(L, R, self.out_features, self.length)
-        return ReorderedMonarch(matrix, self.places, self.length - self.in_features)
 
 
 def _random_orthogonal_(factor: Tensor) -> None:

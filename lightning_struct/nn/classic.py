@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
+    LARGEST_MATRIX,
     kept_low_rank_matrix_is_faster,
     kept_matrix_is_faster,
     made_matrix_is_faster,
@@ -24,6 +25,7 @@ from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
     hankel_like_matmul,
     vandermonde_like_matmul,
+    vandermonde_like_to_dense,
 )
 from lightning_struct.nn.approximation import stein_residual
 from lightning_struct.nn.generators import GeneratorLinear
@@ -112,16 +114,8 @@ class ToeplitzLike(GeneratorLinear):
     def _sum_of_squares(self) -> float:
         return self.out_features * self.in_features * min(self.rows, self.columns)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        if self._makes_matrix(x):
-            return F.linear(x, self.to_dense())
-        return super()._multiply(x)
-
-    def _makes_matrix(self, x: Tensor) -> bool:
-        """Whether making M, row after row, is faster than transforms: not for a compiler, as each row is a node."""
-        if torch.compiler.is_compiling():
-            return False
-        return made_matrix_is_faster(self.rows, self.columns, self.rank, x.shape[:-1].numel(), x.device)
+    def _makes_matrix(self, rows: int) -> bool:
+        return made_matrix_is_faster(self.rows, self.columns, self.rank, rows, self.G.device)
 
     def _square_to_dense(self) -> Tensor:
         return self._shifted_to_dense(*self._generators())
@@ -301,8 +295,15 @@ class VandermondeLike(_FixedNodesLinear):
         powers = squares ** torch.arange(self.in_features, device="cpu")
         return float(powers.cumsum(1).sum())
 
+    def _square_to_dense(self) -> Tensor:
+        return vandermonde_like_to_dense(self.nodes, *self._generators()).to(self.H.dtype)
+
     def _square_multiply(self, x: Tensor) -> Tensor:
         return VandermondeFactors(self.nodes, *self._generators()).matmul(x)
+
+    def _makes_matrix(self, rows: int) -> bool:
+        # Each row of M takes three transforms, each row of the input as many and a product with a matrix like M.
+        return rows * 8 > self.rows and self.rows * self.columns <= LARGEST_MATRIX
 
     def _compressed(self) -> PreparedMatrix:
         return self._part(VandermondeFactors(self.nodes, self.G, self.H))

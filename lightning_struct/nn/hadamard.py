@@ -11,17 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster
+from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster, making_is_faster
 from lightning_struct.functional.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-# Entries of a matrix that is made for a product with more rows than it has columns. Forward and backward on a CPU that
-# took 0.31 of the time of transforming all rows with 64 units and 512 rows (three terms), and with two terms 0.60 with
-# 256 and 1,024, 1.18 with 512 and 1,024, and 1.56 with 1,024 and 2,048.
-_LARGEST_MADE = 256**2
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,15 @@ class HadamardTerms:
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
         return kept_hadamard_matrix_is_faster(m, n, self.G.shape[0], rows)
+
+    def to_dense(self) -> Tensor:
+        """(m, n), by its rows."""
+        terms, m = self.output_signs.shape
+        rows = self._transformed(torch.diag_embed(self.output_signs.to(self.G.dtype)))  # of each term, (t, m, N)
+        picked = (rows[..., : self.G.shape[1]] * self.G.unsqueeze(1)).transpose(0, 1).flatten(1)  # (m, t k)
+        spread = rows.new_zeros(m, terms * self.length).index_copy(1, self.order.flatten(), picked)
+        rows = self._transformed(spread.view(m, terms, self.length))
+        return (rows[..., : self.input_signs.shape[1]] * self.input_signs).sum(1)
 
     def matmul(self, x: Tensor) -> Tensor:
         picked = self._spread(x).flatten(-2)[..., self.order] * self.G
@@ -136,11 +140,14 @@ class RandomizedHadamard(StructuredLinear):
             shuffled = torch.tensor([numbers.random() for _ in range(self.length)], dtype=torch.float64).argsort()
             self.order[term] = shuffled[: self.order.shape[1]] + term * self.length
 
+    def _dense(self) -> Tensor:
+        return self._compressed().to_dense() if self.out_features < self.in_features else super()._dense()
+
     def _multiply(self, x: Tensor) -> Tensor:
-        is_small = self.in_features * self.out_features <= _LARGEST_MADE and not torch.compiler.is_compiling()
-        if is_small and x.shape[:-1].numel() > self.in_features:
-            return F.linear(x, self.to_dense())
         return self._compressed().matmul(x)
+
+    def _makes_matrix(self, rows: int) -> bool:
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=512 * self.terms)
 
     def _keeps_dense(self, batch: int) -> bool:
         return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, self.terms, batch)

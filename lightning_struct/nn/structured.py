@@ -38,8 +38,9 @@ class StructuredLinear(nn.Module, ABC):
     layer that was made in inference mode, or whose parameters are shared with other processes, keeps nothing. A change
     through ``parameter.data`` in eval mode goes unnoticed until the next ``eval()``.
 
-    A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights``, ``_multiply``,
-    and ``_compressed`` and ``_keeps_dense`` where it has something better to keep than the dense matrix.
+    A class derived from this one names its parameters in ``weight_names`` and defines ``_draw_weights`` and
+    ``_multiply``; ``_compressed`` and ``_keeps_dense`` where it has something better to keep than the dense matrix; and
+    ``_dense`` and ``_makes_matrix`` where making that matrix first can be faster than multiplying many rows.
 
     Args:
         in_features: n, at least 1.
@@ -219,7 +220,7 @@ class StructuredLinear(nn.Module, ABC):
         if not autocast:
             return self._add_bias(self._matmul(input))
         if self._is_of_matmuls:
-            return self._add_bias(self._multiply(input))
+            return self._add_bias(self._product(input))
         with torch.autocast(device, enabled=False):
             y = self._add_bias(self._matmul(input.to(dtype)))
         return y.to(torch.get_autocast_dtype(device))
@@ -340,20 +341,20 @@ class StructuredLinear(nn.Module, ABC):
         if x.numel() == 0:  # torch 2.6 has no Fourier transform of no rows
             return F.linear(x, self.to_dense())
         if self.training or torch.compiler.is_compiling():
-            return self._multiply(x)
+            return self._product(x)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in self._weights().values()):
             self._cached = None  # what comes next may be a step of an optimizer that leaves no trace
-            return self._multiply(x)
+            return self._product(x)
         rows = x.shape[:-1].numel()
         cached = self._cached  # another thread may drop it meanwhile
         if cached is None or not cached.is_current(self._parameters, self._buffers):
             weights = self._weights()
             # Under torch.func and in functional_call the weights are no Parameters of this module.
             if not all(isinstance(weight, nn.Parameter) for weight in weights.values()):
-                return self._multiply(x)
+                return self._product(x)
             sources = weights | {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
             if any(changes_unseen(source) for source in sources.values()):
-                return self._multiply(x)
+                return self._product(x)
             self.check_finite()
             self._check_places()
             cached = self._cached = KeptMatrix(self._reference, sources)
@@ -363,6 +364,16 @@ class StructuredLinear(nn.Module, ABC):
             with torch.inference_mode(False), torch.no_grad():
                 matrix = cached.prepared(rows, self._keeps_dense(rows), self._prepare)
         return matrix.matmul(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """x Mᵀ, with gradients to x and the parameters, by M itself where making it for so many rows is faster."""
+        if not torch.compiler.is_compiling() and self._makes_matrix(x.shape[:-1].numel()):
+            return F.linear(x, self.to_dense())
+        return self._multiply(x)
+
+    def _makes_matrix(self, rows: int) -> bool:
+        """Whether making M is faster than multiplying so many rows without it. A compiler does not ask."""
+        return False
 
     def _kept(self, cached: KeptMatrix, x: Tensor) -> PreparedMatrix | None:
         """What is kept for products with as many rows as x, if it can be used as it is."""

@@ -83,6 +83,19 @@ def test_gradients_are_those_of_the_dense_matrix(name):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize(("in_features", "out_features"), [(33, 3), (3, 33), (33, 16)])
+@pytest.mark.parametrize("name", NAMES)
+def test_many_rows_give_what_they_give_one_by_one(name, in_features, out_features):
+    layer = make(name, in_features, out_features, dtype=torch.float64)
+    x = torch.randn(70, in_features, dtype=torch.float64, requires_grad=True)
+    cotangent = torch.randn(70, out_features, dtype=torch.float64)
+    tensors = [x, *layer.parameters()]
+    together, one_by_one = layer(x), torch.stack([layer(row) for row in x])
+    torch.testing.assert_close(together, one_by_one, rtol=1e-9, atol=1e-9)
+    gradients = (torch.autograd.grad((y * cotangent).sum(), tensors) for y in (together, one_by_one))
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_is_as_exact_as_it_can_be(name):
     layer = make(name, 12, 7)

@@ -81,6 +81,29 @@ def monarch_to_dense(L: Tensor, R: Tensor) -> Tensor:
     return blocks.permute(2, 0, 1, 3).reshape(s * l, k * p)
 
 
+def leading_blocks(L: Tensor, R: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """L and R without the blocks, or parts of blocks, that the first rows and columns of M do not depend on.
+
+    Args:
+        L: (l, s, k r).
+        R: (k, l r, p).
+        rows: 1 to s l.
+        columns: 1 to k p.
+
+    Returns:
+        Views, those of the smallest Monarch matrix that begins with the same ``rows`` and ``columns``.
+
+    Example:
+        >>> L, R = leading_blocks(torch.ones(8, 8, 8), torch.ones(8, 8, 8), rows=3, columns=20)
+        >>> L.shape, R.shape
+        (torch.Size([3, 1, 3]), torch.Size([3, 3, 8]))
+    """
+    l, _, _, r, p = _sizes(L, R)
+    block_columns = -(-columns // p)
+    L = L[: min(l, rows), : -(-rows // l), : block_columns * r]
+    return L, R[:block_columns, : min(l, rows) * r, : min(p, columns)]
+
+
 def nearest_monarch(W: Tensor, rows: int, columns: int, rank: int) -> tuple[Tensor, Tensor]:
     """L and R of the Monarch matrix nearest to W in the Frobenius norm.
 

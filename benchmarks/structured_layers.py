@@ -17,7 +17,7 @@ dense layer in int8 (``torch.ao.quantization.quantize_dynamic``):
 
 With ``--outputs`` all classes at their defaults are timed as the last layer of a network, of ``--sizes`` inputs:
 
-    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --outputs 10 --sizes 512 4096 --batches 64 256 2048
+    OMP_NUM_THREADS=1 python benchmarks/structured_layers.py --classes --outputs 10 --sizes 512 4096 --batches 64 2048
 
 ``--rival`` is a Python file with a function ``matmul(a_subdiagonal, b_subdiagonal, G, H, x)``, without corners,
 differentiable, which is timed beside.

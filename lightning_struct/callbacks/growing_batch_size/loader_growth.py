@@ -75,6 +75,7 @@ class LoaderGrowth:
         self._waits = False  # for the first batch of a loader, before which its size is not known
         self._told_merging = False
         self._replans = True  # validation, since what it was planned by has changed
+        self._refusal: tuple[str, str] | None = None  # of a loader that cannot be resized
         self._loaders: list[GrowingLoader | GrowingDraws] = []
         self._epoch_done = self._batches_done = 0
         self._trainer_loaders = TrainingLoaders(trainer, self._prepare, self._prepared)
@@ -192,6 +193,9 @@ class LoaderGrowth:
         if self._device_limit is not None:
             self._trainer.accumulate_grad_batches = self._first_accumulated
         self._trainer_loaders.restore()
+        self._give_up_loaders()
+
+    def _give_up_loaders(self) -> None:
         for loader in self._loaders:
             loader.restore()
         self._loaders = []
@@ -209,17 +213,17 @@ class LoaderGrowth:
 
     def _prepare(self, dataloader: Any, index: int) -> Any:
         if index == 0:
-            for loader in self._loaders:
-                loader.restore()
-            self._loaders = []
+            self._give_up_loaders()
+            self._refusal = None
         samplers = (getattr(dataloader, name, None) for name in ("sampler", "batch_sampler"))
         draws = [sampler for sampler in samplers if isinstance(sampler, IndependentDraws)]
+        if self._on_refusal is not None and self._refusal is None and not draws:
+            self._refusal = why_not_resizable(dataloader)
+        if self._refusal is not None:
+            self._give_up_loaders()  # those before it, too: Lightning begins to read them next
+            return dataloader
         if draws:
             self._loaders.append(GrowingDraws(dataloader, draws[0]))
-        elif self._on_refusal is not None and (refusal := why_not_resizable(dataloader)) is not None:
-            self.restore()
-            self._on_refusal(*refusal)
-            return dataloader
         else:
             limit = self._trainer.limit_train_batches
             limits_samples = self._trainer_loaders.overfits or (isinstance(limit, float) and limit < 1)
@@ -232,6 +236,10 @@ class LoaderGrowth:
         return self._loaders[-1].loader
 
     def _prepared(self) -> None:
+        if self._on_refusal is not None and self._refusal is not None:
+            self.restore()
+            self._on_refusal(*self._refusal)
+            return
         if self._trainer_loaders.steps_fetch:
             module = type(self._trainer.lightning_module).__name__
             problem = f"{module}.training_step(dataloader_iter), which fetches them itself"

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -457,6 +458,21 @@ def test_a_compiled_network_is_measured_as_any_other(tmp_path, module):
     run = fit(tmp_path, Project(module(), options={"callbacks": [reference]}))
     measured = [record["variance_ratio"] for record in run.growing.records[:CHECKED_STEPS]]
     assert measured == pytest.approx(reference.ratios, rel=1e-9)
+
+
+class WithoutLog(Regressor):
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[1])
+
+
+@pytest.mark.slow
+def test_a_compiled_lightning_module_is_measured_by_steps(tmp_path):
+    growing = GrowingBatchSize(max_batch_size=8, every_n_steps=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "GrowingBatchSize")
+        trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
+        trainer.fit(torch.compile(WithoutLog(), backend="eager"), DataLoader(regression(32), batch_size=4))
+    assert growing.state_dict()["measurement"]["estimator"] == "steps"
 
 
 class SequenceFirst(L.LightningModule):

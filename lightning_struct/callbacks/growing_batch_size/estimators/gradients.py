@@ -62,5 +62,11 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` or ``module.compile()`` made one function of layers: hooks see none."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Whether ``torch.compile(module)`` or ``module.compile()`` made one function of layers: hooks see none.
+
+    Of a compiled LightningModule, Lightning takes the module itself, with methods that are compiled.
+    """
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    methods = (getattr(module, name, None) for name in ("forward", "training_step"))
+    return any(hasattr(method, "_torchdynamo_orig_callable") for method in methods)

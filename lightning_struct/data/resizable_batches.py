@@ -26,7 +26,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
 
     ``drop_last`` leaves out a last batch only if it is smaller than the batches were at first: a large batch at the end
     is not lost. Without it, growth makes no last batch of a few samples, which batch normalisation may not be able to
-    train on: where less would be left than batches had at first, the last two share their samples.
+    train on: where less would be left than batches had at first, the last two share their samples, or with
+    ``accumulated`` the last two steps.
 
     ``accumulated`` is for the accumulation of gradients, whose mean over a step is right if its batches are of one
     size: set both sizes between two steps only. The end of a pass is a step like others where its length is known: what
@@ -168,7 +169,8 @@ class ResizableBatchSampler(Sampler[list[Any]]):
         smallest = min(self.first_size, self.size) if self.drop_last else 1
         totals = [left]
         is_short = 0 < left < self.accumulated * self.first_size
-        if steps and is_short and self.first_size < self.size and not self.drop_last:
+        has_grown = self.first_size < self.size or self.accumulated > 1
+        if steps and is_short and has_grown and not self.drop_last:
             steps, totals = steps - 1, [math.ceil((step + left) / 2), (step + left) // 2]
         rest = []
         for total in totals:

@@ -115,6 +115,15 @@ def test_the_end_of_a_pass_is_split_into_as_many_batches_as_other_steps(size, fi
     assert all(max(step) - min(step) <= 1 and len(step) == accumulated for step in steps) and sum(sizes) == samples
 
 
+@given(st.integers(2, 12), st.integers(0, 10), st.integers(1, 5), st.integers(1, 200))
+def test_growth_leaves_no_batch_over_that_is_less_than_half_of_the_first_ones(first, more, accumulated, beyond):
+    assume(more or accumulated > 1)
+    samples = accumulated * (first + more) + beyond
+    sampler = ResizableBatchSampler(BatchSampler(range(samples), first, False), samples)
+    sampler.size, sampler.accumulated = first + more, accumulated
+    assert min(len(batch) for batch in sampler) >= first // 2
+
+
 @given(SIZES, st.integers(1, 60), st.integers(1, 8))
 def test_drop_last_leaves_out_less_than_a_batch_of_the_first_size(sizes, samples, first):
     loader, sized = resizable(range(samples), batch_size=first, drop_last=True)

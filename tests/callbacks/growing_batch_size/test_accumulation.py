@@ -183,6 +183,14 @@ def test_a_loader_whose_batches_are_at_the_limit_is_accumulated_at_once(tmp_path
     assert sizes_of(module.windows) == [[4], [4], [4] * 2, [4] * 2]
 
 
+def test_batch_normalisation_trains_on_all_batches_that_are_accumulated(tmp_path):
+    module = Windows()
+    module.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)).double()
+    growing = GrowingBatchSize(schedule="0:4 12:8", max_device_batch_size=4)
+    fit(tmp_path, loader(30), module=module, growing=growing)  # batches of four leave two samples over
+    assert sizes_of(module.windows) == [[4], [4], [4], [3] * 3, [3, 2], [2, 2]]
+
+
 def test_the_limit_changes_nothing_but_rounding(tmp_path):
     sizes = [8, 16, 16, 24, 24, 24]
     whole, parts = Reader(), Windows()

@@ -564,8 +564,8 @@ def test_a_loader_that_counts_its_batches_is_validated_after_as_many(tmp_path):
 def test_one_loader_that_cannot_be_resized_leaves_the_others_as_they_are(tmp_path, place):
     resizable, module, loaders = DataLoader(regression(), batch_size=4), TwoTasks(), [Batches()]
     loaders.insert(1 - place, resizable)
+    trainer = trainer_for(tmp_path, GrowingBatchSize(schedule="0:4 20:8"), max_epochs=1)
     with pytest.warns(UserWarning, match="a Batches, which is not a torch DataLoader.*accumulates"):
-        trainer = trainer_for(tmp_path, GrowingBatchSize(schedule="0:4 20:8"), max_epochs=1)
         trainer.fit(module, CombinedLoader(loaders, "min_size"))
     assert type(resizable) is DataLoader and set(module.sizes) == {4}
     assert trainer.global_step < len(module.sizes) / 2  # of both loaders each batch is noted

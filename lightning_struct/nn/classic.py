@@ -15,12 +15,17 @@ from lightning_struct.functional.structured.cost_model import (
     LARGEST_MATRIX,
     kept_low_rank_matrix_is_faster,
     kept_matrix_is_faster,
+    krylov_product_is_faster,
     made_matrix_is_faster,
 )
 from lightning_struct.functional.structured.prepared import PreparedMatrix, ReversedColumns
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
-from lightning_struct.functional.structured.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
+from lightning_struct.functional.structured.toeplitz import (
+    prepare_toeplitz_like,
+    toeplitz_like_matmul,
+    toeplitz_like_to_dense,
+)
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
     hankel_like_matmul,
@@ -122,6 +127,8 @@ class ToeplitzLike(GeneratorLinear):
 
     def _shifted_to_dense(self, G: Tensor, H: Tensor) -> Tensor:
         """Σ_i K(Z_1, g_i) K(Z_-1, h_i)ᵀ: equation (2) with A = Z_1 and B = Z_-1ᵀ."""
+        if krylov_product_is_faster(self.rows, self.columns, self.rank):
+            return toeplitz_like_to_dense(G, H)
         ones_a, ones_b, one = G.new_ones(self.rows - 1), G.new_ones(self.columns - 1), G.new_ones(())
         return subdiagonal_to_dense(ones_a, one, ones_b, -one, G, H)
 

@@ -98,9 +98,24 @@ def kept_hadamard_matrix_is_faster(m: int, n: int, terms: int, batch: int) -> bo
 
 def made_matrix_is_faster(m: int, n: int, rank: int, batch: int, device: torch.device) -> bool:
     """Whether in training it is faster to make a Toeplitz-like matrix (m, n) each time than to transform all rows."""
-    if device.type != "cpu" or m * n > LARGEST_MATRIX:  # each row of the matrix would be a launch
+    by_krylov_matrices = krylov_product_is_faster(m, n, rank)
+    if m * n > LARGEST_MATRIX or (device.type != "cpu" and not by_krylov_matrices):  # each row would be a launch
         return False
-    return training_nanoseconds("dense", m, n, rank, batch) < training_nanoseconds("scaled", m, n, rank, batch)
+    making = (
+        _krylov_product_nanoseconds(m, n, rank) if by_krylov_matrices else training_nanoseconds("dense", m, n, 1, 0)
+    )
+    return making + 0.05 * m * n * batch < training_nanoseconds("scaled", m, n, rank, batch)
+
+
+def krylov_product_is_faster(m: int, n: int, rank: int) -> bool:
+    """Whether a Toeplitz-like matrix (m, n) is made faster by its Krylov matrices than one row after another."""
+    return _krylov_product_nanoseconds(m, n, rank) < training_nanoseconds("dense", m, n, rank, 0)
+
+
+def _krylov_product_nanoseconds(m: int, n: int, rank: int) -> float:
+    """Estimated time of making a Toeplitz-like matrix of two Krylov matrices, and of its derivatives."""
+    multiplied, copied = rank * m * n * min(m, n), rank * (m + n) * min(m, n)
+    return 220_000 + 0.05 * multiplied + 5 * copied
 
 
 def making_is_faster(m: int, n: int, batch: int, break_even: int) -> bool:

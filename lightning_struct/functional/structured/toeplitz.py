@@ -50,6 +50,35 @@ def toeplitz_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.
     return product.to(torch.promote_types(G.dtype, x.dtype))
 
 
+def toeplitz_like_to_dense(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0) -> Tensor:
+    """The matrix M (m, n) of :func:`toeplitz_like_matmul` as a product of its Krylov matrices, in O(r m n min(m, n)).
+
+    That takes few operations, each of which is large: it is meant for matrices with a short side.
+
+    Args:
+        G, H, f, g: as there.
+
+    Returns:
+        (m, n), in the dtype of G. Half precision is computed in float32.
+
+    Raises:
+        ValueError, TypeError: the shapes or dtypes do not fit.
+    """
+    require_generators(G, H)
+    require_real(G=G, H=H)
+    dtype, p = computing_dtype(G, H), min(G.shape[0], H.shape[0])
+    return (_krylov_rows(G.to(dtype), f, p).mT @ _krylov_rows(H.to(dtype), g, p)).to(G.dtype)
+
+
+def _krylov_rows(G: Tensor, f: float | Tensor, p: int) -> Tensor:
+    """The columns of all K(Z_f, gᵢ), p <= m of each, as rows: (r p, m) for G (m, r)."""
+    m, r = G.shape
+    # Row j is [gᵢ, f gᵢ], of length 2m, turned by j places to the right: among copies of it, one after the other, each
+    # row begins 2m - 1 places after the row before it.
+    copies = torch.cat([G, f * G]).mT.repeat(1, p)
+    return copies[:, : p * (2 * m - 1)].view(r, p, 2 * m - 1)[..., :m].reshape(r * p, m)
+
+
 def prepare_toeplitz_like(
     G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: float | Tensor = -1.0
 ) -> ScaledToeplitzSpectra:

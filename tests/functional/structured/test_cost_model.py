@@ -7,7 +7,9 @@ from lightning_struct.functional.structured.cost_model import (
     kept_circulant_is_faster,
     kept_hadamard_matrix_is_faster,
     kept_matrix_is_faster,
+    krylov_product_is_faster,
     made_matrix_is_faster,
+    making_is_faster,
     method_for_any_operators,
     training_nanoseconds,
 )
@@ -59,11 +61,24 @@ def test_a_matrix_of_hadamard_transforms_is_kept_longer_for_single_vectors():
     assert not kept_hadamard_matrix_is_faster(1, LARGEST_KEPT_MATRIX + 1, 1, 1)
 
 
-def test_a_toeplitz_like_matrix_is_made_for_many_rows_only_and_on_a_cpu():
+def test_a_toeplitz_like_matrix_is_made_for_many_rows_or_a_short_side():
     cpu = torch.device("cpu")
     assert [made_matrix_is_faster(256, 256, 4, batch, cpu) for batch in (16, 1024)] == [False, True]
+    assert made_matrix_is_faster(256, 10, 1, 1, cpu)
     assert not made_matrix_is_faster(LARGEST_MATRIX + 1, 1, 1, 1024, cpu)
-    assert not made_matrix_is_faster(256, 256, 4, 1024, torch.device("cuda"))
+
+
+def test_no_toeplitz_like_matrix_is_made_row_after_row_on_other_devices():
+    assert not krylov_product_is_faster(512, 512, 16)
+    made = [made_matrix_is_faster(512, 512, 16, 4096, torch.device(device)) for device in ("cpu", "cuda")]
+    assert made == [True, False]
+    assert made_matrix_is_faster(256, 10, 1, 1, torch.device("cuda"))
+
+
+def test_a_matrix_is_made_of_factors_for_more_rows_than_its_shorter_side_has():
+    assert [making_is_faster(512, 10, batch, break_even=500) for batch in (10, 11)] == [False, True]
+    assert not making_is_faster(512, 512, 10_000, break_even=500)
+    assert not making_is_faster(LARGEST_MATRIX + 1, 1, 1024, break_even=500)
 
 
 def test_no_method_with_a_launch_for_each_row_is_taken_on_other_devices():

@@ -5,7 +5,11 @@ import itertools
 import pytest
 import torch
 
-from lightning_struct.functional.structured.toeplitz import prepare_toeplitz_like, toeplitz_like_matmul
+from lightning_struct.functional.structured.toeplitz import (
+    prepare_toeplitz_like,
+    toeplitz_like_matmul,
+    toeplitz_like_to_dense,
+)
 
 SHAPES = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 3), (20, 20), (64, 64), (100, 37), (37, 100), (51, 50)]
 CORNERS = [(1.0, -1.0), (0.0, 0.0), (0.7, -0.7), (-1.0, 0.5)]
@@ -55,6 +59,20 @@ def test_it_is_the_definition(through, dtype, tolerance):
         assert product.dtype == dtype
         errors[m, n, f, g, rank] = relative_error(product.double(), expected)
     assert {case: error for case, error in errors.items() if not error <= tolerance} == {}
+
+
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_the_dense_matrix_is_the_definition(m, n):
+    for (f, g), rank in itertools.product(CORNERS, (1, 3)):
+        G, H, _ = factors(m, n, rank)
+        torch.testing.assert_close(toeplitz_like_to_dense(G, H, f, g), dense(G, H, f, g), rtol=1e-12, atol=1e-12)
+
+
+def test_the_dense_matrix_is_computed_in_single_from_half_precision():
+    G, H = (torch.randn(9, 2, dtype=torch.bfloat16) for _ in range(2))
+    matrix = toeplitz_like_to_dense(G, H)
+    assert matrix.dtype == torch.bfloat16
+    torch.testing.assert_close(matrix, toeplitz_like_to_dense(G.float(), H.float()).bfloat16(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("n", [256, 320, 1000])

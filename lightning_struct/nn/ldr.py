@@ -205,7 +205,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     Args:
         in_features, out_features, rank, bias, corner, init, pad, device, dtype: see :class:`LearnedOperatorLinear`.
-        method: ``"auto"``, or one of ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"``.
+        method: ``"auto"``, or one of ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"``, ``"krylov"``.
 
     Raises:
         ValueError: as there.
@@ -302,7 +302,7 @@ class LDRSubdiagonal(LearnedOperatorLinear):
 
     def _keeps_dense(self, batch: int) -> bool:
         if self.method != "auto":
-            return self.method == "dense"
+            return self.method in ("dense", "krylov")
         return kept_matrix_is_faster(self.rows, self.columns, self.rank, batch)
 
     def _prepare(self, dense: bool) -> PreparedMatrix:

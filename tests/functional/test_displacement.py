@@ -133,7 +133,7 @@ def test_formula_2_for_any_pair_of_operators(kind_of_a, kind_of_b):
 @pytest.mark.parametrize(
     ("kind", "methods"),
     [
-        ("shift", ["scaled", "dense", "tree"]),
+        ("shift", ["scaled", "dense", "tree", "krylov"]),
         ("transposed subdiagonal", ["scaled", "dense", "tree"]),
         ("tridiagonal", ["recurrence", "giant_steps"]),
     ],

@@ -153,7 +153,7 @@ def test_function_transforms(name):
 
 
 ALL_METHODS = FACTORIES | {
-    method: partial(LDRSubdiagonal, rank=2, method=method) for method in ("scaled", "dense", "tree")
+    method: partial(LDRSubdiagonal, rank=2, method=method) for method in ("scaled", "dense", "tree", "krylov")
 }
 
 

@@ -29,13 +29,17 @@ def training_nanoseconds(method: str, m: int, n: int, rank: int, batch: int) -> 
     """Estimated time of forward and backward by a method of LDR-SD, with gradients to all parameters and to the input.
 
     Args:
-        method: ``"scaled"``, ``"scaled_float64"``, ``"dense"`` or ``"tree"``.
+        method: ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"`` or ``"krylov"``.
         m, n: the sizes of the matrix.
         rank: r.
         batch: rows of the input.
     """
     if method == "dense":  # rows one after the other, forwards and backwards
-        return 28_000 * min(m, n) + 32 * m * n
+        return 1_000_000 + 24_000 * min(m, n) + 28 * m * n
+    if method == "krylov":
+        multiplied, copied = rank * m * n * min(m, n), rank * (m + n) * min(m, n)
+        doublings = (min(m, n) - 1).bit_length()
+        return 300_000 + 90_000 * doublings + 0.075 * multiplied + 9 * copied + 0.05 * m * n * batch
     if method == "tree":
         return 6_000_000 + (m + n) * (2_000 * rank + 70 * (1 + rank) * batch)
     transformed = (2 + 2 * rank) * batch * (m + n)
@@ -52,7 +56,10 @@ def fastest_training_method(m: int, n: int, rank: int, batch: int, device: torch
     """
     if device.type != "cpu":
         return scaled or "tree"  # dense rows are a launch each, one after the other
-    exact = [*([scaled] if scaled else []), *(["dense"] if m * n <= LARGEST_MATRIX else []), "tree"]
+    makes = m * n <= LARGEST_MATRIX
+    exact = [*([scaled] if scaled else []), *(["dense"] if makes else []), "tree"]
+    if makes and scaled == "scaled":  # else powers of the operators may overflow
+        exact.append("krylov")
     return min(exact, key=lambda method: training_nanoseconds(method, m, n, rank, batch))
 
 
@@ -101,9 +108,8 @@ def made_matrix_is_faster(m: int, n: int, rank: int, batch: int, device: torch.d
     by_krylov_matrices = krylov_product_is_faster(m, n, rank)
     if m * n > LARGEST_MATRIX or (device.type != "cpu" and not by_krylov_matrices):  # each row would be a launch
         return False
-    making = (
-        _krylov_product_nanoseconds(m, n, rank) if by_krylov_matrices else training_nanoseconds("dense", m, n, 1, 0)
-    )
+    dense = training_nanoseconds("dense", m, n, rank, batch)
+    making = min(_krylov_product_nanoseconds(m, n, rank), dense)
     return making + 0.05 * m * n * batch < training_nanoseconds("scaled", m, n, rank, batch)
 
 

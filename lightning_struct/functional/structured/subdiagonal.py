@@ -1,7 +1,7 @@
 """Products with matrices of low displacement rank whose two operators are subdiagonal plus corner (LDR-SD).
 
 M = Σᵢ K(A, gᵢ) K(B, hᵢ)ᵀ = Σ_{j<p} Aʲ G Hᵀ (Bʲ)ᵀ with p = min(m, n): equation (2) of Thomas et al., of which B here is
-the transpose. Three methods compute the same:
+the transpose. Four methods compute the same:
 
 ``"scaled"``
     With no zero below the diagonal, A = c D Z_w D⁻¹, D holding the cumulative products of its entries, divided by c
@@ -13,6 +13,9 @@ the transpose. Three methods compute the same:
 ``"tree"``
     The paper's recursion over ranges of rows (Appendix C.2, Algorithm 1), with a large branching factor: O(r n log² n),
     without division, exact for any entries.
+``"krylov"``
+    Makes M as the product of its Krylov matrices, in few operations: for small matrices, and those with a short side.
+    Exact where the powers of A and B do not overflow.
 """
 
 from __future__ import annotations
@@ -44,10 +47,13 @@ from lightning_struct.functional.structured.prepared import DenseMatrix, Prepare
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.similarity import Similarity
-from lightning_struct.functional.structured.stein import stein_matrix
+from lightning_struct.functional.structured.stein import krylov_product_matrix, stein_matrix
 
-SUBDIAGONAL_METHODS = ("scaled", "scaled_float64", "dense", "tree")
-"""The values of ``method`` besides ``"auto"``."""
+SUBDIAGONAL_METHODS = ("scaled", "scaled_float64", "dense", "tree", "krylov")
+"""The values of ``method`` besides ``"auto"``, in the order of their numbers in checkpoints."""
+
+# The methods that make M.
+_MAKING = {"dense": stein_matrix, "krylov": krylov_product_matrix}
 
 # Nats that "scaled" may lose: errors are near eps · e^loss of the norm of M, those of gradients up to ten times that.
 _FLOAT32_LOSS, _FLOAT64_LOSS = 4.0, 11.0
@@ -166,8 +172,8 @@ def subdiagonal_product(*tensors: Tensor, method: str) -> Tensor:
     G = parameters[4]
     dtype = _inside(method, *tensors)
     computed = [tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in parameters]
-    if method == "dense":
-        matrix = stein_matrix(*_as_circles(*computed))
+    if method in _MAKING:
+        matrix = _MAKING[method](*_as_circles(*computed))
         product = by_rows(lambda rows: rows @ matrix.mT, x, dtype)
     elif method == "tree":
         product = by_rows(KrylovTrees.of(*computed).multiply, x, dtype)
@@ -264,8 +270,8 @@ def prepare_subdiagonal(
         method = "dense" if is_dense else choose_kept_subdiagonal_method(*parameters[:4])
     dtype = _inside(method, *parameters)
     computed = [tensor.to(dtype) for tensor in parameters]
-    if method == "dense":
-        return kept_dense(stein_matrix(*_as_circles(*computed)))
+    if method in _MAKING:
+        return kept_dense(_MAKING[method](*_as_circles(*computed)))
     if method == "tree":
         return KrylovTrees.of(*computed)
     _refuse_zeros(a_subdiagonal, b_subdiagonal)

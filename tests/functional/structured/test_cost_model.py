@@ -31,13 +31,19 @@ def test_no_matrix_is_kept_that_takes_too_much_memory():
     assert not kept_matrix_is_faster(LARGEST_KEPT_MATRIX + 1, 1, rank=16, batch=64)
 
 
-def test_transforms_are_the_fastest_in_training_but_for_tiny_matrices_and_huge_batches():
-    def fastest(n, rank, batch):
-        return min(("scaled", "dense", "tree"), key=lambda method: training_nanoseconds(method, n, n, rank, batch))
+def test_transforms_are_the_fastest_in_training_but_for_small_matrices_and_huge_batches():
+    def fastest(m, n, rank, batch):
+        return fastest_training_method(m, n, rank, batch, torch.device("cpu"), scaled="scaled")
 
-    measured = [(n, rank, batch) for n in (256, 512, 1024, 2048) for rank in (1, 4, 16) for batch in (1, 64)]
+    measured = [(n, n, rank, batch) for n in (256, 512, 1024, 2048) for rank in (1, 4, 16) for batch in (1, 64)]
     assert {fastest(*case) for case in measured} == {"scaled"}
-    assert fastest(20, 1, 1) == fastest(256, 16, 1024) == "dense"
+    assert fastest(256, 256, 16, 1024) == "dense"
+    assert fastest(32, 32, 1, 64) == fastest(10, 784, 1, 64) == "krylov"
+
+
+def test_the_krylov_matrices_are_not_taken_where_powers_of_the_operators_may_overflow():
+    for scaled in ("scaled_float64", None):
+        assert fastest_training_method(10, 784, 1, 64, torch.device("cpu"), scaled) == "dense"
 
 
 def test_without_transforms_the_tree_is_faster_at_small_ranks_only():

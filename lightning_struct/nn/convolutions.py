@@ -16,6 +16,7 @@ from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_
 from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.replace import (
     LayerFactory,
+    check_makes_layers,
     is_from_linear,
     log_replacement,
     put_in_place,
@@ -80,6 +81,7 @@ def replace_conv(
         >>> [type(layer).__name__ for layer in model], model(torch.randn(2, 1, 8, 8)).shape
         (['BlockStructured', 'ReLU', 'Conv2d'], torch.Size([2, 4, 3, 3]))
     """
+    check_makes_layers(factory)
     selection = Selection(model, include, exclude)
     sizes = _sizes_of_images(model, example if isinstance(example, tuple) else (example,))
     replacements: dict[int, BlockStructured] = {}

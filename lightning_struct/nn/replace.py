@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import cast
@@ -271,7 +272,8 @@ def check_makes_layers(factory: LayerFactory) -> None:
         name = type(factory).__name__
         raise TypeError(f"the factory is a layer, not what makes one: give {name}, or functools.partial({name}, ...)")
     if not callable(factory):
-        raise TypeError(f"the factory must be a class of layers or a function that makes one, but is {factory!r}")
+        got = reprlib.repr(factory)  # shortened: it may be the example of replace_conv
+        raise TypeError(f"the factory must be a class of layers or a function that makes one, but is {got}")
     if is_from_linear(factory):
         return
     called = factory if isinstance(factory, functools.partial) else functools.partial(factory)

@@ -119,6 +119,11 @@ def test_factory_that_no_layer_comes_from_is_an_error_that_names_no_layer(put, f
         put(Net(), factory)
 
 
+def test_arguments_of_replace_conv_in_another_order_are_an_error_before_the_example_is_run():
+    with pytest.raises(TypeError, match=r"^the factory must be a class of layers .*, but is tensor\("):
+        replace_conv(nn.Sequential(nn.Conv2d(1, 2, 3)), torch.zeros(1, 1, 8, 8), LowRank)
+
+
 @pytest.mark.parametrize(
     ("factory", "error", "message"),
     [

@@ -15,7 +15,7 @@ from lightning_struct.optim.rls.recorder import InputRecorder
 from lightning_struct.optim.rls.selection import WeightTable
 from lightning_struct.optim.rls.weights import TrainedWeight
 
-AuxiliaryFactory: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
+AuxiliaryFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Group: TypeAlias = dict[str, Any]
 
 
@@ -91,7 +91,7 @@ class Membership:
         has_frozen = not all(parameter.requires_grad for parameter in parameters.values())
         if self._factory is not None and self.auxiliary is None and has_frozen:
             # What may be unfrozen later joins a group that schedulers know by then.
-            self.auxiliary = _made(self._factory, [{"params": []}])
+            self.auxiliary = _made_without_parameters(self._factory)
             groups += self.auxiliary.param_groups
 
     def take_in_unfrozen(self, groups: list[Group]) -> None:
@@ -204,7 +204,7 @@ class Membership:
         if self.auxiliary is not None:
             self.auxiliary.param_groups[0]["params"] += parameters.values()
             return
-        self.auxiliary = _made(self._factory_for(parameters), list(parameters.values()))
+        self.auxiliary = _made(self._factory_for(parameters), parameters)
         groups += self.auxiliary.param_groups
 
     def _factory_for(self, parameters: Iterable[str]) -> AuxiliaryFactory:
@@ -217,14 +217,42 @@ class Membership:
         return self._factory
 
 
-def _made(factory: AuxiliaryFactory, parameters: list[Any]) -> torch.optim.Optimizer:
-    """An auxiliary optimizer; one whose step evaluates the loss is refused."""
-    auxiliary = factory(parameters)
+def _made(factory: AuxiliaryFactory, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The auxiliary optimizer of these parameters.
+
+    Raises:
+        TypeError: the factory makes no optimizer, or one whose step evaluates the loss.
+        ValueError: it leaves some of the parameters out, or takes others, which RLS may train already.
+    """
+    auxiliary = factory(list(parameters.values()))
+    if not isinstance(auxiliary, torch.optim.Optimizer):
+        raise TypeError(
+            f"auxiliary must make an optimizer, got {type(auxiliary).__name__} from it: give functools.partial("
+            "torch.optim.Adam, lr=1e-3) or the like"
+        )
     if isinstance(auxiliary, torch.optim.LBFGS):
         raise TypeError(
             "auxiliary makes an LBFGS, which evaluates the loss several times in a step; RLS steps it once, by the "
             "gradients that are there. Give functools.partial(torch.optim.Adam, lr=1e-3) or the like"
         )
+    taken = _members(auxiliary.param_groups)
+    left_out = [plain_name(name) for name, parameter in parameters.items() if parameter not in taken]
+    if left_out or len(taken) > len(parameters):
+        differs = f"leaves out {', '.join(left_out)}" if left_out else "takes others as well"
+        raise ValueError(
+            "auxiliary is called with the list of the parameters that RLS does not train, and must make an optimizer "
+            f"of these; it {differs}. Give functools.partial(torch.optim.Adam, lr=1e-3) or the like, and freeze what "
+            "is not to be trained by requires_grad_(False)"
+        )
+    return auxiliary
+
+
+def _made_without_parameters(factory: AuxiliaryFactory) -> torch.optim.Optimizer:
+    """An auxiliary optimizer that has nothing to train yet; the factory may look at what it is given."""
+    auxiliary = _made(factory, {"what may be unfrozen later": nn.Parameter(torch.empty(0, 0))})
+    for group in auxiliary.param_groups:
+        group["params"].clear()
+    auxiliary.state.clear()
     return auxiliary
 
 

@@ -114,10 +114,11 @@ class RLS(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument is out of range or of another type; ``exclude`` or ``gradient_scale`` has a name that
-            is not in the module; parameters are trained by neither RLS nor ``auxiliary``; weights are neither float32
-            nor float64, not initialised yet, or spread over processes (FSDP2); there is nothing to train.
+            is not in the module; parameters are trained by neither RLS nor ``auxiliary``, or ``auxiliary`` takes others
+            than those it is given; weights are neither float32 nor float64, not initialised yet, or spread over
+            processes (FSDP2); there is nothing to train.
         TypeError: ``module`` is not a module (for instance a list of parameters); ``exclude`` has something else than
-            modules and names; ``auxiliary`` is no function, or makes an ``LBFGS``.
+            modules and names; ``auxiliary`` is no function, or makes no optimizer or an ``LBFGS``.
         MemoryError: the matrices P do not fit into the free memory.
 
     Example:

@@ -563,6 +563,43 @@ def test_an_auxiliary_optimizer_that_evaluates_the_loss_is_refused() -> None:
         RLS(mixed(), auxiliary=torch.optim.LBFGS)
 
 
+def test_what_auxiliary_makes_must_be_an_optimizer() -> None:
+    with pytest.raises(TypeError, match="auxiliary must make an optimizer, got list from it"):
+        RLS(mixed(), auxiliary=lambda parameters: parameters)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (lambda module: module.parameters(), "it takes others as well"),  # which RLS would train too
+        (lambda module: module[2].parameters(), r"it leaves out 0\.weight"),
+    ],
+)
+def test_an_auxiliary_optimizer_of_other_parameters_is_refused(others: Any, message: str) -> None:
+    module = mixed()
+    with pytest.raises(ValueError, match=message):
+        RLS(module, exclude=[module[2]], auxiliary=lambda _: torch.optim.Adam(others(module)))
+
+
+def test_what_makes_the_auxiliary_optimizer_may_look_at_parameters_that_will_be_unfrozen_later() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    module[1].requires_grad_(False)
+
+    def by_dimension(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+        return torch.optim.Adagrad([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+
+    optimizer = RLS(module, auxiliary=by_dimension)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 0, 0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    module[1].requires_grad_(True)
+    module(torch.ones(2, 3)).square().sum().backward()
+    before = module[1].bias.detach().clone()
+    optimizer.step()
+    assert not torch.equal(module[1].bias, before)
+
+
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,33 @@ def krylov_rows(operator: DisplacementOperator, v: Tensor, count: int) -> Tensor
     return torch.stack(rows)
 
 
+def shift_krylov_rows(G: Tensor, f: float | Tensor, count: int) -> Tensor:
+    """The columns of all K(Z_f, gᵢ), ``count`` <= m of each, as rows, in few operations: (r count, m) for G (m, r)."""
+    m, r = G.shape
+    # Row j is [gᵢ, f gᵢ], of length 2m, turned by j places to the right: among copies of it, one after the other, each
+    # row begins 2m - 1 places after the row before it.
+    copies = torch.cat([G, f * G]).mT.repeat(1, count)
+    return copies[:, : count * (2 * m - 1)].view(r, count, 2 * m - 1)[..., :m].reshape(r * count, m)
+
+
+def subdiagonal_krylov_rows(circle: Tensor, G: Tensor, count: int) -> Tensor:
+    """The columns of all K(A, gᵢ), ``count`` of each, as rows, by doubling their number.
+
+    Args:
+        circle: (m,), the corner of A and its subdiagonal.
+        G: (m, r).
+        count: of the columns, at most m.
+
+    Returns:
+        (count r, m).
+    """
+    rows, power = G.mT[None], circle  # A to the power of the rows so far turns by as many places, and weighs them
+    while (known := rows.shape[0]) < count:
+        rows = torch.cat([rows, power * rows[: count - known].roll(known, -1)])
+        power = power * power.roll(known)
+    return rows.flatten(0, 1)
+
+
 def krylov_product(left: Tensor, right: Tensor, x: Tensor) -> Tensor:
     """x Mᵀ for M = Σ_j left_jᵀ right_j, equation (2) with the columns of its Krylov matrices as rows.
 

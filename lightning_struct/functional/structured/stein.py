@@ -41,30 +41,6 @@ def stein_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
     return _DownwardSweep.apply(a, b, G @ (H - returned).mT, last)
 
 
-def krylov_product_matrix(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
-    """:func:`stein_matrix` as the product of the Krylov matrices, O(r m n p): in few operations, each of them large.
-
-    Powers of A or of B alone may overflow where M does not.
-
-    Args:
-        a, b, G, H: as there.
-
-    Returns:
-        (m, n).
-    """
-    p = min(a.shape[0], b.shape[0])
-    return _krylov_rows(a, G, p).mT @ _krylov_rows(b, H, p)
-
-
-def _krylov_rows(a: Tensor, G: Tensor, p: int) -> Tensor:
-    """The columns Aʲ gᵢ, j < p, as rows: (p r, m), by doubling."""
-    rows, power = G.mT[None], a  # A to the power of the rows so far turns a vector by as many places, and weighs it
-    while (known := rows.shape[0]) < p:
-        rows = torch.cat([rows, power * rows[: p - known].roll(known, -1)])
-        power = power * power.roll(known)
-    return rows.flatten(0, 1)
-
-
 def _cyclic_products(weights: Tensor, count: int) -> Tensor:
     """Π_{i<count} weights[k - i] for each k, cyclically: (n,) for (n,), by doubling, without division."""
     product, power, offset = torch.ones_like(weights), weights, 0

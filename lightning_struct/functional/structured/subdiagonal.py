@@ -41,19 +41,18 @@ from lightning_struct.functional.structured.cost_model import (
     kept_matrix_is_faster,
     method_for_any_operators,
 )
+from lightning_struct.functional.structured.krylov import subdiagonal_krylov_rows
 from lightning_struct.functional.structured.krylov_tree import KrylovTree
 from lightning_struct.functional.structured.opaque import opaque_operator
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, kept_dense
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.similarity import Similarity
-from lightning_struct.functional.structured.stein import krylov_product_matrix, stein_matrix
+from lightning_struct.functional.structured.stein import stein_matrix
 
 SUBDIAGONAL_METHODS = ("scaled", "scaled_float64", "dense", "tree", "krylov")
 """The values of ``method`` besides ``"auto"``, in the order of their numbers in checkpoints."""
 
-# The methods that make M.
-_MAKING = {"dense": stein_matrix, "krylov": krylov_product_matrix}
 
 # Nats that "scaled" may lose: errors are near eps · e^loss of the norm of M, those of gradients up to ten times that.
 _FLOAT32_LOSS, _FLOAT64_LOSS = 4.0, 11.0
@@ -436,6 +435,19 @@ def _has_zero(tensor: Tensor) -> bool:
         return not tensor.all()
     except RuntimeError:
         return False
+
+
+def _krylov_product(a: Tensor, b: Tensor, G: Tensor, H: Tensor) -> Tensor:
+    """:func:`stein_matrix` as the product of the Krylov matrices, O(r m n p): in few operations, each of them large.
+
+    Powers of A or of B alone may overflow where M does not.
+    """
+    p = min(len(a), len(b))
+    return subdiagonal_krylov_rows(a, G, p).mT @ subdiagonal_krylov_rows(b, H, p)
+
+
+# The methods that make M, of the arguments that _as_circles gives.
+_MAKING = {"dense": stein_matrix, "krylov": _krylov_product}
 
 
 def _as_circles(

@@ -12,6 +12,7 @@ from lightning_struct.functional.structured.arguments import (
     require_real,
     require_vectors,
 )
+from lightning_struct.functional.structured.krylov import shift_krylov_rows
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 
@@ -67,16 +68,7 @@ def toeplitz_like_to_dense(G: Tensor, H: Tensor, f: float | Tensor = 1.0, g: flo
     require_generators(G, H)
     require_real(G=G, H=H)
     dtype, p = computing_dtype(G, H), min(G.shape[0], H.shape[0])
-    return (_krylov_rows(G.to(dtype), f, p).mT @ _krylov_rows(H.to(dtype), g, p)).to(G.dtype)
-
-
-def _krylov_rows(G: Tensor, f: float | Tensor, p: int) -> Tensor:
-    """The columns of all K(Z_f, gᵢ), p <= m of each, as rows: (r p, m) for G (m, r)."""
-    m, r = G.shape
-    # Row j is [gᵢ, f gᵢ], of length 2m, turned by j places to the right: among copies of it, one after the other, each
-    # row begins 2m - 1 places after the row before it.
-    copies = torch.cat([G, f * G]).mT.repeat(1, p)
-    return copies[:, : p * (2 * m - 1)].view(r, p, 2 * m - 1)[..., :m].reshape(r * p, m)
+    return (shift_krylov_rows(G.to(dtype), f, p).mT @ shift_krylov_rows(H.to(dtype), g, p)).to(G.dtype)
 
 
 def prepare_toeplitz_like(

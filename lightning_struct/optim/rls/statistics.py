@@ -199,8 +199,7 @@ class Statistics:
             self.pairs = None
 
     def _with_biases(self, rows: Tensor, bias: int | None) -> Tensor:
-        if not self.biases:
-            return rows
+        """A copy of the rows with the entries of the biases: others may write to what a layer has read."""
         joined = nn.functional.pad(rows, (0, self.biases))
         if bias is not None:
             joined.select(2, bias - self.biases).fill_(1)

@@ -97,6 +97,20 @@ def test_micro_batches_are_one_batch() -> None:
     torch.testing.assert_close(joined(layer), joined(whole), rtol=0, atol=1e-12)
 
 
+def test_inputs_of_a_micro_batch_may_be_overwritten_by_the_next() -> None:
+    layer, whole = (nn.Linear(6, 2, bias=False).double() for _ in range(2))
+    whole.load_state_dict(layer.state_dict())
+    (inputs, targets), buffer = batch(0, rows=4), torch.empty(2, 6, dtype=torch.float64)
+    optimizer, exact = RLS.exact(layer), RLS.exact(whole)
+    for part in (slice(2), slice(2, 4)):
+        buffer.copy_(inputs[part])
+        (squared_error(layer(buffer), targets[part]) / 2).backward()
+    optimizer.step()
+    squared_error(whole(inputs), targets).backward()
+    exact.step()
+    torch.testing.assert_close(layer.weight, whole.weight, rtol=0, atol=1e-12)
+
+
 def test_many_rows_in_one_batch_all_count() -> None:
     layer = linear()
     start, many = joined(layer), batch(0, rows=2100)

@@ -158,13 +158,15 @@ def linear_layer(module: nn.Module, layer: str | nn.Module | None) -> nn.Module:
     Raises:
         ValueError: it is none that RLS trains; or there are none, or several, to choose from.
     """
-    layers = {name or "the module": known for name, known, _ in layers_to_train(module, set())}
+    layers = {name: known for name, known, _ in layers_to_train(module, set())}
     if layer is not None:
         return affine_layers(module, [layer], layers.values(), "layer")[0]
     linear = [known for known in layers.values() if is_affine(known)]
-    if len(layers) != 1 or not linear:
+    if not linear:
+        raise ValueError(f"RLS.exact trains one linear layer, and {type(module).__name__} has none")
+    if len(layers) > 1:
         raise ValueError(
-            f"RLS.exact trains one linear layer, and {type(module).__name__} has {', '.join(layers) or 'none'}: name "
-            f"the one whose outputs are compared with the targets, layer='head' or the like"
+            f"RLS.exact trains one linear layer, and {type(module).__name__} has the layers {', '.join(layers)}: name "
+            "the one whose outputs are compared with the targets, layer='head' or the like"
         )
     return linear[0]

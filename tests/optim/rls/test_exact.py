@@ -184,7 +184,7 @@ def test_a_resumed_stream_is_bitwise_that_without_a_break(forgetting: float) -> 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: RLS.exact(Network()), ValueError, "one linear layer, and Network has the layers body.0, body.2, head: name"),
+        (lambda: RLS.exact(Network()), ValueError, "Network has the layers body.0, body.2, head: name"),
         (lambda: RLS.exact(nn.Conv1d(2, 2, 2)), ValueError, "one linear layer, and Conv1d has none"),
         (lambda: RLS.exact(nn.Sequential(nn.ReLU())), ValueError, "Sequential has none"),
         (lambda: RLS.exact(nn.Sequential(nn.Conv1d(2, 2, 2)), "0"), ValueError, "'0', which is no linear layer"),

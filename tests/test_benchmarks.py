@@ -237,12 +237,20 @@ def test_classes_of_layers_are_timed_beside_low_rank_with_as_many_parameters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = import_module("structured_layers")
-    module.class_table(True, [1], SimpleNamespace(sizes=[64], rounds=1))
+    module.class_table(True, [1], SimpleNamespace(sizes=[64], rounds=1, outputs=None))
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 64")]
     counts = {row[1]: row[2] for row in rows}
     assert counts["dense, ms"] == "4,096"
     assert counts["Monarch"] == counts["low rank, r = 8"] == "1,024"
     assert counts["Butterfly, r = 1"] == counts["low rank, r = 6"] == "768"
+
+
+def test_all_classes_are_timed_as_the_last_layer_of_a_network(capsys: pytest.CaptureFixture[str]) -> None:
+    module = import_module("structured_layers")
+    module.class_table(True, [1], SimpleNamespace(sizes=[64], rounds=1, outputs=10))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 64")]
+    assert [row[1] for row in rows] == ["dense, ms", *(layer.__name__ for layer in module.NARROW)]
+    assert {row[1]: row[2] for row in rows}["LowRank"] == "74"
 
 
 def test_the_tables_of_the_papers_are_those_of_the_data() -> None:

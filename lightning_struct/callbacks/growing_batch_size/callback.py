@@ -217,8 +217,7 @@ class GrowingBatchSize(Callback):
             return
         if self._run.begins_anew(trainer, pl_module):
             self._begin()
-        if self._schedule is not None:
-            self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
+        self._look_at_schedule()
         self._fit = Fit(
             trainer,
             self._batch_size,
@@ -375,14 +374,19 @@ class GrowingBatchSize(Callback):
         self.validation_values = list(state_dict["validation_values"])
         self._samples, self._steps = state_dict["samples"], state_dict["steps"]
         self._resized_at = state_dict.get("resized_at", 0)
-        self._looks_at = state_dict["looks_at"] if state_dict.get("schedule") == self.schedule is not None else 0.0
+        if state_dict.get("schedule") == self.schedule is not None:
+            self._looks_at = state_dict["looks_at"]
+        else:
+            self._looks_at = 0.0
+            self._look_at_schedule()
         self._ratio_bound = state_dict.get("variance_ratio_bound")
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
         self._parts = {name: state_dict.get(name) for name in PARTS}
         if self._fit is not None:
             self._fit.load_state_dict(self._parts)
-            if self._parts["growth"] is None and self._batch_size is not None:
+            is_loaded = self._parts["growth"] is not None and self._batch_size == state_dict["batch_size"]
+            if self._batch_size is not None and not is_loaded:
                 self._fit.set_batch_size(self._batch_size)
         self._keep_to_limit()
 
@@ -488,6 +492,11 @@ class GrowingBatchSize(Callback):
             fit.measurement.resized(present, self._batch_size)
             if decided == fit.measurement.size_before_loss_grew:
                 _warn_of_summed_loss(present, decided)
+
+    def _look_at_schedule(self) -> None:
+        """Take the size that the schedule has after the samples so far, if it has one."""
+        if self._schedule is not None:
+            self._batch_size = self._schedule.batch_size(self._samples) or self._batch_size
 
     def _keep_to_limit(self) -> None:
         """Bound a size that was loaded by ``max_batch_size``, which may be a lower one now."""

@@ -178,6 +178,7 @@ class LoaderGrowth:
             "positions": all_gather_objects(mine),
             "epoch_done": done,
             "val_check_batch": self._trainer.val_check_batch,
+            "device_limit": self._device_limit,
             "accumulated": [self._trainer.accumulate_grad_batches, self._accumulated],
             "changes": [list(change) for change in self._changes],
         }
@@ -303,7 +304,9 @@ class LoaderGrowth:
                 f"there are {len(self._loaders)}: resume with the same loaders, or from a checkpoint at the end of an "
                 "epoch"
             )
-        keeps_sizes = self._device_limit is not None or not self._decided_anew(state)
+        # with a limit, the batches that were asked for and the changes of the accumulation belong together
+        same_limit = self._has_limit_of(state)
+        keeps_sizes = same_limit and (self._device_limit is not None or not self._decided_anew(state))
         sizes = [loader.first_sizes(position) for loader, position in zip(self._loaders, mine, strict=True)]
         of_loaders = any(before != now for before, now in sizes)
         for loader, position in zip(self._loaders, mine, strict=True):
@@ -313,14 +316,19 @@ class LoaderGrowth:
         if of_loaders:
             self._tell_sizes(*zip(*sizes, strict=True))
         self._asked_for = None
-        if begun:
+        if not begun:
+            self._resize()
+        elif same_limit:
             self._accumulated, self._changes = state["accumulated"][1], [list(change) for change in state["changes"]]
         else:
-            self._resize()
+            self._accumulated = state["accumulated"][0]
 
     def _decided_anew(self, state: State) -> bool:
-        """Whether the size that the state was saved with has been replaced."""
-        return self._decided != state["decided"]
+        """Whether the size that the state was saved with, or the limit of a batch, has been replaced."""
+        return self._decided != state["decided"] or not self._has_limit_of(state)
+
+    def _has_limit_of(self, state: State) -> bool:
+        return self._device_limit == state.get("device_limit", self._device_limit)  # none in version 0.2
 
     def _pass_over(self, batches: int) -> None:
         """Begin after the batches of this epoch that were trained on by a run that kept no position."""

@@ -226,6 +226,23 @@ def test_a_resumed_run_accumulates_as_the_whole_run_does(tmp_path, kind):
         assert resumed.windows == whole.windows[step:] and torch.equal(resumed.layer.weight, whole.layer.weight), step
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("before", "limit", "largest"), [(None, 6, 6), (12, 6, 6), (4, 8, 6), (6, None, 12)])
+def test_another_limit_holds_at_once_in_a_resumed_run(tmp_path, before, limit, largest, workers):
+    def run(limit, ckpt_path=None, callbacks=()):
+        module, growing = Windows(), GrowingBatchSize(schedule="0:4 16:12", max_device_batch_size=limit)
+        data, options = loader(120, num_workers=workers), {"callbacks": callbacks, "ckpt_path": ckpt_path}
+        return fit(tmp_path, data, module=module, growing=growing, enable_checkpointing=True, **options)
+
+    whole = run(before, callbacks=[checkpoints(tmp_path)])
+    step = next(i for i, window in enumerate(whole.windows, start=1) if sum(size for size, _ in window) == 12)
+    resumed = run(limit, tmp_path / f"step={step}.ckpt")
+    first = sum(size for window in whole.windows[:step] for size, _ in window)
+    assert [number for batch in resumed.read for number in batch] == list(range(first, 120))
+    assert max(resumed.sizes) == largest
+    assert all(len(window) == scale for window in resumed.windows for _, scale in window)
+
+
 def test_a_loader_whose_batches_are_beyond_the_limit_is_refused(tmp_path):
     message = (
         r"Batches of 4 on one device are larger than GrowingBatchSize\(max_device_batch_size=3\): give the DataLoader"

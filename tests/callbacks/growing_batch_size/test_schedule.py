@@ -108,6 +108,12 @@ def test_a_resumed_run_goes_on_at_its_place(tmp_path):
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
+def test_another_schedule_holds_from_the_first_step_of_a_resumed_run(tmp_path):
+    scheduled(tmp_path, "0:2 22:10", callbacks=[checkpoints(tmp_path)], enable_checkpointing=True)
+    resumed = scheduled(tmp_path, "0:2 10:4", ckpt_path=tmp_path / "step=10.ckpt")
+    assert resumed.sizes == [4] * 5 and resumed.read[0][0] == 20
+
+
 @pytest.mark.parametrize(
     "other",
     [

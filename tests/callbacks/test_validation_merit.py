@@ -267,6 +267,20 @@ def test_the_best_weights_survive_a_resume(tmp_path):
     assert second.layers.bias.item() == 2
 
 
+class TwoMetrics(ScriptedNetwork):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val_error", float(-self.global_step))
+
+
+@pytest.mark.parametrize(("monitors", "step"), [(("val_loss", "val_error"), 3), (("val_error", "val_loss"), 2)])
+def test_of_two_the_later_one_puts_its_best_weights_back(tmp_path, monitors, step):
+    first, second = (ValidationMeritStopping(monitor, patience=9) for monitor in monitors)
+    module = TwoMetrics([3, 1, 2])
+    fit(tmp_path, module, first, callbacks=[second], max_epochs=3)
+    assert module.layers.bias.item() == step == second.best_step
+
+
 def test_the_best_weights_come_back_where_nothing_is_left_to_train(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
     first, second = ScriptedNetwork([3, 1, 2]), ScriptedNetwork()

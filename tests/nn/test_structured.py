@@ -116,6 +116,17 @@ def test_gradients_have_the_strides_of_their_parameters(name, sizes):
         assert parameter.grad.stride() == parameter.stride()
 
 
+@pytest.mark.parametrize("sizes", [(12, 1), (1, 12), (1, 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_has_a_gradient_also_where_a_side_is_one(name, sizes):
+    """DDP waits for those that have none."""
+    layer = FACTORIES[name].func(*sizes, **({"parameters": 1} if name == "pruned" else {}))
+    for rows in (1, 64):
+        layer.zero_grad()
+        layer(torch.randn(rows, sizes[0])).square().sum().backward()
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives(name):
     layer = make(name, 4, 3, dtype=torch.float64) if name != "pruned" else make(name, 8, 6, dtype=torch.float64)

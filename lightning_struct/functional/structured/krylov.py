@@ -65,10 +65,11 @@ def subdiagonal_krylov_rows(circle: Tensor, G: Tensor, count: int) -> Tensor:
         (count r, m).
     """
     rows, power = G.mT[None], circle  # A to the power of the rows so far turns by as many places, and weighs them
-    while (known := rows.shape[0]) < count:
-        rows = torch.cat([rows, power * rows[: count - known].roll(known, -1)])
+    made = max(count, 2)  # so that the derivative of one column by A is zero, and not that of what has no part in it
+    while (known := rows.shape[0]) < made:
+        rows = torch.cat([rows, power * rows[: made - known].roll(known, -1)])
         power = power * power.roll(known)
-    return rows.flatten(0, 1)
+    return rows[:count].flatten(0, 1)
 
 
 def krylov_product(left: Tensor, right: Tensor, x: Tensor) -> Tensor:

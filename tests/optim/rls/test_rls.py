@@ -588,7 +588,7 @@ def test_what_makes_the_auxiliary_optimizer_may_look_at_parameters_that_will_be_
     def by_dimension(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-        return torch.optim.Adagrad([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
 
     optimizer = RLS(module, auxiliary=by_dimension)
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 0, 0]

@@ -127,8 +127,8 @@ def _krylov_product_nanoseconds(m: int, n: int, rank: int) -> float:
 def making_is_faster(m: int, n: int, batch: int, break_even: int) -> bool:
     """Whether it is faster to make a matrix (m, n) each time, and multiply by it, than to multiply each row by factors.
 
-    Measured on one CPU thread, forward and backward: with 10 outputs, 512 or 4,096 inputs and 2,048 rows making takes .05
-    to .25 of the time (``benchmarks/structured_layers.py --classes --outputs 10``).
+    Measured on one CPU thread, forward and backward: with 10 outputs, 512 or 4,096 inputs and 2,048 rows making takes
+    .05 to .25 of the time (``benchmarks/structured_layers.py --classes --outputs 10``).
 
     Args:
         m, n: the sizes of the matrix. Making it takes as long as multiplying as many rows as its shorter side has.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,7 +73,8 @@ def compress(
     after are logged at level INFO.
 
     Args:
-        model: changed in place. It is measured in eval mode, without gradients; its modes are restored afterwards.
+        model: changed in place. It is measured in eval mode, without gradients; its modes are restored afterwards. What
+            ``torch.compile`` has compiled is measured as it is in Python, and compiled anew at its next call.
         data: batches, a few hundred samples; all are kept in memory. A tensor is one batch.
         budget: parameters of the whole compressed model: up to 1 as a share of the present number, above as a number.
         max_loss_increase: instead of ``budget``: how much larger the mean of ``loss`` over the data may be.
@@ -93,7 +95,7 @@ def compress(
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; without ``loss``, the outputs for a batch are zero; a name is not
             in the model; a parameter has no values, on the meta device, or no shape yet.
-        TypeError: ``candidates`` is no function; or ``loss`` is not given, and the outputs are not a tensor, the model
+        TypeError: ``candidates`` is no function; ``loss`` returns no number; or it is not given, and the outputs are not a tensor, the model
             needs more arguments, or a batch is neither a tensor nor a sequence.
 
     Example:
@@ -432,11 +434,15 @@ def _output_change(model: nn.Module, batches: Sequence[Any]) -> BatchLoss:
 def _one_number(loss: Any) -> float:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise ValueError(f"loss returns a tensor {tuple(loss.shape)} for a batch: make it one number, its mean")
-    return float(loss)
+    try:
+        return float(loss)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"loss returns {reprlib.repr(loss)} for a batch: make it one number, its mean") from error
 
 
 @torch.no_grad()
 def _mean_loss(model: nn.Module, batches: Sequence[Any], loss: BatchLoss) -> float:
-    with in_eval_mode(model):
+    # A compiled graph would be compiled again for each candidate, and runs no hooks that came after it.
+    with in_eval_mode(model), torch.compiler.set_stance("force_eager"):
         value = sum(_one_number(loss(model, batch)) for batch in batches) / len(batches)
     return value if abs(value) < float("inf") else float("inf")

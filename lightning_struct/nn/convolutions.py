@@ -136,7 +136,8 @@ def _sizes_of_images(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Modu
     kinds = [(module, getattr(module, "cls_to_become", None) or type(module)) for module in model.modules()]
     handles = [module.register_forward_hook(note) for module, kind in kinds if kind in CONVOLUTIONS]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), in_eval_mode(model):
+        force_eager = torch.compiler.set_stance("force_eager")  # a compiled graph runs no hooks that came after it
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), in_eval_mode(model), force_eager:
             model(*example)
     finally:
         for handle in handles:

@@ -266,6 +266,12 @@ def test_without_a_loss_outputs_must_not_be_zero(rows, what):
         compress(model, torch.randn(rows, 8), budget=0.5)
 
 
+@pytest.mark.parametrize(("returned", "named"), [(None, "None"), ({"loss": torch.zeros(())}, r"\{'loss'.*\}")])
+def test_what_a_loss_returns_in_place_of_a_number_is_named(returned, named):
+    with pytest.raises(TypeError, match=f"^loss returns {named} for a batch: make it one number"):
+        compress(low_rank_network(), batches(), budget=0.5, loss=lambda model, batch: returned)
+
+
 def test_candidates_that_are_no_function_are_named():
     with pytest.raises(TypeError, match="^candidates must be a function .*, but is \\["):
         compress(low_rank_network(), batches(), budget=0.5, candidates=[LowRank])
@@ -275,6 +281,22 @@ def test_compressed_layers_are_not_compressed_again():
     model = compress(nn.Sequential(nn.Linear(24, 24)), batches(), budget=0.5)
     with pytest.raises(ValueError, match="not structured already"):
         compress(model, batches(), budget=0.5)
+
+
+def test_compiled_model_is_measured_as_it_is_and_compiled_again_once():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    inputs = batches()[0][0]
+    expected = compress(low_rank_network(), inputs, budget=0.5)
+    model = torch.compile(low_rank_network(), backend=backend)
+    model(inputs)
+    compress(model, inputs, budget=0.5)
+    torch.testing.assert_close(model(inputs), expected(inputs))
+    assert len(graphs) == 2
 
 
 def test_a_tensor_is_one_batch():

@@ -597,6 +597,14 @@ def test_convolutions_are_replaced_by_blocks(caplog):
     assert list(replacement_report(model).skipped) == ["4"]
 
 
+def test_convolutions_of_a_compiled_model_are_replaced():
+    model, image = convolutions().eval(), torch.randn(1, 2, 9, 9)
+    compiled = torch.compile(model, backend="eager")
+    compiled(image)
+    replace_conv(compiled, FACTORY, image)
+    assert list(replacement_report(model).skipped) == ["4"]
+
+
 @pytest.mark.parametrize(
     ("convolution", "shape"),
     [

@@ -95,8 +95,8 @@ def compress(
             returns more than one number; the budget is below the smallest possible size, which is named; there are no
             data, or the loss on them is not finite; without ``loss``, the outputs for a batch are zero; a name is not
             in the model; a parameter has no values, on the meta device, or no shape yet.
-        TypeError: ``candidates`` is no function; ``loss`` returns no number; or it is not given, and the outputs are not a tensor, the model
-            needs more arguments, or a batch is neither a tensor nor a sequence.
+        TypeError: ``candidates`` is no function; ``loss`` returns no number; or ``loss`` is not given, and the outputs
+            are not a tensor, the model needs more arguments, or a batch is neither a tensor nor a sequence.
 
     Example:
         >>> torch.manual_seed(0)

@@ -81,7 +81,7 @@ class CharactersDataModule(InMemoryDataModule):
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size, steps=steps)
         self.text_file = text_file
-        self.path = Path(data_dir, FILE) if text_file is None else Path(text_file)
+        self.path = (Path(data_dir, FILE) if text_file is None else Path(text_file)).expanduser()
         self.steps = steps
         self.synthetic = synthetic
 

@@ -1,5 +1,6 @@
 """CIFAR-10: labelled colour images, standardised."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -98,7 +99,7 @@ class CIFAR10DataModule(InMemoryDataModule):
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
-        self.data_dir = data_dir
+        self.data_dir = os.path.expanduser(data_dir)
         self.download = download
         self.grey = grey
         self.synthetic = synthetic

@@ -2,6 +2,7 @@
 
 import bz2
 import math
+import os
 import struct
 from abc import abstractmethod
 from contextlib import nullcontext
@@ -79,7 +80,7 @@ class DigitsDataModule(InMemoryDataModule):
         **loader: Any,
     ) -> None:
         super().__init__(batch_size, **loader)
-        self.data_dir = data_dir
+        self.data_dir = os.path.expanduser(data_dir)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
         self.download = download

@@ -53,7 +53,7 @@ def naming_file(path: Path) -> Iterator[None]:
     """Turn what reading an existing file raises about its content into a :class:`DamagedFileError` that names it."""
     try:
         yield
-    except (DamagedFileError, FileNotFoundError, PermissionError, IsADirectoryError):
+    except (DamagedFileError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
         raise
     except UnicodeDecodeError as error:
         raise DamagedFileError(

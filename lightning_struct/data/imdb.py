@@ -1,5 +1,6 @@
 """IMDB: film reviews as numbered words, and whether they praise."""
 
+import os
 import re
 import tarfile
 from collections import Counter
@@ -122,7 +123,7 @@ class IMDBDataModule(InMemoryDataModule):
         for name, (value, bound) in least.items():
             if value < bound:
                 raise MisconfigurationException(f"{name} must be at least {bound}, but is {value}")
-        self.data_dir = data_dir
+        self.data_dir = os.path.expanduser(data_dir)
         self.vocabulary_size = vocabulary_size
         self.max_length = max_length
         self.download = download

@@ -1,6 +1,7 @@
 """Digits that are turned, or lie on noise or on pictures: the generator, and the sets of Larochelle et al. (2007)."""
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -107,7 +108,7 @@ class MNISTVariantDataModule(FlatImagesDataModule):
         )
         self.title = f"MNIST-{variant.replace('_', '-')}"  # type: ignore[misc]
         self.variant = variant
-        self.data_dir = data_dir
+        self.data_dir = os.path.expanduser(data_dir)
         self.files = (FILES[variant][noise_file - 1],) if variant == "noise" else FILES[variant]
         self.noise_correlation = noise_correlation
         self.generate = generate

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -112,7 +113,7 @@ class NORBDataModule(FlatImagesDataModule):
             **options,
         )
         self.edition = edition
-        self.data_dir = data_dir
+        self.data_dir = os.path.expanduser(data_dir)
         self.generate = generate
         self.synthetic = synthetic
 

@@ -1,5 +1,6 @@
 """Rectangles: outlines that are wider than they are tall, or taller than wide."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class RectanglesDataModule(FlatImagesDataModule):
         **options: Unpack[FlatImagesOptions],
     ) -> None:
         super().__init__(train_size, test_size, **options)
-        self.data_dir = data_dir
+        self.data_dir = os.path.expanduser(data_dir)
         self.generate = generate
         self.synthetic = synthetic
 

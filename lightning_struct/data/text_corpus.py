@@ -1,6 +1,7 @@
 """A text for language models: words in columns that are read side by side, a few steps at a time."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -170,8 +171,8 @@ class TextCorpusDataModule(LightningDataModule):
                 f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is "
                 f"{synthetic_vocabulary}"
             )
-        self.data_dir = data_dir
-        self.text_file = text_file
+        self.data_dir = os.path.expanduser(data_dir)
+        self.text_file = None if text_file is None else os.path.expanduser(text_file)
         self.least_count = least_count
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size

@@ -377,7 +377,7 @@ def run_recipe(
     """
     for package in ("jsonargparse", "rich"):
         require(package, "The command line of a recipe")
-    given = _config_first(sys.argv[1:] if args is None else args)
+    given = _config_first(_with_home(sys.argv[1:] if args is None else args))
     program = f"python -m lightning_struct.recipes.{name}"
     parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
     with ExitStack() as stack:
@@ -445,6 +445,12 @@ def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None
     if text is None:
         return None
     return {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
+
+
+def _with_home(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the home directory in ``--KEY=~/PATH``, where a shell leaves the ``~`` as it is."""
+    home = os.path.expanduser("~/")
+    return [argument.replace("=~/", f"={home}", 1) for argument in arguments]
 
 
 def _config_first(arguments: Sequence[str]) -> list[str]:

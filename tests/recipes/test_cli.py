@@ -257,6 +257,13 @@ def test_runs_without_a_logger_have_folders_of_their_own(named, conf, capsys):
     assert (root / "version_2" / "reconstructions.pt").exists()
 
 
+def test_paths_in_the_home_directory_are_those_of_a_shell(conf, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", conf("adam"), "--trainer.logger.save_dir=~/runs", "--print_config"])
+    assert f"save_dir: {tmp_path}/runs\n" in capsys.readouterr().out
+
+
 def test_logger_that_is_named_is_used_in_a_test(conf):
     main(["test", "--config", conf("adam"), "--trainer.logger.init_args.save_dir=tested"])
     assert [path.name for path in Path("tested").rglob("metrics.csv")] == ["metrics.csv"]

@@ -494,7 +494,8 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
             "before the base is replaced"
         )
     kind = kind_of(layer.base)
-    weight = None if kind is None else layer.base._parameters.get(kind.matrices(layer.base)[0].weight)
+    tensors = layer.base._parameters | layer.base._buffers  # torch leaves a frozen weight without its norm as a buffer
+    weight = None if kind is None else tensors.get(kind.matrices(layer.base)[0].weight)
     own = layer.base._parameters.get("weight")
     if kind is None and own is not None and own.shape == (layer.out_features, layer.in_features):
         raise ValueError(
@@ -505,8 +506,9 @@ def _check_can_merge(name: str, layer: AdaptedLinear) -> None:
         )
     if weight is None or not weight.is_floating_point() or weight.numel() != layer.in_features * layer.out_features:
         raise ValueError(
-            f"the weight of {name or 'the model'} cannot be added to: it is parametrized, pruned or quantised. Undo "
-            "that first (torch.nn.utils.parametrize.remove_parametrizations), or leave the adapter in"
+            f"the weight of {f'{name}.base' if name else 'the base'} cannot be added to: it is parametrized, pruned or "
+            "quantised. Undo that first, at this layer (torch.nn.utils.parametrize.remove_parametrizations), or leave "
+            "the adapter in"
         )
 
 
@@ -518,4 +520,5 @@ def _merge(layer: AdaptedLinear) -> None:
     weight = getattr(layer.base, matrix.weight)
     update = layer.update.to_dense()
     merged = updated(weight, (update.T if matrix.transposed else update).reshape(weight.shape))
-    setattr(layer.base, matrix.weight, nn.Parameter(merged, requires_grad=weight.requires_grad))
+    is_parameter = isinstance(weight, nn.Parameter)
+    setattr(layer.base, matrix.weight, nn.Parameter(merged, weight.requires_grad) if is_parameter else merged)

@@ -567,10 +567,15 @@ def test_a_parametrization_of_others_beside_an_adapter_is_pickled_with_it():
     assert torch.equal(again.in_proj_bias, model.in_proj_bias) and (again.in_proj_bias > 0).all()
 
 
-def test_parametrized_weight_is_adapted_and_not_merged():
+def test_parametrized_weight_is_adapted_and_merged_without_its_parametrization():
     model = made()
+    names = set(model.state_dict())
     nn.utils.parametrizations.weight_norm(model[0])
     before = model(inputs())
     assert torch.equal(add_adapters(model, FACTORY)(inputs()), before)
-    with pytest.raises(ValueError, match="the weight of 0 cannot be added to: it is parametrized"):
+    after = train(model)(inputs())
+    with pytest.raises(ValueError, match="the weight of 0.base cannot be added to: it is parametrized"):
         merge_adapters(model)
+    nn.utils.parametrize.remove_parametrizations(model[0].base, "weight")
+    torch.testing.assert_close(merge_adapters(model)(inputs()), after)
+    assert set(model.state_dict()) == names

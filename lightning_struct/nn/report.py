@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -59,13 +60,9 @@ def replacement_report(model: nn.Module) -> ReplacementReport:
         >>> report.skipped
         {'1': 'its kernel is larger than one pixel: replace_conv and compress take it'}
     """
-    rows = [("layer", "class", "parameters", "dense", "compression", "error")]
+    rows: list[tuple[str, ...]] = [("layer", "class", "parameters", "dense", "compression", "error")]
     structured = {name: layer for name, layer in model.named_modules() if isinstance(layer, StructuredLinear)}
-    for name, layer in structured.items():
-        error = "" if layer.approximation_error is None else f"{layer.approximation_error:.3g}"
-        dense = layer.in_features * layer.out_features
-        ratio = f"{layer.compression_ratio:.1f}"
-        rows.append((name or "(model)", _class_of(layer), f"{layer.weight_parameters:,}", f"{dense:,}", ratio, error))
+    rows += [_row(*zip(*named, strict=True)) for named in _alike(model, structured)]
     if structured:
         now = sum(parameter.numel() for parameter in model.parameters())
         adapters = {update.adapter for update in model.modules() if isinstance(update, StructuredUpdate)}
@@ -101,6 +98,31 @@ def reasons_as_text(reasons: Mapping[str, str]) -> str:
     """The end of a sentence that names layers and the reasons, at most five."""
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     return "".join(f"; {name}: {reason}" for name, reason in list(reasons.items())[:5]) + more
+
+
+def _alike(
+    model: nn.Module, structured: Mapping[str, StructuredLinear]
+) -> Iterator[Iterator[tuple[str, StructuredLinear]]]:
+    """Each structured layer with its name; together those that follow each other in a list and are alike."""
+
+    def what(named: tuple[str, StructuredLinear]) -> tuple[str, str, int, int]:
+        name, layer = named
+        above = name.rpartition(".")[0]
+        is_in_list = isinstance(model.get_submodule(above), nn.ModuleList)
+        return above if is_in_list else name, _class_of(layer), layer.in_features, layer.out_features
+
+    return (named for _, named in groupby(structured.items(), what))
+
+
+def _row(names: Sequence[str], layers: Sequence[StructuredLinear]) -> tuple[str, ...]:
+    """The row of one layer, or of several that are alike."""
+    name, of, ratio = names[0] or "(model)", _class_of(layers[0]), layers[0].compression_ratio
+    if len(layers) > 1:
+        name, of = f"{name}-{names[-1].rpartition('.')[2]}", f"{len(layers):,} x {of}"
+    parameters = sum(layer.weight_parameters for layer in layers)
+    dense = sum(layer.in_features * layer.out_features for layer in layers)
+    errors = [layer.approximation_error for layer in layers if layer.approximation_error is not None]
+    return name, of, f"{parameters:,}", f"{dense:,}", f"{ratio:.1f}", f"{max(errors):.3g}" if errors else ""
 
 
 def _has_matrices(layer: nn.Module) -> bool:

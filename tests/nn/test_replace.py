@@ -597,6 +597,18 @@ def test_convolutions_are_replaced_by_blocks(caplog):
     assert list(replacement_report(model).skipped) == ["4"]
 
 
+def test_report_has_one_row_for_blocks_that_are_alike():
+    torch.manual_seed(0)
+    model = replace_conv(convolutions(), partial(LowRank.from_linear, rank=2), torch.randn(1, 2, 9, 9), include="0")
+    row, whole = (line.split() for line in replacement_report(model).splitlines()[1:3])
+    assert row[:7] == ["0.blocks.0-5", "6", "x", "LowRank(rank=2)", f"{6 * 2 * 162:,}", f"{6 * 81 * 81:,}", "20.2"]
+    errors = [block.approximation_error for block in model[0].blocks]
+    assert row[7:] == [f"{max(errors):.3g}"] and whole[:3] == ["the", "whole", "model"]
+    model[0].blocks[5] = LowRank(81, 81, bias=False, rank=1)
+    rows = [line.split()[0] for line in replacement_report(model).splitlines()[1:3]]
+    assert rows == ["0.blocks.0-4", "0.blocks.5"]
+
+
 def test_convolutions_of_a_compiled_model_are_replaced():
     model, image = convolutions().eval(), torch.randn(1, 2, 9, 9)
     compiled = torch.compile(model, backend="eager")

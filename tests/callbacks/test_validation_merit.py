@@ -369,6 +369,15 @@ def test_validations_are_counted_whenever_they_are(tmp_path, options, steps):
     assert (trainer.global_step, module.layers.bias.item()) == (steps, callback.best_step)
 
 
+def test_where_min_epochs_lets_training_go_on_it_says_once_that_it_ends(tmp_path, caplog):
+    callback = ValidationMeritStopping(patience=1)
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=9, min_epochs=5, limit_val_batches=1)
+    with caplog.at_level("INFO"):
+        trainer.fit(ScriptedNetwork([3, 4, 4, 4, 4]), draw_loader(draws=1), validation_loader(8))
+    assert trainer.global_step == 5
+    assert len([record for record in caplog.records if "training ends" in record.getMessage()]) == 1
+
+
 def test_validation_data_may_be_a_stream(tmp_path):
     class Streamed(ScriptedNetwork):
         def validation_step(self, batch, batch_idx):

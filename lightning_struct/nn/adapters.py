@@ -68,7 +68,7 @@ def add_adapters(
     Further calls add adapters to other layers and projections, and leave parameters that require gradients alone. Batch
     norms still update their statistics in training, frozen or not: :func:`adapter_state_dict` includes these buffers.
     On the meta device the adapters have no values either; after ``to_empty``, call ``reset_parameters`` of their
-    modules.
+    modules. Load the weights of the base before: afterwards they have other names, such as ``0.base.weight``.
 
     Args:
         model: searched with everything below it. If it is a linear layer itself, the new layer is returned.

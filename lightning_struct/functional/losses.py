@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lightning_struct.functional.arguments import is_integer
 from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 
@@ -240,9 +241,35 @@ def derivative_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) ->
         except RuntimeError:
             return 0.0
     found = loss.sqrt_hessian(outputs, targets, loss.residual(outputs, targets))
-    derivative = mean * len(outputs)
-    largest = max(inner(t, t).item() for t in (found, derivative))
-    error = inner(found - derivative, found - derivative).item()
+    return _distance(found, mean * len(outputs))
+
+
+def transpose_error(loss: GaussNewtonLoss, outputs: Tensor, targets: Tensor) -> float:
+    """Distance of Sᵀv from the derivative of vᵀS a in a, as a share of the larger of both, for random signs v.
+
+    It is 0 where autograd does not differentiate S a.
+
+    Example:
+        >>> class Wrong(SquaredError):
+        ...     def sqrt_hessian_transpose(self, outputs, targets, vector):
+        ...         return 2 * vector
+        >>> transpose_error(Wrong(), torch.ones(3, 2), torch.zeros(3, 2))
+        0.5
+    """
+    v = random_signs(*outputs.shape, like=outputs, generator=torch.Generator(outputs.device).manual_seed(0))
+    with torch.enable_grad():
+        point = torch.zeros_like(v, requires_grad=True)
+        try:
+            (derivative,) = torch.autograd.grad(loss.sqrt_hessian(outputs, targets, point), point, v)
+        except RuntimeError:
+            return 0.0
+    return _distance(loss.sqrt_hessian_transpose(outputs, targets, v), derivative)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖ as a share of the larger norm of both."""
+    largest = max(inner(t, t).item() for t in (found, expected))
+    error = inner(found - expected, found - expected).item()
     return (error / largest) ** 0.5 if largest > 0.0 else 0.0
 
 

@@ -25,11 +25,15 @@ from lightning_struct.functional.preconditioner import (
     randomized_gauss_newton_diagonal,
 )
 from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.buffers import BufferUpdates, versions
 from lightning_struct.optim.shf.objective import FlatWeights, Objective
 from lightning_struct.optim.shf.samples import Samples
 from lightning_struct.optim.shf.variance import sum_of_squared_norms
+
+# What a share is of, where that is zero.
+_TINY = 1e-300
 
 
 class BatchModel:
@@ -42,8 +46,7 @@ class BatchModel:
     vectors in the space of the weights are the same on all of them.
 
     Args:
-        module: the network; its weights are not changed. What its forward writes into buffers in training, as batch and
-            spectral normalisation do, it writes once.
+        module: the network; neither its weights nor its buffers are changed.
         loss: f is its mean over the n samples.
         weights: name -> the trainable weights, detached.
         inputs: this process's samples, a tensor or a tuple of tensors.
@@ -57,8 +60,6 @@ class BatchModel:
         layers_show: whether layers are asked for the gradients of single samples.
         curvature_share: share of the other samples of each process, its first ones, whose rows A has; f and ∇f are of
             all.
-        buffers: what is known of the module's buffers from the steps before.
-        keep_buffers: keep the values that the buffers had before they were written.
 
     Attributes:
         weights: w.
@@ -74,7 +75,6 @@ class BatchModel:
             not asked.
         linearization, outputs, targets: those of this process's samples that have rows in A.
         right_hand_side: b = -r of these.
-        buffers_before: name -> values of the buffers before, where they were written and are to be kept.
 
     Raises:
         TypeError: a loss whose value is no tensor without dimensions.
@@ -99,29 +99,19 @@ class BatchModel:
         products: int | None = None,
         single_samples: bool = True,
         layers_show: bool = True,
-        buffers: BufferUpdates | None = None,
-        keep_buffers: bool = False,
     ) -> None:
         self._module, self._loss, self.weights = module, loss, FlatWeights(weights)
         self._l2, self._backend, self._chunk_size, self._products = l2, backend, chunk_size, products
         self._single_samples, self._layers_show = single_samples, layers_show
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
         batch, held = Samples.of_batch(inputs, targets, self._device).hold_out(held_out)
-        self.n, self.samples = batch.total, batch.total + held.total
+        self.n, self.samples, self._args = batch.total, batch.total + held.total, batch.args
         self._random_state = random_state(*batch.args)
         self.objective = Objective(
             module, loss, self.weights, batch, held, self._random_state, l2=l2, chunk_size=chunk_size
         )
-        self._buffers = BufferUpdates(module) if buffers is None else buffers
-        self.buffers_before: dict[str, Tensor] = {}
-        if updated := self._buffers.are_needed():
-            self._update_buffers(batch, keep_buffers)
         before = versions(batch.args)
-        with self._buffers.watched():
-            self._linearize(batch)
-        if not updated and self._buffers.are_needed():  # it has begun to write
-            self._update_buffers(batch, keep_buffers)
-            self._linearize(batch)
+        self._linearize(batch)
         if versions(batch.args) != before:
             raise ValueError(
                 "the forward of the module changes its inputs in place, and each evaluation in a step would change "
@@ -137,14 +127,33 @@ class BatchModel:
         """Whether any samples are held out."""
         return self.samples > self.n
 
+    def write_buffers(self, buffers: BufferUpdates) -> None:
+        """Let a forward write into the buffers of the module, as it is now."""
+        with restored_random_state(self._random_state):
+            buffers.run(self._args)
+
+    def change_by_repetition(self) -> float:
+        """How far the outputs of another forward are from these, at w and with the same random numbers, as a share."""
+        args, _, rows = next(self._rows_of.chunks(self._chunk_size))
+        with restored_random_state(self._random_state):
+            again = call_with(self._module, self.weights.by_name, args).to(self._dtype)
+        change, outputs = again - self.outputs[rows], self.outputs[rows]
+        return math.sqrt(inner(change, change).item() / max(inner(outputs, outputs).item(), _TINY))
+
+    def product_error(self) -> float:
+        """How far uᵀJ Jᵀu is from ‖Jᵀu‖², as a share of the latter, for random signs u; on this process.
+
+        Where the second derivative is lost behind a layer, it is the share of the parameters before it.
+        """
+        signs = self._random_signs(0)
+        product = self.linearization.vjp(signs)
+        squares = sum(inner(part, part).item() for part in product.values())
+        return abs(inner(signs, self.linearization.jvp(product).to(self._dtype)).item() - squares) / max(squares, _TINY)
+
     @property
     def curvature_n(self) -> int:
         """m: samples over all processes that A has rows of."""
         return self._rows_of.total
-
-    def _update_buffers(self, samples: Samples, keep: bool) -> None:
-        with restored_random_state(self._random_state):
-            self.buffers_before = self._buffers.run(samples.args, keep=keep)
 
     def _linearize(self, samples: Samples) -> None:
         """Make A of these samples."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 class BufferUpdates:
     """The one forward per step that updates the buffers of a module, where its forward writes into any.
 
+    It is the last one with the old weights: those before it, on copies of the buffers, read what a first forward would.
     Statistics of batch normalisation are written, a mask or a table of positions is not. The first forward with the
     same layers in training tells, by the values: a write through ``.data`` leaves no other trace. A forward that begins
     to write later is seen by ``watched``.
@@ -37,21 +38,19 @@ class BufferUpdates:
             self._in_training, self._writes = in_training, None
         return self._writes is not False
 
-    def run(self, args: Sequence[Any], *, keep: bool = False) -> dict[str, Tensor]:
+    def run(self, args: Sequence[Any]) -> None:
         """Update the buffers.
 
         Args:
             args: of the module.
-            keep: return the values of before, by name; else nothing is returned.
         """
-        buffers = dict(self._module.named_buffers())
-        before = {name: b.clone() for name, b in buffers.items()} if keep or self._writes is None else {}
+        buffers = list(self._module.buffers())
+        before = [b.clone() for b in buffers] if self._writes is None else []
         state = _state(self._module)
         self._module(*args)
         if self._writes is None:
             same = _is_same(state, _state(self._module))
-            self._writes = not (same and all(_equal(b, before[name]) for name, b in buffers.items()))
-        return before if keep and self._writes else {}
+            self._writes = not (same and all(map(_equal, buffers, before)))
 
     @contextmanager
     def watched(self) -> Iterator[None]:

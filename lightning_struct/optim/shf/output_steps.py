@@ -20,6 +20,7 @@ from lightning_struct.functional.losses import (
     GaussNewtonLoss,
     SquaredError,
     derivative_error,
+    transpose_error,
 )
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.optim.messages import tell, warn
@@ -52,6 +53,10 @@ _RATIO_DECAY = 0.8
 _HARM = 0.1
 # S r of a loss differs by more than this share from the derivative of its value: a warning.
 _LARGEST_DERIVATIVE_ERROR = 0.01
+# The outputs of two calls differ by more than this share: a warning. Autocast to bfloat16 stays below.
+_LARGEST_CHANGE = 0.05
+# So do products with J and with its transpose, where they are not of one matrix.
+_LARGEST_PRODUCT_ERROR = 0.05
 # Bound on the tolerance of the solver, which is loosened where steps are shortened.
 _LOOSEST_TOLERANCE = 0.3
 
@@ -92,7 +97,7 @@ class OutputSteps:
         self._buffers = BufferUpdates(module)
         self._validation: Batches | None = None
         self._checked_loss: GaussNewtonLoss | None = None
-        self._checked_reached = False
+        self._checked_module = False
 
     def _choose_settings(self, given: Settings) -> None:
         settings, factors = chosen_settings(given, self._module, self._named)
@@ -122,14 +127,14 @@ class OutputSteps:
         self._take_over(now.memory)
         model = self._model_of(now, inputs, targets)  # A and b (Algorithms 4 and 5)
         self._check_loss(model)
-        self._check_reached(now, model, inputs, targets)
+        self._check_module(now, model, inputs, targets)
         self._choose_damping(now, model)
         if self._took_back(now, model):  # beyond the paper
-            for name, buffer in model.buffers_before.items():
-                self._module.get_buffer(name).copy_(buffer)
             model = self._model_of(now, inputs, targets)
         preconditioner = self._preconditioner_of(now, model)  # c (Algorithm 3)
         update = self._search(now, model, preconditioner)  # d by LSMR (Algorithm 6), ρ and s (section 4.2)
+        if self._buffers.are_needed():
+            model.write_buffers(self._buffers)
         if update.solution is not None:
             model.weights.add_(update.solution.direction * update.step_length)  # w <- w + s d
         self._adapt(now, model, preconditioner, update)  # λ, γ and maxiter (sections 4.2 and 4.5)
@@ -169,7 +174,8 @@ class OutputSteps:
         """The damped least-squares model of a batch at the current weights."""
         settings, device = self.settings, now.group["params"][0].device
         check_per_sample(settings.preconditioner, self._module)
-        with now.timed("linearize"), seeded(now.seed(f"network on rank {rank()}"), device):
+        seed = now.seed(f"network on rank {rank()}")
+        with now.timed("linearize"), seeded(seed, device), self._buffers.watched():
             model = BatchModel(
                 self._module,
                 self.loss,
@@ -184,8 +190,6 @@ class OutputSteps:
                 products=2 * now.group["maxiter"],
                 single_samples=settings.single_samples,
                 layers_show=self.exact_variance and not now.memory.get("uncovered", False),
-                buffers=self._buffers,
-                keep_buffers=self._measures(now),  # the last step may be taken back
             )
         if model.uncovered is not None and settings.single_samples:
             warn(
@@ -208,12 +212,20 @@ class OutputSteps:
                 f"{type(self.loss).__name__}. S r must be the derivative of each sample's loss in its outputs, and the "
                 "value the mean over samples; else steps and their measure belong to different losses"
             )
+        error = transpose_error(self.loss, model.outputs, model.targets)
+        if error > _LARGEST_DERIVATIVE_ERROR:
+            warn(
+                f"SHF: sqrt_hessian_transpose of {type(self.loss).__name__} is not the transpose of its sqrt_hessian: "
+                f"Sᵀv differs by {error:.0%} from what autograd makes of S. The curvature of the model is then wrong"
+            )
 
-    def _check_reached(self, now: StepState, model: BatchModel, inputs: Any, targets: Tensor) -> None:
-        """Warn in the first step of layers that are called with gradients turned off."""
-        if self._checked_reached:
+    def _check_module(self, now: StepState, model: BatchModel, inputs: Any, targets: Tensor) -> None:
+        """Warn in the first step of a module that is differentiated wrongly, or not, or has a state between calls."""
+        if self._checked_module:
             return
-        self._checked_reached = True
+        self._checked_module = True
+        if model.linearization.backend != "layer_rules":  # whose layers are known
+            self._check_calls(model)
         penalty = model.weights.vector * self.settings.l2
         gradient = model.weights.unflat(model.gradient - penalty)
         rows = slice(self.settings.chunk_size)
@@ -222,6 +234,23 @@ class OutputSteps:
             names = called_without_gradients(self._module, now.weights, gradient, args)
         if names:
             warn(without_gradients_message(names))
+
+    def _check_calls(self, model: BatchModel) -> None:
+        change, error = model.change_by_repetition(), model.product_error()
+        if change > _LARGEST_CHANGE:
+            warn(
+                "SHF: a step calls the module several times, and its outputs change from call to call, with the same "
+                f"weights, inputs and random numbers of torch, by {change:.0%}: the losses of a step cannot be "
+                "compared. Keep in a buffer (register_buffer) what a forward leaves for the next one, such as a hidden "
+                "state, and draw random numbers from torch"
+            )
+        if error > _LARGEST_PRODUCT_ERROR:
+            warn(
+                "SHF: products with the Jacobian J of the outputs are wrong, as where the backward of a "
+                "torch.autograd.Function has no derivative, because of once_differentiable, detach or numpy: uᵀJ Jᵀu "
+                f"differs from ‖Jᵀu‖² by {error:.0%}. Write that backward in differentiable operations of torch, or "
+                "give the function setup_context and jvp, and take SHF(backend='linearize')"
+            )
 
     def _measures(self, now: StepState) -> bool:
         """Whether the batch shows what the last step gained."""
@@ -387,7 +416,9 @@ class OutputSteps:
     def _report(self, now: StepState, model: BatchModel, update: Update) -> StepReport:
         """The report of a step, with the merit at the new weights and n̂ (Algorithm 2)."""
         with now.timed("merit"):
-            merit = None if self._validation is None else merit_after(model, update, self._validation)
+            merit = None
+            if self._validation is not None:
+                merit = merit_after(model, update, self._validation, new_buffers=self._buffers.are_needed())
         return StepReport(
             loss_before=model.value,
             loss_after=update.loss,

@@ -219,12 +219,12 @@ def update_along(
     return Update(solution, found.step_length, found.value, ratio, damping, iterations, solution.stop_reason)
 
 
-def merit_after(model: BatchModel, update: Update, validation: Batches) -> float:
-    """φ at the new weights, from the solve where it was evaluated there."""
+def merit_after(model: BatchModel, update: Update, validation: Batches, *, new_buffers: bool) -> float:
+    """φ at the new weights, from the solve where it was evaluated there, and with the buffers that are there now."""
     solution = update.solution
     if solution is None:
         return model.objective.merit(torch.zeros_like(model.gradient), validation)
     last_is_known = bool(solution.merits) and solution.merits[-1][0] == solution.iterations
-    if update.step_length == 1.0 and solution.direction is solution.last and last_is_known:
+    if update.step_length == 1.0 and solution.direction is solution.last and last_is_known and not new_buffers:
         return solution.merits[-1][1]
     return model.objective.merit(solution.direction * update.step_length, validation)

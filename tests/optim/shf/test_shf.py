@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.prune import l1_unstructured
@@ -20,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from lightning_struct.functional import CrossEntropy, SquaredError
 from lightning_struct.optim import SHF, StepReport
 from lightning_struct.optim.shf.batch_model import BatchModel
-from lightning_struct.optim.shf.buffers import BufferUpdates
 from tests.cases import CASES, Case, First, convolution, dense_jacobian, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 
@@ -343,22 +344,113 @@ def test_a_layer_that_is_put_back_into_training_is_asked_anew() -> None:
     assert module[1].num_batches_tracked == 2
 
 
+class Stateful(nn.Module):
+    """A recurrent network that begins each batch in the state in which the last one ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+        self.register_buffer("state", torch.zeros(1, 5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, state = self.cell(x, self.state.clone())
+        if self.training:
+            self.state.copy_(state.detach())
+        return self.head(outputs)
+
+
 @pytest.mark.parametrize("settings", [{"damping": 1.0, "preconditioner": None}, {}], ids=["paper", "chosen"])
-def test_buffers_are_copied_only_where_the_last_step_may_be_taken_back(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = []
-    run = BufferUpdates.run
+def test_a_step_reads_the_buffers_that_a_first_forward_reads(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = Stateful().double()
+    optimizer = SHF(module, "mse", **settings)
+    for seed in range(4):
+        inputs, targets = gaussian(5, 6, 4, seed=seed) + 1, gaussian(5, 6, 2, seed=seed + 10)
+        alike = copy.deepcopy(module)
+        loss = 0.5 * (alike(inputs) - targets).square().sum().item() / 5
+        assert take(optimizer, (inputs, targets)).loss_before == pytest.approx(loss)
+        torch.testing.assert_close(module.state, alike.state)
 
-    def recorded(self: BufferUpdates, args: Any, *, keep: bool = False) -> dict[str, Tensor]:
-        kept.append(bool(before := run(self, args, keep=keep)))
-        return before
 
-    monkeypatch.setattr(BufferUpdates, "run", recorded)
-    optimizer = SHF(batch_normalised(), "mse", **settings)
-    for seed in range(3):
-        take(optimizer, batch(seed=seed))
-    assert kept == ([False, True, True] if not settings else [False] * 3)
+def warnings_of_a_step(module: nn.Module, loss: Any = "mse", **settings: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        take(SHF(module.double(), loss, **settings), batch())
+    return [str(warning.message) for warning in told]
+
+
+class Counted(nn.Module):
+    """A forward with a Python number, which each call changes."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.net, self.scale, self.factor = nn.Sequential(network(), nn.PReLU()), 1.0, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale *= self.factor
+        return self.scale * self.net(x)
+
+
+def test_outputs_that_change_from_call_to_call_are_told() -> None:
+    told = warnings_of_a_step(Counted(1.2))[0]  # the next ones are that no step lowers such a loss
+    assert re.search("outputs change from call to call, .* by 20%.*register_buffer", told)
+    assert warnings_of_a_step(Counted(1.001)) == []
+    assert warnings_of_a_step(nn.Sequential(network(), nn.PReLU(), nn.Dropout(0.5))) == []
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class SquaresOnce(Squares):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Squaring(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 5), nn.Linear(5, 2), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function.apply(self.first(x)))
+
+
+def test_a_backward_without_a_derivative_is_told() -> None:
+    torch.manual_seed(0)
+    (told,) = warnings_of_a_step(Squaring(SquaresOnce))
+    assert re.search("products with the Jacobian .* wrong.*once_differentiable.* by [0-9]+%", told)
+    assert warnings_of_a_step(Squaring(Squares)) == []
+
+
+class NoTranspose(CrossEntropy):
+    def sqrt_hessian_transpose(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
+        return self.sqrt_hessian(outputs, targets, vector)
+
+
+def test_a_loss_whose_transpose_is_none_is_told() -> None:
+    inputs, labels = batch()[0], batch()[1].argmax(1)
+    with pytest.warns(UserWarning, match="sqrt_hessian_transpose of NoTranspose is not the transpose.* by [0-9]+%"):
+        take(SHF(network(), NoTranspose()), (inputs, labels))
+
+
+def test_the_merit_of_a_step_is_that_of_the_new_statistics_of_batch_normalisation() -> None:
+    module = batch_normalised()
+    optimizer = SHF(module, "mse", damping=1.0, solver="lsmr", preconditioner=None)
+    inputs, targets = batch(seed=7)
+    optimizer.set_validation([(inputs, targets)])
+    report = take(optimizer, batch())
+    module.eval()
+    assert report.merit == pytest.approx(0.5 * (module(inputs) - targets).square().sum().item() / len(targets))
 
 
 @pytest.mark.parametrize("l2", [0.0, 0.1])

@@ -45,6 +45,7 @@ def run_command(main: Callable[[], Any]) -> None:
     what a layer says of inputs of another shape or dtype;
     SIGINT (Ctrl-C) ends it with status 130 and SIGTERM with 143. All other errors are defects and keep their traceback.
     """
+    sys.path.append("")  # what a user has in the working directory can be named in options, as under python -m
     if isinstance(sys.stdout, TextIOWrapper):  # no result of a run is lost for a sign that an encoding lacks
         sys.stdout.reconfigure(errors="replace")
     try:

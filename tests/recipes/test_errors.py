@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import zipfile
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def test_signs_that_an_encoding_lacks_end_no_run(monkeypatch):
     run_command(lambda: print("‖x‖²"))
     printed.flush()
     assert printed.buffer.getvalue().split() == [b"?x??"]
+
+
+def test_modules_in_the_working_directory_are_found(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    Path("project_of_a_user.py").touch()
+    run_command(lambda: import_module("project_of_a_user"))
 
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), FileNotFoundError(errno.ENOENT, "a defect")])

@@ -67,6 +67,9 @@ class PhysicsInformedNetwork(L.LightningModule):
         data = PointsDataModule(equation, {"interior": 900, "boundary": 120})
         Trainer(precision="64-true").fit(PhysicsInformedNetwork(equation, [64]), datamodule=data)
 
+    A checkpoint says neither of which equation nor of which network it is:
+    ``PhysicsInformedNetwork.load_from_checkpoint(path, equation=..., hidden_sizes=...)``.
+
     Args:
         equation: the differential equation.
         hidden_sizes: units of the hidden layers, with tanh.

@@ -54,6 +54,7 @@ class SquaredError:
         if outputs.shape != targets.shape:
             raise ValueError(
                 f"outputs are {tuple(outputs.shape)} but targets {tuple(targets.shape)}: they must be alike"
+                f"{_of_one_output(outputs, targets)}"
             )
         return outputs - targets
 
@@ -144,8 +145,16 @@ class CrossEntropy:
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
         expected = outputs.shape if targets.is_floating_point() else outputs.shape[:-1]
         if outputs.ndim < 2 or targets.shape != expected:
-            classes_first = not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]
-            remedy = ": the classes come last here, as by outputs.movedim(1, -1) in the module" if classes_first else ""
+            remedy = ""
+            if targets.shape == outputs.shape:
+                single = outputs.ndim < 2 or outputs.shape[-1] == 1
+                remedy = (
+                    ": one logit for two classes is for 'binary_cross_entropy'"
+                    if single
+                    else ": one-hot targets are probabilities, as by targets.float()"
+                )
+            elif not targets.is_floating_point() and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
+                remedy = ": the classes come last here, as by outputs.movedim(1, -1) in the module"
             raise ValueError(
                 "cross-entropy needs logits (n, ..., classes) and targets of class indices (n, ...) or probabilities "
                 f"like the logits; got {tuple(outputs.shape)} and {tuple(targets.shape)} ({targets.dtype}){remedy}"
@@ -203,18 +212,20 @@ class BinaryCrossEntropy:
     @staticmethod
     def _check(outputs: Tensor, targets: Tensor) -> None:
         if outputs.shape != targets.shape:
-            remedy = (
-                ": give targets of shape (n, 1), as by labels[:, None]" if outputs.shape == (*targets.shape, 1) else ""
-            )
             raise ValueError(
                 f"binary cross-entropy needs targets like the logits; got {tuple(outputs.shape)} and "
-                f"{tuple(targets.shape)}{remedy}"
+                f"{tuple(targets.shape)}{_of_one_output(outputs, targets)}"
             )
         if not targets.numel():
             return
         lowest, highest = torch.stack(targets.to(outputs.dtype).aminmax()).tolist()
         if not 0 <= lowest <= highest <= 1:
             raise ValueError(f"targets of binary cross-entropy must be in [0, 1], got {lowest:g} to {highest:g}")
+
+
+def _of_one_output(outputs: Tensor, targets: Tensor) -> str:
+    """What to do where the targets lack the last dimension of the outputs, of size 1."""
+    return ": give targets of shape (n, 1), as by targets[:, None]" if outputs.shape == (*targets.shape, 1) else ""
 
 
 def _mean(values: Tensor) -> Tensor:

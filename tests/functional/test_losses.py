@@ -248,7 +248,7 @@ def test_an_ignored_index_that_is_no_integer_is_named() -> None:
 
 
 def test_binary_targets_of_another_shape_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"got \(3, 1\) and \(3,\): .* labels\[:, None\]"):
+    with pytest.raises(ValueError, match=r"got \(3, 1\) and \(3,\): .* targets\[:, None\]"):
         BinaryCrossEntropy().value(gaussian(3, 1, seed=0), events(3))
 
 
@@ -290,3 +290,24 @@ def test_an_object_that_lacks_methods_is_refused_with_their_names() -> None:
 def test_classes_in_the_second_dimension_are_told_to_come_last() -> None:
     with pytest.raises(ValueError, match=r"outputs\.movedim\(1, -1\)"):
         CrossEntropy().value(gaussian(2, 4, 3, 3, seed=0), labels(2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "remedy"),
+    [
+        (
+            "mse",
+            (4, 1),
+            torch.zeros(4),
+            r"they must be alike: give targets of shape \(n, 1\), as by targets\[:, None\]",
+        ),
+        ("cross_entropy", (4,), torch.zeros(4, dtype=torch.int64), "two classes is for 'binary_cross_entropy'"),
+        ("cross_entropy", (4, 1), torch.zeros(4, 1, dtype=torch.int64), "two classes is for 'binary_cross_entropy'"),
+        ("cross_entropy", (4, 3), torch.zeros(4, 3, dtype=torch.int64), r"one-hot targets .* targets\.float\(\)"),
+    ],
+)
+def test_targets_of_another_shape_are_told_what_to_do(
+    loss: str, outputs: tuple[int, ...], targets: Tensor, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        get_loss(loss).value(torch.zeros(outputs), targets)

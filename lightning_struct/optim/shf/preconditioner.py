@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.least_squares import RightPreconditioner
 from lightning_struct.functional.losses import GaussNewtonLoss
@@ -49,7 +51,20 @@ def check_per_sample(given: Any, module: nn.Module) -> None:
 
 def preconditioner_by_name(name: str, model: BatchModel, seed: int) -> Callable[[float], Tensor]:
     """λ -> c of a diagonal preconditioner (section 4.4), the random signs drawn with ``seed``."""
-    return lambda damping: model.scaling(name, damping, seed=seed)
+
+    def at(damping: float) -> Tensor:
+        try:
+            return model.scaling(name, damping, seed=seed)
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"preconditioner={name!r} is made of gradients per sample, and the module takes no single sample "
+                f"({first_line(error)}), as where nodes of a graph depend on each other: use preconditioner=None or "
+                "'kronecker'"
+            ) from error
+
+    return at
 
 
 def preconditioner_by_object(

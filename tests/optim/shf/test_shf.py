@@ -493,6 +493,30 @@ def test_a_preconditioner_of_per_sample_gradients_is_refused_with_batch_norm(pre
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
 
 
+class Neighbours(nn.Module):
+    """Adds what each edge brings to its node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, graph: dict[str, Tensor]) -> Tensor:
+        messages, (source, target) = self.first(graph["nodes"]).tanh(), graph["edges"]
+        return self.last(torch.zeros_like(messages).index_add(0, target, messages[source]))
+
+
+def test_a_preconditioner_of_per_sample_gradients_is_refused_where_nodes_depend_on_each_other() -> None:
+    torch.manual_seed(0)
+    module, (nodes, targets) = Neighbours().double(), batch()
+    graph = {"nodes": nodes, "edges": torch.tensor([[0, 1, 2, 5], [1, 2, 0, 4]])}
+    with pytest.raises(
+        ValueError, match="'diagonal' .* no single sample .IndexError.*preconditioner=None or 'kronecker'"
+    ):
+        take(SHF(module, "mse", damping=1.0), (graph, targets))
+    report = take(SHF(module, "mse", damping=1.0, preconditioner="kronecker"), (graph, targets))
+    assert report.loss_after < report.loss_before
+
+
 def test_frozen_parameters_are_left_alone() -> None:
     module = network()
     module[0].weight.requires_grad_(False)

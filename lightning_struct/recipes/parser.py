@@ -76,8 +76,9 @@ def suggestion(message: str, parser: argparse.ArgumentParser) -> str:
         )
     if wrong := UNKNOWN_OPTION.search(message):
         name = next(name for name in wrong.groups() if name is not None)
-        if subcommands and f"--{name}" in options:
-            return f"Options come after the subcommand, as in: {parser.prog} {min(subcommands)} --{name}=..."
+        if subcommands and options & {f"--{name}", f"--{name.partition('.')[0]}"}:  # the latter: within a config
+            command = f"{parser.prog} {min(subcommands)}"
+            return f"Options come after the subcommand, --config too, as in: {command} --{name}=..."
         if homes := _homes(name, options, parser):
             return f"Did you mean {homes[0]}?"
         return did_you_mean(f"--{name}", options) or did_you_mean(f"--{name.partition('.')[0]}", options)

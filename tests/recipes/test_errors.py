@@ -100,12 +100,15 @@ def test_other_errors_keep_their_traceback(error):
         (["fit", "--optimizer=torch.optim.SGD"], "Did you mean --model.optimizer?"),
         (["fit", "--lr_scheduler.gamma=0.5"], "Did you mean --model.lr_scheduler.gamma?"),
         (["fit", "--batch_size=5"], "Did you mean --data.batch_size?"),
-        (["--trainer.max_epochs=3", "fit"], "Options come after the subcommand, as in:"),
+        (["--trainer.max_epochs=3", "fit"], "Options come after the subcommand"),
+        (["--model.loss=mse", "fit"], "mnist_fnn fit --model.loss=..."),
+        (["--config", "hrls", "fit"], "Options come after the subcommand, --config too"),
         (["--data.synthetic=true"], "mnist_fnn fit --data.synthetic=..."),
     ],
     ids=[
         *("subcommand", "trainer", "data", "network", "class", "class of Lightning", "config"),
-        *("optimizer", "within the scheduler", "option of the data", "before the subcommand", "no subcommand"),
+        *("optimizer", "within the scheduler", "option of the data", "before the subcommand"),
+        *("of the model before the subcommand", "config before the subcommand", "no subcommand"),
     ],
 )
 def test_wrong_option_is_answered_with_the_nearest(arguments, question, capsys):

@@ -123,16 +123,31 @@ class RandomizedHadamard(StructuredLinear):
         return f"{super().extra_repr()}, terms={self.terms}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        had_no_values = self.order.is_meta
         super()._apply(fn, recurse)
         self.order = fn(self.order)
+        if had_no_values:
+            self._set_what_is_random()
         return self
 
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        if self.order.is_meta:  # and the parameters need not be any more
+            self._set_what_is_random()
+
     def _draw_weights(self) -> None:
-        """Draw G from a normal distribution that keeps the variance of the input; set what is always the same."""
+        """Draw G from a normal distribution that keeps the variance of the input."""
         # The variance rises by n/N in the first transform, and by k/N in the second.
         nn.init.normal_(self.G, std=self.length / math.sqrt(self.G.numel() * self.in_features))
+        self._set_what_is_random()
+
+    @torch.no_grad()
+    def _set_what_is_random(self) -> None:
+        """Set signs and orders, which are always the same, where the parameters have values."""
         if self.G.is_meta:
             return
+        for name in ("output_signs", "input_signs", "order"):
+            setattr(self, name, torch.empty_like(getattr(self, name), device=self.G.device))
         for term in range(self.terms):
             numbers = random.Random(term)  # whose random() is the same in all versions of Python
             for signs in (self.output_signs[term], self.input_signs[term]):

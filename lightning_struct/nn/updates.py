@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.tracing import is_traced, whole_call
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PROBES = 16
 Sides = Literal["none", "outputs", "both"]
@@ -94,10 +97,34 @@ class StructuredUpdate(nn.Module):
             self.scale.copy_(_unit_scale(self.adapter))
         else:
             self.scale.fill_(self.given_scale)
-        for diagonal in (self.input_diagonal, self.output_diagonal):
-            diagonal.copy_(rudin_shapiro_signs(len(diagonal)))
+        self._set_diagonals(learned=True)
         self.adapter.gain = 0.0  # wherever it is drawn anew, it starts at zero again
         self.adapter.scale_(0.0)
+
+    @torch.no_grad()
+    def _set_diagonals(self, learned: bool = False) -> None:
+        """Set the signs, which no ``state_dict`` has, and the ``learned`` diagonals, where the scale has a value."""
+        if self.scale.is_meta:
+            return
+        for name in ("input_diagonal", "output_diagonal"):
+            diagonal = getattr(self, name)
+            if name in self._buffers:
+                setattr(self, name, rudin_shapiro_signs(len(diagonal)).to(self.scale.device))
+            elif learned:
+                diagonal.copy_(rudin_shapiro_signs(len(diagonal)))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        had_no_values = self.scale.is_meta
+        super()._apply(fn, recurse)
+        if had_no_values:
+            self._set_diagonals()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        had_no_values = self.scale.is_meta
+        super()._load_from_state_dict(*args, **options)
+        if had_no_values:
+            self._set_diagonals()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out_features), in the dtype of x (under autocast in its dtype), for x (..., in_features)."""

@@ -88,6 +88,21 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "attention"])
+def test_adapters_of_a_model_without_values_are_loaded(kind, assign):
+    trained = add_adapters(made(kind, torch.float32), FACTORY, learned_diagonals="outputs")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 3)
+    with torch.device("meta"):
+        model = add_adapters(MODELS[kind](), FACTORY, learned_diagonals="outputs")
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(trained.state_dict(), assign=assign)
+    assert torch.equal(model(inputs(torch.float32)), trained(inputs(torch.float32)))
+
+
 @pytest.mark.parametrize("options", [{}, {"learned_diagonals": "both"}, {"scale": 2.0}], ids=["", "diagonals", "scale"])
 def test_adapters_of_a_model_without_values_are_drawn_after_to_empty(options):
     base = made(dtype=torch.float32)

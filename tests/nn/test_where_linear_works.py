@@ -102,6 +102,17 @@ def test_parameters_are_drawn_after_the_meta_device(name):
         assert all(torch.equal(tensor, expected[key]) for key, tensor in layer.state_dict().items())
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_keys_that_match_are_all_that_a_layer_without_values_needs(name, assign):
+    trained = FACTORIES[name](12, 7)
+    layer = FACTORIES[name](12, 7, device="meta")
+    if not assign:
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(trained.state_dict(), assign=assign)
+    assert torch.equal(layer.to_dense(), trained.to_dense())
+
+
 def test_blocks_are_drawn_after_the_meta_device_from_the_outermost_module_on():
     with torch.device("meta"):
         model = nn.Sequential(BlockStructured(16, 4, 64, functools.partial(LDRSubdiagonal, rank=8)))

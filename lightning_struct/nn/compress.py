@@ -78,9 +78,9 @@ def compress(
         data: batches, a few hundred samples; all are kept in memory. A tensor is one batch.
         budget: parameters of the whole compressed model: up to 1 as a share of the present number, above as a number.
         max_loss_increase: instead of ``budget``: how much larger the mean of ``loss`` over the data may be.
-        loss: called as ``loss(model, batch)``, returns () for a batch. With the error rate, ``max_loss_increase`` is a
-            loss of accuracy. None: the change of the outputs, ‖f̂(x) - f(x)‖² / ‖f(x)‖², where x is the batch or its
-            first item; it needs no labels.
+        loss: called as ``loss(model, batch)``, returns () for a batch; batches count alike, whatever their sizes. With
+            the error rate, ``max_loss_increase`` is a loss of accuracy. None: the change of the outputs, ‖f̂(x) -
+            f(x)‖² / ‖f(x)‖², where x is the batch or its first item; it needs no labels.
         candidates: function that returns, for an ``nn.Linear``, what may take its place: classes or their
             ``from_linear``, in partials. A candidate with an infinite or undefined loss is left out. None: low rank
             with 1/2, 1/3, 1/4, 1/6, ... to 1/64 of the parameters of the layer, and Monarch matrices of 2, 4, 8 and 16

@@ -113,7 +113,7 @@ def apply_structure(model: Model, structure: Mapping[str, Mapping[str, Any]]) ->
             raise ValueError(
                 f"the structure has {entry['class']} for {name or 'the model'}, where {type(model).__name__} has "
                 f"{_what_is_at(name, named)}: make the model with the arguments of the one that was compressed, and "
-                "with the modules of your own that it had, such as a StructuredLSTM"
+                "with what it had besides: adapters (add_adapters), and modules of your own, such as a StructuredLSTM"
             )
         if old not in made:
             take_hooks(new, old)

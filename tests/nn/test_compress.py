@@ -19,6 +19,7 @@ from lightning_struct.nn import (
     PatchLinear,
     StructuredLinear,
     StructuredLSTM,
+    add_adapters,
     apply_structure,
     compress,
     freeze,
@@ -538,6 +539,14 @@ def test_structure_of_another_model_is_an_error(network, images):
     compress(network, images, budget=0.95, exclude="attention")
     with pytest.raises(ValueError, match="where Sequential has no such layer: make the model"):
         apply_structure(nn.Sequential(nn.Linear(3, 3)), layer_structure(network))
+
+
+def test_structure_of_an_adapted_model_needs_the_adapters():
+    adapted, model = (nn.Sequential(LowRank(8, 8), nn.Linear(8, 4)) for _ in range(2))
+    structure = layer_structure(add_adapters(adapted, Circulant))
+    with pytest.raises(ValueError, match=r"for 1\.update\.adapter, where .* has a Linear at '1': .*\(add_adapters\)"):
+        apply_structure(model, structure)
+    apply_structure(add_adapters(model, Circulant), structure).load_state_dict(adapted.state_dict())
 
 
 def test_low_rank_is_near_to_the_outputs_on_the_data():

@@ -1,12 +1,14 @@
 """Cost of one solver iteration, of SHF and of others, in gradient evaluations of the same model on the same batch.
 
-    OMP_NUM_THREADS=1 python benchmarks/products.py [--samples 2000] [--threads 1] [--repeats 7]
+    OMP_NUM_THREADS=1 python benchmarks/products.py [--network NETWORK] [--samples 2000] [--threads 1] [--repeats 7]
 
-The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images, float32. Each way runs in a process
-of its own, in which solver iterations and gradient evaluations alternate, so that a machine whose speed drifts does not
-change the ratio. An iteration is everything that a solver does per step, taken as the difference of a solve of 12 and
-one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's vector work, diagonal preconditioner
-and damping included; for the rivals one product with the Gauss-Newton matrix and the vector work of plain CG. Peak
+The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images, or with ``--network lstm`` or
+``gru`` one layer of 64 units on random sequences of 28 steps of 28 numbers, whose last state a linear layer reads;
+float32. Each way runs in a process of its own, in which solver iterations and gradient evaluations alternate, so that a
+machine whose speed drifts does not change the ratio. An iteration is everything that a solver does per step, taken as
+the difference of a solve of 12 and one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's
+vector work, diagonal preconditioner and damping included; for the rivals one product with the Gauss-Newton matrix and
+the vector work of plain CG. Peak
 memory is the highest resident set of the process less what it held with model and data loaded. It takes about ten
 minutes of one core. Rivals that are not installed are said to be so:
 
@@ -34,26 +36,42 @@ from lightning_struct.functional.least_squares import lsmr
 from lightning_struct.optim.shf.batch_model import BatchModel
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU}
 OURS = ("layer_rules", "linearize", "double_backward")
 VARIANTS = (*OURS, "PyTorchHessianFree", "curvlinops")
 FEW, MANY = 2, 12
 
 
-def model_and_data(samples: int) -> tuple[nn.Sequential, Tensor]:
+class LastState(nn.Module):
+    """Ten numbers from the last state of a recurrent layer."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(28, 64, batch_first=True), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def model_and_data(network: str, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model, its inputs and their targets."""
     torch.manual_seed(0)
+    if network in RECURRENT:
+        return LastState(RECURRENT[network]), torch.rand(samples, 28, 28), torch.rand(samples, 10)
     layers = [layer for a, b in pairwise(SIZES) for layer in (nn.Linear(a, b), nn.Sigmoid())]
-    return nn.Sequential(*layers), torch.rand(samples, SIZES[0])
+    images = torch.rand(samples, SIZES[0])
+    return nn.Sequential(*layers), images, images
 
 
-def gradient(model: nn.Module, x: Tensor) -> None:
-    loss = 0.5 * (model(x) - x).square().sum() / len(x)
+def gradient(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = 0.5 * (model(x) - y).square().sum() / len(x)
     torch.autograd.grad(loss, list(model.parameters()))
 
 
-def our_iterations(backend: str, model: nn.Module, x: Tensor) -> Callable[[int], None]:
+def our_iterations(backend: str, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[int], None]:
     """LSMR as SHF calls it: warm start, diagonal preconditioner, damping."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    batch = BatchModel(model, SquaredError(), weights, x, x, backend=backend)
+    batch = BatchModel(model, SquaredError(), weights, x, y, backend=backend)
     scaling = batch.scaling("diagonal", 1.0, seed=0)
     start = torch.zeros_like(batch.gradient)
 
@@ -74,22 +92,22 @@ def our_iterations(backend: str, model: nn.Module, x: Tensor) -> Callable[[int],
     return run
 
 
-def curvlinops_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:
+def curvlinops_iterations(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[int], None]:
     from curvlinops import GGNLinearOperator  # type: ignore[import-not-found]
 
     parameters = list(model.parameters())
     operator = GGNLinearOperator(
-        model, nn.MSELoss(reduction="sum"), parameters, [(x, x)], check_deterministic=False, num_data=len(x)
+        model, nn.MSELoss(reduction="sum"), parameters, [(x, y)], check_deterministic=False, num_data=len(x)
     )
     return conjugate_gradient_steps(lambda v: operator @ v, sum(p.numel() for p in parameters))
 
 
-def pytorch_hessian_free_iterations(model: nn.Module, x: Tensor) -> Callable[[int], None]:
+def pytorch_hessian_free_iterations(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[int], None]:
     from hessianfree.optimizer import HessianFree  # type: ignore[import-not-found]
 
     parameters = list(model.parameters())
     outputs = model(x)
-    loss = nn.functional.mse_loss(outputs, x, reduction="sum")
+    loss = nn.functional.mse_loss(outputs, y, reduction="sum")
     product = HessianFree._Gv
     return conjugate_gradient_steps(lambda v: product(loss, outputs, parameters, v), sum(p.numel() for p in parameters))
 
@@ -111,21 +129,21 @@ def conjugate_gradient_steps(product: Callable[[Tensor], Tensor], size: int) -> 
     return run
 
 
-def measure(variant: str, samples: int, threads: int, repeats: int) -> Run:
+def measure(variant: str, network: str, samples: int, threads: int, repeats: int) -> Run:
     torch.set_num_threads(threads)
-    model, x = model_and_data(samples)
+    model, x, y = model_and_data(network, samples)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     if variant == "curvlinops":
-        run = curvlinops_iterations(model, x)
+        run = curvlinops_iterations(model, x, y)
     elif variant == "PyTorchHessianFree":
-        run = pytorch_hessian_free_iterations(model, x)
+        run = pytorch_hessian_free_iterations(model, x, y)
     else:
-        run = our_iterations(variant, model, x)
+        run = our_iterations(variant, model, x, y)
     set_up = time.perf_counter() - begin
     run(FEW)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    gradient(model, x)
+    gradient(model, x, y)
     ratios, gradients = [], []
     for _ in range(repeats):
         times = [time.perf_counter()]
@@ -134,7 +152,7 @@ def measure(variant: str, samples: int, threads: int, repeats: int) -> Run:
         run(MANY)
         times.append(time.perf_counter())
         for _ in range(3):
-            gradient(model, x)
+            gradient(model, x, y)
         times.append(time.perf_counter())
         few, many, three = (b - a for a, b in pairwise(times))
         gradients.append(three / 3)
@@ -150,21 +168,23 @@ def measure(variant: str, samples: int, threads: int, repeats: int) -> Run:
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
+    parser.add_argument("--network", choices=("autoencoder", *RECURRENT), default="autoencoder")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.variant:
-        print(json.dumps(measure(options.variant, options.samples, options.threads, options.repeats)))
+        print(json.dumps(measure(options.variant, options.network, options.samples, options.threads, options.repeats)))
         return
     torch.set_num_threads(options.threads)
     print(harness.machine_line())
-    print(f"n = {options.samples}, float32, seed 0, {options.repeats} pairs; medians (lowest to highest)")
+    print(f"{options.network}, n = {options.samples}, float32, seed 0")
+    print(f"{options.repeats} pairs; medians (lowest to highest)")
     columns = ("iteration / gradient", "set-up / gradient", "peak memory, MiB", "gradient, ms")
     harness.print_header("products by", *columns)
-    given = [f"--{name}={getattr(options, name)}" for name in ("samples", "threads", "repeats")]
-    for variant in VARIANTS:
+    given = [f"--{name}={getattr(options, name)}" for name in ("network", "samples", "threads", "repeats")]
+    for variant in VARIANTS[1 if options.network in RECURRENT else 0 :]:  # layer rules cover chains only
         try:
             found = harness.measure_apart("--variant", variant, *given)
         except ChildProcessError as error:

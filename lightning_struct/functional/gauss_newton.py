@@ -24,11 +24,12 @@ from lightning_struct.functional.layer_chain import LayerChain, record_layer_cha
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.linearization import Linearization, Parameters
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
+from lightning_struct.functional.recurrent_products import has_recurrences
 
 _log = logging.getLogger(__name__)
 
 BACKENDS = ("layer_rules", "linearize", "double_backward")
-# A trace takes 1 to 4 s for an LSTM, a small transformer or ResNet (CPU), and saves up to 2 ms a product.
+# A trace takes 1 to 4 s for a small transformer or ResNet (CPU), and saves up to 2 ms a product.
 _PRODUCTS_WORTH_A_TRACE = 1000
 
 
@@ -52,8 +53,9 @@ def linearize(
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
             the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
             to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian
-            product, which covers everything that has a second derivative. If not given, the first of these that covers
-            the function; ``.backend`` says which.
+            product, which covers everything that has a second derivative, with rules of its own for ``nn.RNN``,
+            ``nn.LSTM`` and ``nn.GRU``. If not given, the first of these that covers the function, but for modules with
+            such layers ``"double_backward"`` before ``"linearize"``; ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
         products: how many products will be asked for, about. Below 1000 the trace of ``"linearize"`` takes longer than
@@ -95,7 +97,8 @@ def linearize(
     if backend == "double_backward":
         return DoubleBackward(function, params, args)
     before = random_state(*args)
-    if backend is None and products is not None and products < _PRODUCTS_WORTH_A_TRACE:
+    few = products is not None and products < _PRODUCTS_WORTH_A_TRACE
+    if backend is None and (few or has_recurrences(function)):
         try:
             return DoubleBackward(function, params, args)
         except torch.OutOfMemoryError:

@@ -1,18 +1,16 @@
 """Per-sample gradient contributions of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, and of their cells.
 
-The fused kernels keep the pre-activations of the gates to themselves. Here a layer is run again from its recorded input
-and initial state, step by step in time, and then backwards from the cotangents of its outputs by the recurrences
-written out below; both cost the products with the recurrent weight and a few elementwise operations. What results is
-one cotangent δ_t for each pre-activation: a weight's share of one sample is Σ_t δ_t a_tᵀ with what it multiplied, a_t.
+A layer is run again from its recorded input and initial state, and then backwards from the cotangents of its outputs
+(:mod:`~lightning_struct.functional.recurrent_cells`). What results is one cotangent δ_t for each pre-activation: a
+weight's share of one sample is Σ_t δ_t a_tᵀ with what it multiplied, a_t.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from lightning_struct.functional.layer_call import LayerCall, Samples
 from lightning_struct.functional.layers import recurrent_places
 from lightning_struct.functional.per_sample.contributions import Contribution, Dense, Outer, Uncovered
 from lightning_struct.functional.per_sample.rerun import by_sample, check_rerun
+from lightning_struct.functional.recurrent_cells import CELLS, Cell, cell_weights
 
 
 def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
@@ -82,7 +81,7 @@ def cell_contributions(call: LayerCall) -> dict[str, Contribution]:
             initial = [state.detach().to(dtype) for state in ((hx,) if isinstance(hx, Tensor) else hx)]
         if mode == "RNN":
             mode = f"RNN_{layer.nonlinearity.upper()}"
-        cell = _CELLS[mode](inputs.to(dtype)[None], _weights(layer, "", dtype), initial)
+        cell = CELLS[mode](inputs.to(dtype)[None], cell_weights(layer, "", dtype), initial)
         of_states, of_cells = (
             torch.zeros_like(cell.states[1:]) if cotangent is None else cotangent.to(dtype)[None].clone()
             for cotangent in (*call.cotangents, None)[:2]
@@ -193,9 +192,9 @@ def _arguments(
 
 def _forward(
     layer: nn.RNNBase, dtype: torch.dtype, inputs: Tensor, initial: Sequence[Tensor], layout: _SequenceLayout
-) -> tuple[list[list[_Cell]], list[Tensor]]:
+) -> tuple[list[list[Cell]], list[Tensor]]:
     """The directions of each level, and the masks of the dropout between the levels; none without dropout."""
-    levels: list[list[_Cell]] = []
+    levels: list[list[Cell]] = []
     masks: list[Tensor] = []
     for level in range(layer.num_layers):
         if level > 0:
@@ -207,14 +206,14 @@ def _forward(
         for direction, place in enumerate(recurrent_places(layer, level)):
             states = [state[level * (1 + layer.bidirectional) + direction] for state in initial]
             along = layout.reversed(inputs) if direction else inputs
-            cells.append(_CELLS[layer.mode](along, _weights(layer, f"_{place}", dtype), states))
+            cells.append(CELLS[layer.mode](along, cell_weights(layer, f"_{place}", dtype), states))
         levels.append(cells)
     return levels, masks
 
 
 def _backward(
     layer: nn.RNNBase,
-    levels: list[list[_Cell]],
+    levels: list[list[Cell]],
     masks: list[Tensor],
     of_outputs: Tensor | None,
     of_final: Sequence[Tensor | None],
@@ -246,7 +245,7 @@ def _backward(
 
 
 def _shares(
-    cell: _Cell,
+    cell: Cell,
     of_states: Tensor,
     deltas: tuple[Tensor, Tensor],
     suffix: str,
@@ -270,172 +269,11 @@ def _shares(
     return contributions
 
 
-def _joined(cells: Sequence[_Cell], layout: _SequenceLayout) -> Tensor:
+def _joined(cells: Sequence[Cell], layout: _SequenceLayout) -> Tensor:
     """(T, N, directions·features), the output of a level."""
     return torch.cat(
         [layout.reversed(cell.states[1:]) if direction else cell.states[1:] for direction, cell in enumerate(cells)], 2
     )
 
 
-class _CellWeights(NamedTuple):
-    """One direction: weight_ih (gates·hidden, in), weight_hh (gates·hidden, state), weight_hr (state, hidden)."""
-
-    weight_ih: Tensor
-    weight_hh: Tensor
-    bias_ih: Tensor | None = None
-    bias_hh: Tensor | None = None
-    weight_hr: Tensor | None = None
-
-
-def _weights(layer: nn.Module, suffix: str, dtype: torch.dtype) -> _CellWeights:
-    weights = {name: getattr(layer, name + suffix, None) for name in _CellWeights._fields}
-    return _CellWeights(**{name: weight.detach().to(dtype) for name, weight in weights.items() if weight is not None})
-
-
-class _Cell(ABC):
-    """One direction of one level, run over time when it is made.
-
-    Args:
-        inputs: (T, N, in), in the order in which the direction reads them.
-        weights: its own.
-        initial: h_0, (N, state), and for an LSTM c_0, (N, hidden).
-
-    Attributes:
-        states: (T + 1, N, state), h_0 to h_T.
-        projected: (T, N, hidden), what a projection multiplied; None without.
-    """
-
-    projected: Tensor | None = None
-
-    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
-        self.inputs, self.weights = inputs, weights
-        self.states = _states(inputs.shape[0], initial[0])
-
-    def of_cells_by(self, of_states: Tensor) -> Tensor:
-        """The cotangents that those of h_t give c_t within the step, where h_t is computed from c_t."""
-        return torch.zeros_like(of_states)
-
-    @abstractmethod
-    def pull_back(self, of_states: Tensor, of_cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Cotangents of W_ih x_t + b_ih and of W_hh h_{t-1} + b_hh, each (T, N, gates·hidden).
-
-        Args:
-            of_states: (T, N, state), of h_1..h_T but for what reaches them through later steps, which is added in
-                place.
-            of_cells: (T, N, hidden), likewise of c_1..c_T; for an LSTM only.
-        """
-
-    def _both_biases(self) -> Tensor | None:
-        if self.weights.bias_ih is None or self.weights.bias_hh is None:
-            return None
-        return self.weights.bias_ih + self.weights.bias_hh
-
-
-class _Plain(_Cell):
-    """h_t = φ(W_ih x_t + b_ih + W_hh h_{t-1} + b_hh) with φ = tanh, or relu."""
-
-    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor], *, relu: bool) -> None:
-        super().__init__(inputs, weights, initial)
-        squash, recurrent = torch.relu if relu else torch.tanh, weights.weight_hh.t().contiguous()
-        for t, activation in enumerate(F.linear(inputs, weights.weight_ih, self._both_biases())):
-            self.states[t + 1] = squash(activation.addmm_(self.states[t], recurrent))
-        states = self.states[1:]
-        self._slope = (states > 0).to(states.dtype) if relu else 1 - states * states
-
-    def pull_back(self, of_states: Tensor, of_cells: Tensor) -> tuple[Tensor, Tensor]:
-        deltas = torch.empty_like(of_states)
-        for t in range(len(deltas) - 1, -1, -1):
-            torch.mul(of_states[t], self._slope[t], out=deltas[t])
-            if t > 0:
-                of_states[t - 1].addmm_(deltas[t], self.weights.weight_hh)
-        return deltas, deltas
-
-
-class _LongShortTermMemory(_Cell):
-    """c_t = f∘c_{t-1} + i∘g and h_t = o∘tanh(c_t), or W_hr times it; σ for i, f, o and tanh for g."""
-
-    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
-        super().__init__(inputs, weights, initial)
-        cells = _states(inputs.shape[0], initial[1])
-        squashed, recurrent = torch.empty_like(cells[1:]), weights.weight_hh.t().contiguous()
-        gates = F.linear(inputs, weights.weight_ih, self._both_biases()).unflatten(2, (4, -1))
-        for t, now in enumerate(gates):
-            now.flatten(1).addmm_(self.states[t], recurrent)
-            (i, f), g, o = now[:, :2].sigmoid_().unbind(1), now[:, 2].tanh_(), now[:, 3].sigmoid_()
-            torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, g)
-            output = o * torch.tanh(cells[t + 1], out=squashed[t])
-            self.states[t + 1] = output if weights.weight_hr is None else output @ weights.weight_hr.t()
-        i, f, g, o = gates.unbind(2)
-        outputs = o * squashed
-        self.projected = None if weights.weight_hr is None else outputs
-        # derivatives of c_t in the pre-activations of i, f, g, and in c_{t-1}; of o∘tanh(c_t) in that of o, and in c_t
-        self._of_cell = torch.stack([g * i * (1 - i), cells[:-1] * f * (1 - f), i * (1 - g * g)], 2)
-        self._kept = f
-        self._of_gate = outputs * (1 - o)
-        self._through = o * (1 - squashed * squashed)
-
-    def of_cells_by(self, of_states: Tensor) -> Tensor:
-        return of_states * self._through
-
-    def pull_back(self, of_states: Tensor, of_cells: Tensor) -> tuple[Tensor, Tensor]:
-        deltas = of_cells.new_empty(*of_cells.shape[:2], 4, of_cells.shape[2])
-        for t in range(len(deltas) - 1, -1, -1):
-            of_output = of_states[t] if self.weights.weight_hr is None else of_states[t] @ self.weights.weight_hr
-            of_cell = of_cells[t].addcmul_(of_output, self._through[t])
-            torch.mul(of_cell[:, None], self._of_cell[t], out=deltas[t, :, :3])
-            torch.mul(of_output, self._of_gate[t], out=deltas[t, :, 3])
-            if t > 0:
-                of_states[t - 1].addmm_(deltas[t].flatten(1), self.weights.weight_hh)
-                of_cells[t - 1].addcmul_(of_cell, self._kept[t])
-        return deltas.flatten(2), deltas.flatten(2)
-
-
-class _GatedUnit(_Cell):
-    """h_t = (1 - z)∘n + z∘h_{t-1} with n = tanh(W_n x_t + b_n + r∘q) and q = U_n h_{t-1} + d_n; σ for r and z."""
-
-    def __init__(self, inputs: Tensor, weights: _CellWeights, initial: Sequence[Tensor]) -> None:
-        super().__init__(inputs, weights, initial)
-        gates = F.linear(inputs, weights.weight_ih, weights.bias_ih).unflatten(2, (3, -1))
-        candidates, recurrent = torch.empty_like(self.states[1:]), weights.weight_hh.t().contiguous()
-        for t, now in enumerate(gates):
-            products = self.states[t] @ recurrent
-            products = (products if weights.bias_hh is None else products.add_(weights.bias_hh)).view_as(now)
-            r, z = now[:, :2].add_(products[:, :2]).sigmoid_().unbind(1)
-            candidates[t] = products[:, 2]
-            n = now[:, 2].addcmul_(r, candidates[t]).tanh_()
-            torch.lerp(n, self.states[t], z, out=self.states[t + 1])
-        r, z, n = gates.unbind(2)
-        # derivatives of h_t in the pre-activations of r and z, in those of n from the inputs' and the state's side, in
-        # h_{t-1}
-        self._of_candidate = (1 - z) * (1 - n * n)
-        of_reset = self._of_candidate * candidates * r * (1 - r)
-        self._of_gates = torch.stack([of_reset, (self.states[:-1] - n) * z * (1 - z), self._of_candidate * r], 2)
-        self._kept = z
-
-    def pull_back(self, of_states: Tensor, of_cells: Tensor) -> tuple[Tensor, Tensor]:
-        deltas = torch.empty_like(self._of_gates)
-        for t in range(len(deltas) - 1, -1, -1):
-            torch.mul(of_states[t][:, None], self._of_gates[t], out=deltas[t])
-            if t > 0:
-                of_states[t - 1].addmm_(deltas[t].flatten(1), self.weights.weight_hh)
-                of_states[t - 1].addcmul_(of_states[t], self._kept[t])
-        of_candidates = of_states * self._of_candidate
-        return torch.cat([deltas[:, :, :2].flatten(2), of_candidates], 2), deltas.flatten(2)
-
-
-_CELLS: dict[str, Callable[[Tensor, _CellWeights, Sequence[Tensor]], _Cell]] = {
-    "RNN_TANH": partial(_Plain, relu=False),
-    "RNN_RELU": partial(_Plain, relu=True),
-    "LSTM": _LongShortTermMemory,
-    "GRU": _GatedUnit,
-}
-
-
 _MODES = {nn.RNNCell: "RNN", nn.LSTMCell: "LSTM", nn.GRUCell: "GRU"}
-
-
-def _states(steps: int, initial: Tensor) -> Tensor:
-    """(steps + 1, N, features), the first of them ``initial`` and the others to be filled."""
-    states = initial.new_empty(steps + 1, *initial.shape)
-    states[0] = initial
-    return states

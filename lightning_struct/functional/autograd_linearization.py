@@ -18,12 +18,12 @@ from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_struct.functional.derivative_rules import derivative_rules
 from lightning_struct.functional.layer_call import rows_of_arguments
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.linearization import Linearization, Parameters
 from lightning_struct.functional.per_sample.contributions import sample_chunks
 from lightning_struct.functional.randomness import random_state, restored_random_state
-from lightning_struct.functional.recurrent_products import cheap_recurrences
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
 
@@ -126,7 +126,7 @@ class DoubleBackward(_Autograd):
     backend = "double_backward"
 
     def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
-        with cheap_recurrences(function if isinstance(function, nn.Module) else None):
+        with derivative_rules(function if isinstance(function, nn.Module) else None):
             super().__init__(function, params, args)
         self._u = torch.zeros_like(self._graph, requires_grad=True)
         with torch.enable_grad():

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.autograd_linearization import DoubleBackward, Linearize, written
+from lightning_struct.functional.derivative_rules import has_recurrences
 from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import rows_of_arguments, tensors_in
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.linearization import Linearization, Parameters
 from lightning_struct.functional.randomness import random_state, restored_random_state, set_random_state
-from lightning_struct.functional.recurrent_products import has_recurrences
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ def linearize(
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
             the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
             to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian
-            product, which covers everything that has a second derivative, with rules of its own for ``nn.RNN``,
-            ``nn.LSTM`` and ``nn.GRU``. If not given, the first of these that covers the function, but for modules with
-            such layers ``"double_backward"`` before ``"linearize"``; ``.backend`` says which.
+            product, which covers everything that has a second derivative, with rules of its own for recurrent
+            layers, convolutions and normalisations. If not given, the first of these that covers the function, but for
+            modules with recurrent layers ``"double_backward"`` before ``"linearize"``; ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
         products: how many products will be asked for, about. Below 1000 the trace of ``"linearize"`` takes longer than

@@ -1,7 +1,8 @@
-"""Products with the Jacobian of recurrent layers, by rules of our own and, where there is none, by torch's kernels."""
+"""Products with the Jacobian by rules of layers and, where there is none, by torch's kernels."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_struct.functional import Linearization, linearize
-from lightning_struct.functional.autograd_linearization import DoubleBackward
+from lightning_struct.functional.derivative_rules import derivative_rules
 from tests.cases import dense_jacobian, flat, gaussian, random_like, trainable
+
+# Recurrent layers
 
 
 class Reader(nn.Module):
@@ -151,9 +154,122 @@ def test_wrong_inputs_get_the_error_of_torch() -> None:
         linearized(nn.Sequential(nn.GRU(5, 4)).double(), gaussian(2, 3, 3, seed=1))
 
 
+# Convolutions and normalisations
+
+
+IMAGES = (3, 4, 5, 5)
+LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Conv1d(4, 2, 3, padding=1), (3, 4, 5)),
+    (nn.Conv2d(4, 2, (3, 2), stride=2, dilation=(1, 2), bias=False), IMAGES),
+    (nn.Conv2d(4, 6, 3, groups=2, padding="same"), IMAGES),
+    (nn.Conv2d(4, 2, 2, padding="valid"), IMAGES),
+    (nn.Conv3d(2, 2, 2, padding=1), (3, 2, 2, 2, 2)),
+    (nn.LayerNorm(5), (3, 4, 5)),
+    (nn.LayerNorm((4, 5), bias=False), (3, 4, 5)),
+    (nn.LayerNorm(5, elementwise_affine=False), (3, 4, 5)),
+    (nn.GroupNorm(2, 4), IMAGES),
+    (nn.GroupNorm(4, 4, affine=False), (3, 4)),
+    (nn.BatchNorm1d(4), (6, 4)),
+    (nn.BatchNorm2d(4, affine=False), IMAGES),
+    (nn.BatchNorm2d(4, track_running_stats=False).eval(), IMAGES),
+    (nn.BatchNorm3d(2, momentum=None), (3, 2, 2, 2, 2)),
+    (nn.BatchNorm2d(4).eval(), IMAGES),
+]
+CASES = [
+    pytest.param(layer, shape, id=f"{layer}-{'training' if layer.training else 'eval'}") for layer, shape in LAYERS
+]
+
+
+class Between(nn.Module):
+    """A layer between elementwise functions of parameters, so that its inputs have tangents, too."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(gaussian(*shape[1:], seed=3)), copy.deepcopy(layer).double()
+        for name, tensor in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
+            if tensor.is_floating_point():
+                tensor.data = (
+                    0.5 + gaussian(*tensor.shape, seed=4).abs() if "var" in name else gaussian(*tensor.shape, seed=5)
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x * self.scale).sin()).flatten(1)
+
+
+@pytest.mark.parametrize(("layer", "shape"), CASES)
+def test_products_of_a_layer_equal_the_dense_jacobian(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check_products(Between(layer, shape), gaussian(*shape, seed=1))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize(("layer", "shape"), [LAYERS[0], LAYERS[5], LAYERS[8], LAYERS[10]], ids=str)
+def test_frozen_parameters_of_a_layer_are_constants(layer: nn.Module, shape: tuple[int, ...], frozen: str) -> None:
+    module = Between(layer, shape)
+    module.layer.get_parameter(frozen).requires_grad_(False)
+    check_products(module, gaussian(*shape, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(4, 2, 3, padding=1, padding_mode="reflect"), IMAGES),
+        (nn.Conv1d(4, 2, 2, padding="same"), (3, 4, 5)),
+        (nn.InstanceNorm2d(4, affine=True), IMAGES),
+        (nn.ConvTranspose2d(4, 2, 2), IMAGES),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_layers_that_have_no_rule_are_those_of_torch(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check_products(Between(layer, shape), gaussian(*shape, seed=1))
+
+
+def test_statistics_of_a_batch_are_taken_once() -> None:
+    layer, inputs = nn.BatchNorm1d(4), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    by_torch = copy.deepcopy(layer)
+    by_torch(inputs)
+    with derivative_rules(layer):
+        layer(inputs)
+    for name, buffer in layer.named_buffers():
+        torch.testing.assert_close(buffer, by_torch.get_buffer(name), rtol=0, atol=0)
+
+
+# Where rules are used
+
+
+RULED = [(nn.LSTM(3, 2), (4, 5, 3)), *LAYERS]
+
+
+@pytest.mark.parametrize(("layer", "shape"), RULED, ids=lambda value: str(value))
+def test_a_layer_with_a_rule_is_one_node_within_and_that_of_torch_outside(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    def node() -> str:
+        found = layer(torch.ones(shape, requires_grad=True))
+        return type((found[0] if isinstance(found, tuple) else found).grad_fn).__name__
+
+    outside = node()
+    with derivative_rules(layer):
+        within = node()
+    assert (within, node()) == ("_CallBackward", outside)
+    assert outside != within
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    class Doubled(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    check_products(Between(Doubled(5), (3, 4, 5)), gaussian(3, 4, 5, seed=1))
+
+
+def test_under_autocast_layers_are_those_of_torch() -> None:
+    layer = nn.Conv1d(4, 2, 3)
+    with derivative_rules(layer), torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(3, 4, 5)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_a_product_runs_no_kernel_of_torch(kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_layers_are_linearised_by_a_kept_graph(kind: type[nn.RNNBase]) -> None:
     module = reader(kind)
-    for name in ("rnn_tanh", "lstm", "gru"):
-        monkeypatch.setattr(torch._VF, name, None)
-    assert isinstance(linearize(module, trainable(module), gaussian(2, 3, 3, seed=1)), DoubleBackward)
+    assert linearize(module, trainable(module), gaussian(2, 3, 3, seed=1)).backend == "double_backward"

@@ -2,8 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/products.py [--network NETWORK] [--samples 2000] [--threads 1] [--repeats 7]
 
-The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images, or with ``--network lstm`` or
-``gru`` one layer of 64 units on random sequences of 28 steps of 28 numbers, whose last state a linear layer reads;
+The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images; or, with ``--network``, a layer of
+64 units on sequences of 28 steps of 28 numbers (``lstm``, ``gru``), two transformer layers of width 48 with four heads
+on the same (``transformer``), or four convolutions with 16 channels on 14 x 14 images (``cnn`` with GroupNorm,
+``cnn_batch_norm``), each with ten outputs by a linear layer, and without preconditioner;
 float32. Each way runs in a process of its own, in which solver iterations and gradient evaluations alternate, so that a
 machine whose speed drifts does not change the ratio. An iteration is everything that a solver does per step, taken as
 the difference of a solve of 12 and one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's
@@ -24,40 +26,72 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import harness
 from harness import Run
-from lightning_struct.functional import SquaredError
+from lightning_struct.functional import SquaredError, autograd_linearization
 from lightning_struct.functional.least_squares import lsmr
 from lightning_struct.optim.shf.batch_model import BatchModel
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
-RECURRENT = {"lstm": nn.LSTM, "gru": nn.GRU}
 OURS = ("layer_rules", "linearize", "double_backward")
-VARIANTS = (*OURS, "PyTorchHessianFree", "curvlinops")
+WITHOUT_RULES = "double_backward without rules"
+VARIANTS = (*OURS, WITHOUT_RULES, "PyTorchHessianFree", "curvlinops")
 FEW, MANY = 2, 12
 
 
 class LastState(nn.Module):
-    """Ten numbers from the last state of a recurrent layer."""
+    """The last state of a recurrent layer."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.layer, self.head = kind(28, 64, batch_first=True), nn.Linear(64, 10)
+        self.layer = kind(28, 64, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
+        return self.layer(x)[0][:, -1]
+
+
+class MeanOverSteps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def transformer() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(48, 4, 96, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
+    return nn.Sequential(nn.Linear(28, 48), *layers, MeanOverSteps(), nn.Linear(48, 10))
+
+
+def cnn(norm: Callable[[], nn.Module]) -> nn.Module:
+    layers = [
+        layer
+        for channels in (1, 16, 16, 16)
+        for layer in (nn.Conv2d(channels, 16, 3, padding=1, bias=False), norm(), nn.ReLU())
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+# A network, and the shape of a sample.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lstm": (lambda: nn.Sequential(LastState(nn.LSTM), nn.Linear(64, 10)), (28, 28)),
+    "gru": (lambda: nn.Sequential(LastState(nn.GRU), nn.Linear(64, 10)), (28, 28)),
+    "transformer": (transformer, (28, 28)),
+    "cnn": (lambda: cnn(lambda: nn.GroupNorm(4, 16)), (1, 14, 14)),
+    "cnn_batch_norm": (lambda: cnn(lambda: nn.BatchNorm2d(16)), (1, 14, 14)),
+}
 
 
 def model_and_data(network: str, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
     """The model, its inputs and their targets."""
     torch.manual_seed(0)
-    if network in RECURRENT:
-        return LastState(RECURRENT[network]), torch.rand(samples, 28, 28), torch.rand(samples, 10)
+    if network in NETWORKS:
+        build, shape = NETWORKS[network]
+        return build(), torch.rand(samples, *shape), torch.rand(samples, 10)
     layers = [layer for a, b in pairwise(SIZES) for layer in (nn.Linear(a, b), nn.Sigmoid())]
     images = torch.rand(samples, SIZES[0])
     return nn.Sequential(*layers), images, images
@@ -68,11 +102,14 @@ def gradient(model: nn.Module, x: Tensor, y: Tensor) -> None:
     torch.autograd.grad(loss, list(model.parameters()))
 
 
-def our_iterations(backend: str, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[int], None]:
-    """LSMR as SHF calls it: warm start, diagonal preconditioner, damping."""
+def our_iterations(variant: str, model: nn.Module, x: Tensor, y: Tensor, scaled: bool) -> Callable[[int], None]:
+    """LSMR as SHF calls it: warm start, damping, and where it is ``scaled`` a diagonal preconditioner."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    batch = BatchModel(model, SquaredError(), weights, x, y, backend=backend)
-    scaling = batch.scaling("diagonal", 1.0, seed=0)
+    rules = nullcontext() if variant in OURS else patch.object(autograd_linearization, "derivative_rules", nullcontext)
+    with rules:
+        backend = variant.partition(" ")[0]
+        batch = BatchModel(model, SquaredError(), weights, x, y, backend=backend, single_samples=scaled)
+    scaling = batch.scaling("diagonal", 1.0, seed=0) if scaled else None
     start = torch.zeros_like(batch.gradient)
 
     def run(iterations: int) -> None:
@@ -139,7 +176,7 @@ def measure(variant: str, network: str, samples: int, threads: int, repeats: int
     elif variant == "PyTorchHessianFree":
         run = pytorch_hessian_free_iterations(model, x, y)
     else:
-        run = our_iterations(variant, model, x, y)
+        run = our_iterations(variant, model, x, y, scaled=network not in NETWORKS)
     set_up = time.perf_counter() - begin
     run(FEW)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -168,7 +205,7 @@ def measure(variant: str, network: str, samples: int, threads: int, repeats: int
 
 def main() -> None:
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--network", choices=("autoencoder", *RECURRENT), default="autoencoder")
+    parser.add_argument("--network", choices=("autoencoder", *NETWORKS), default="autoencoder")
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
@@ -184,14 +221,14 @@ def main() -> None:
     columns = ("iteration / gradient", "set-up / gradient", "peak memory, MiB", "gradient, ms")
     harness.print_header("products by", *columns)
     given = [f"--{name}={getattr(options, name)}" for name in ("network", "samples", "threads", "repeats")]
-    for variant in VARIANTS[1 if options.network in RECURRENT else 0 :]:  # layer rules cover chains only
+    for variant in VARIANTS[1 if options.network in NETWORKS else 0 :]:  # layer rules cover chains only
         try:
             found = harness.measure_apart("--variant", variant, *given)
         except ChildProcessError as error:
             harness.print_row(variant, f"not measured: {error}", "", "", "")
             continue
         harness.print_row(
-            f"lightning_struct, {variant}" if variant in OURS else variant,
+            f"lightning_struct, {variant}" if variant in (*OURS, WITHOUT_RULES) else variant,
             harness.spread(found["ratios"]),
             f"{found['set_up']:.1f}",
             f"{found['peak_mib']:.0f}",

@@ -18,7 +18,7 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[], Tensor]
     backends: tuple[str, ...] = ("linearize", "double_backward")
-    automatic: str = "linearize"
+    automatic: str = "double_backward"
     per_sample: bool = True
 
     def make(self, seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -124,7 +124,6 @@ def images() -> Tensor:
 
 
 EVERY = ("layer_rules", "linearize", "double_backward")
-LINEAR = ("linearize", "double_backward")
 CASES = (
     Case("mlp", mlp, vectors, EVERY, "layer_rules"),
     Case("mlp_sequence", mlp, sequences, EVERY, "layer_rules"),
@@ -148,12 +147,12 @@ CASES = (
     Case("batch_norm_eval", batch_norm_eval, vectors),
     Case("batch_norm_train", normalised(lambda: nn.BatchNorm1d(4)), vectors, per_sample=False),
     Case("embedding", lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2)), lambda: torch.randint(0, 7, (5, 3))),
-    Case("rnn", lambda: First(nn.RNN(4, 3, batch_first=True)), sequences, LINEAR, "double_backward"),
-    Case("gru", lambda: First(nn.GRU(4, 3, batch_first=True)), sequences, LINEAR, "double_backward"),
-    Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences, LINEAR, "double_backward"),
+    Case("rnn", lambda: First(nn.RNN(4, 3, batch_first=True)), sequences),
+    Case("gru", lambda: First(nn.GRU(4, 3, batch_first=True)), sequences),
+    Case("lstm", lambda: First(nn.LSTM(4, 2, batch_first=True)), sequences),
     Case(
         "lstm_stacked", lambda: First(nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)),
-        lambda: torch.randn(3, 2, 4), LINEAR, "double_backward",
+        lambda: torch.randn(3, 2, 4),
     ),
     Case("attention", SelfAttention, sequences),
     Case(

@@ -55,11 +55,6 @@ def derivative_rules(module: nn.Module | None) -> Iterator[None]:
             del layer.forward
 
 
-def has_recurrences(function: object) -> bool:
-    """Whether it is a module with recurrent layers that have a rule."""
-    return isinstance(function, nn.Module) and any(_call_of(layer) is call_recurrent for layer in function.modules())
-
-
 def _call_of(layer: nn.Module) -> Callable[..., Any] | None:
     """What stands for the ``forward`` of a layer; None where it has no rule."""
     if "forward" in vars(layer):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.autograd_linearization import DoubleBackward, Linearize, written
-from lightning_struct.functional.derivative_rules import has_recurrences
 from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.layer_call import rows_of_arguments, tensors_in
 from lightning_struct.functional.layer_chain import LayerChain, record_layer_chain
@@ -28,9 +27,7 @@ from lightning_struct.functional.randomness import random_state, restored_random
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = ("layer_rules", "linearize", "double_backward")
-# A trace takes 1 to 4 s for a small transformer or ResNet (CPU), and saves up to 2 ms a product.
-_PRODUCTS_WORTH_A_TRACE = 1000
+BACKENDS = ("layer_rules", "double_backward", "linearize")
 
 
 def linearize(
@@ -39,7 +36,6 @@ def linearize(
     *args: Any,
     backend: str | None = None,
     chunk_size: int | None = None,
-    products: int | None = None,
 ) -> Linearization:
     """Linearise ``function`` in ``params`` at ``args``.
 
@@ -51,15 +47,12 @@ def linearize(
         *args: passed on; tensors among them, and those in dicts that have as many rows, have the batch as their first
             dimension.
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
-            the cheapest by far; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear
-            to set up and cheap in use, for long solves; ``"double_backward"``: a kept graph of the vector-Jacobian
-            product, which covers everything that has a second derivative, with rules of its own for recurrent
-            layers, convolutions and normalisations. If not given, the first of these that covers the function, but for
-            modules with recurrent layers ``"double_backward"`` before ``"linearize"``; ``.backend`` says which.
+            the cheapest by far; ``"double_backward"``: a kept graph of the vector-Jacobian product, which covers
+            everything that has a second derivative, with rules of its own for recurrent layers, convolutions and
+            normalisations; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear to
+            set up. If not given, the first of these that covers the function; ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
-        products: how many products will be asked for, about. Below 1000 the trace of ``"linearize"`` takes longer than
-            it saves, and ``"double_backward"`` comes before it where ``backend`` is not given.
 
     Raises:
         ValueError: an unknown backend, a backend that does not cover the function, nothing to differentiate, or a name
@@ -94,16 +87,16 @@ def linearize(
                 "backend='layer_rules' needs a module that is a chain of Linear, elementwise and reshaping layers, "
                 "called on one tensor; leave backend out for another module"
             )
-    if backend == "double_backward":
-        return DoubleBackward(function, params, args)
-    before = random_state(*args)
-    few = products is not None and products < _PRODUCTS_WORTH_A_TRACE
-    if backend is None and (few or has_recurrences(function)):
+    before, refusal = random_state(*args), None
+    if backend != "linearize":
         try:
             return DoubleBackward(function, params, args)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # an operation without a second derivative
+        except RuntimeError as error:  # of an operation without a second derivative, or of the function itself
+            if backend is not None:
+                raise
+            refusal = error
             _log.info("backend='double_backward' fails, 'linearize' is tried: %s", first_line(error))
             set_random_state(before)
     try:
@@ -111,11 +104,9 @@ def linearize(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if backend == "linearize":
-            raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
-        _log.info("backend='linearize' fails, 'double_backward' is taken: %s", first_line(error))
-        set_random_state(before)
-        return DoubleBackward(function, params, args)
+        if refusal is not None:
+            raise refusal from None
+        raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
 
 
 def _check_names(params: Parameters, module: nn.Module) -> None:

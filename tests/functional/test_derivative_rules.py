@@ -267,9 +267,3 @@ def test_under_autocast_layers_are_those_of_torch() -> None:
     layer = nn.Conv1d(4, 2, 3)
     with derivative_rules(layer), torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(3, 4, 5)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_linearised_by_a_kept_graph(kind: type[nn.RNNBase]) -> None:
-    module = reader(kind)
-    assert linearize(module, trainable(module), gaussian(2, 3, 3, seed=1)).backend == "double_backward"

@@ -55,4 +55,4 @@ def test_without_a_name_such_a_module_is_linearised_by_a_kept_graph() -> None:
 def test_a_counter_that_is_only_counted_up_is_no_hindrance() -> None:
     """num_batches_tracked of a batch norm in training mode."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    assert linearize(module, trainable(module), torch.randn(5, 4)).backend == "linearize"
+    assert linearize(module, trainable(module), torch.randn(5, 4), backend="linearize").backend == "linearize"

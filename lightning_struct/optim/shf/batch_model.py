@@ -54,7 +54,6 @@ class BatchModel:
         l2: weight of ½‖w‖².
         backend, chunk_size: passed to :func:`~lightning_struct.functional.linearize`.
         held_out: share of the samples of each process, its last ones, that the model is not made of.
-        products: passed to :func:`~lightning_struct.functional.linearize`.
         single_samples: where layers do not show the gradients of single samples, form these for the variance. Else it
             is estimated from the two halves of the batch, for one product more.
         layers_show: whether layers are asked for the gradients of single samples.
@@ -96,12 +95,11 @@ class BatchModel:
         chunk_size: int | None = None,
         held_out: float = 0.0,
         curvature_share: float = 1.0,
-        products: int | None = None,
         single_samples: bool = True,
         layers_show: bool = True,
     ) -> None:
         self._module, self._loss, self.weights = module, loss, FlatWeights(weights)
-        self._l2, self._backend, self._chunk_size, self._products = l2, backend, chunk_size, products
+        self._l2, self._backend, self._chunk_size = l2, backend, chunk_size
         self._single_samples, self._layers_show = single_samples, layers_show
         self._dtype, self._device = self.weights.vector.dtype, self.weights.vector.device
         batch, held = Samples.of_batch(inputs, targets, self._device).hold_out(held_out)
@@ -165,7 +163,6 @@ class BatchModel:
                 *samples.args,
                 backend=self._backend,
                 chunk_size=self._chunk_size,
-                products=self._products,
             )
         self.outputs = self.linearization.outputs.to(self._dtype)
         self._residual = self._loss.residual(self.outputs, self.targets)

@@ -187,7 +187,6 @@ class OutputSteps:
                 chunk_size=settings.chunk_size,
                 held_out=settings.held_out,
                 curvature_share=settings.curvature_share,
-                products=2 * now.group["maxiter"],
                 single_samples=settings.single_samples,
                 layers_show=self.exact_variance and not now.memory.get("uncovered", False),
             )

@@ -297,6 +297,16 @@ def test_a_module_that_runs_out_of_memory_is_not_run_again() -> None:
     assert module.calls == 1
 
 
+def test_an_error_of_the_module_is_raised_as_it_is() -> None:
+    class Fails(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise RuntimeError("of the module itself")
+
+    module = Fails(2, 2)
+    with pytest.raises(RuntimeError, match="^of the module itself$"):
+        linearize(module, trainable(module), torch.ones(3, 2))
+
+
 def test_a_name_that_the_module_does_not_have_is_refused():
     module = torch.nn.Linear(2, 1)
     with pytest.raises(ValueError, match="Linear has no wieght: params are named as by named_parameters"):

@@ -26,6 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct import __version__
+from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.denormals import denormals_flushed
 from lightning_struct.recipes.catalogue import RECIPES, default_config, did_you_mean
@@ -235,7 +236,7 @@ class RecipeCLI(LightningCLI):
         vars(self.model)["configure_optimizers"] = partial(_configure_optimizers, self.model)
         if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # it has no logger
             # before there are other processes: Lightning asks all of them, and after an error not all may be left
-            self._log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+            self._log_dir = log_directory(self.trainer)
         self._fit_began = time.monotonic()
 
     def after_fit(self) -> None:

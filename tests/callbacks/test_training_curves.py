@@ -5,6 +5,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pytest import approx
 from torch.utils.data import DataLoader
@@ -65,6 +66,22 @@ def test_another_run_begins_with_no_records(tmp_path, other_trainer):
         trainer.fit_loop.max_epochs *= 2
         trainer.fit(Descent())
     assert len(curves.records) == first and curves.records[0]["seconds"] < seconds
+
+
+def test_files_are_written_beside_those_of_a_logger_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    fit(
+        tmp_path,
+        TrainingCurves(),
+        logger=CSVLogger("~/runs", name="curves", version=0),
+        max_steps=1,
+        log_every_n_steps=1,
+    )
+    assert {"metrics.csv", "training_curves.csv"} <= {
+        path.name for path in (tmp_path / "runs/curves/version_0").iterdir()
+    }
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_warning_says_that_nothing_was_logged(tmp_path):

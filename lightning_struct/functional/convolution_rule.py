@@ -42,8 +42,10 @@ class _Filtered(Rule):
     """What a convolution returns for inputs (N, channels, ...), filters and a bias."""
 
     def __init__(self, options: dict[str, Any], inputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._options, self._inputs, self._weight = options, inputs, weight
-        self.outputs = (self._convolved(inputs, weight, bias),)
+        self._options, self._inputs, self._weight, self._bias = options, inputs, weight, bias
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self._convolved(self._inputs, self._weight, self._bias),)
 
     def pull_back(self, needed: Sequence[bool], cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
         (of_outputs,) = cotangents

@@ -101,8 +101,11 @@ class _Normalised(Rule):
         backward: _Backward,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        self._normalised, self._weight, self._backward, self._shape = normalised, weight, backward, shape
-        self.outputs = (self._scaled(normalised.clone(), weight, bias),)
+        self._normalised, self._weight, self._bias = normalised, weight, bias
+        self._backward, self._shape = backward, shape
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self._scaled(self._normalised.clone(), self._weight, self._bias),)
 
     def pull_back(self, needed: Sequence[bool], cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
         (of_outputs,) = cotangents

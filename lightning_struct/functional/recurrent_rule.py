@@ -48,9 +48,11 @@ class _Recurrence(Rule):
         own = CellWeights(*weights)
         hidden = own.weight_hh.shape[0] // {"LSTM": 4, "GRU": 3}.get(mode, 1)
         initial = [inputs.new_zeros(inputs.shape[1], width) for width in (own.weight_hh.shape[1], hidden)]
-        self._cell = cell = CELLS[mode](inputs, own, initial)
-        states = cell.states[1:].clone()
-        self.outputs = (states,) if cell.last_cell is None else (states, cell.last_cell.clone())
+        self._cell = CELLS[mode](inputs, own, initial)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        states, last_cell = self._cell.states[1:].clone(), self._cell.last_cell
+        return (states,) if last_cell is None else (states, last_cell.clone())
 
     def pull_back(self, needed: Sequence[bool], cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
         cell = self._cell

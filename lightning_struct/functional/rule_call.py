@@ -12,13 +12,11 @@ from torch.autograd.function import once_differentiable
 
 
 class Rule(ABC):
-    """A layer at one call: what it returns for some tensors (inputs, weights, biases), and its derivative there.
+    """A layer at one call: what it returns for some tensors (inputs, weights, biases), and its derivative there."""
 
-    Attributes:
-        outputs: what is returned. It may be changed in place, so what the rule goes on needing is kept apart.
-    """
-
-    outputs: tuple[Tensor, ...]
+    @abstractmethod
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What is returned; new tensors, which may be changed in place."""
 
     @abstractmethod
     def pull_back(self, needed: Sequence[bool], cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -49,10 +47,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Callable[..., Rule], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)  # so that torch sees what changes them in place
-        ctx.rule = rule(*tensors)
-        outputs: tuple[Tensor, ...] = ctx.rule.outputs
-        del ctx.rule.outputs
-        return outputs
+        ctx.rule = made = rule(*tensors)
+        return made.outputs()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:

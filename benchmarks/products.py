@@ -5,14 +5,13 @@
 The model is the MNIST autoencoder (784-1000-500-250-30 and back) on random images; or, with ``--network``, a layer of
 64 units on sequences of 28 steps of 28 numbers (``lstm``, ``gru``), two transformer layers of width 48 with four heads
 on the same (``transformer``), or four convolutions with 16 channels on 14 x 14 images (``cnn`` with GroupNorm,
-``cnn_batch_norm``), each with ten outputs by a linear layer, and without preconditioner;
-float32. Each way runs in a process of its own, in which solver iterations and gradient evaluations alternate, so that a
-machine whose speed drifts does not change the ratio. An iteration is everything that a solver does per step, taken as
-the difference of a solve of 12 and one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's
-vector work, diagonal preconditioner and damping included; for the rivals one product with the Gauss-Newton matrix and
-the vector work of plain CG. Peak
-memory is the highest resident set of the process less what it held with model and data loaded. It takes about ten
-minutes of one core. Rivals that are not installed are said to be so:
+``cnn_batch_norm``), each with ten outputs by a linear layer, and without preconditioner. Numbers are float32. Each way
+runs in a process of its own, in which solver iterations and gradient evaluations alternate, so that a machine whose
+speed drifts does not change the ratio. An iteration is everything that a solver does per step, taken as the difference
+of a solve of 12 and one of 2: for ours one product with the Jacobian, one with its transpose and LSMR's vector work,
+preconditioner and damping included; for the rivals one product with the Gauss-Newton matrix and the vector work of
+plain CG. Peak memory is the highest resident set of the process less what it held with model and data loaded. It takes
+about ten minutes of one core. Rivals that are not installed are said to be so:
 
     curvlinops           pip install curvlinops-for-pytorch
     PyTorchHessianFree   github.com/ltatzel/PyTorchHessianFree, on PYTHONPATH, with backpack-for-pytorch

@@ -49,8 +49,9 @@ def linearize(
         backend: ``"layer_rules"``: hand-written rules, for a module that is a chain of Linear and elementwise layers,
             the cheapest by far; ``"double_backward"``: a kept graph of the vector-Jacobian product, which covers
             everything that has a second derivative, with rules of its own for recurrent layers, convolutions and
-            normalisations; ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear to
-            set up. If not given, the first of these that covers the function; ``.backend`` says which.
+            normalisations, but is wrong behind a ``torch.autograd.Function`` whose backward torch cannot differentiate;
+            ``"linearize"``: a traced forward derivative as ``torch.func.linearize`` makes it, dear to set up. If not
+            given, the first of these that covers the function; ``.backend`` says which.
         chunk_size: form each product over chunks of so many samples, each linearised again in every product: about half
             as much time again, for the memory of one chunk.
 

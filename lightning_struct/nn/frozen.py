@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -178,6 +179,13 @@ class FrozenLinear(nn.Module):
             state_dict[prefix + new] = state_dict.pop(old)
         self._take_form_of_older_versions(state_dict, prefix)
         self._kept = None
+        saved = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)} - {"bias"}
+        if saved and not any(name.startswith("matrix_") for name in saved):
+            warnings.warn(
+                f"a frozen {self.class_name} keeps the matrix it has, because it was not frozen when it was saved: "
+                "load what was saved into the model, and freeze that",
+                stacklevel=2,
+            )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _take_form_of_older_versions(self, state_dict: dict[str, Any], prefix: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -272,6 +273,24 @@ class StructuredLinear(nn.Module, ABC):
     def train(self, mode: bool = True) -> Self:
         self._cached = None
         return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if any(prefix + name in state_dict for name in self.weight_names):
+            return
+        # Torch does not say whether it is strict, and then raises an error: so this is a warning.
+        if prefix + "weight" in state_dict:
+            warnings.warn(
+                f"a {type(self).__name__} keeps the weights it has, because those of a dense layer were saved: load "
+                "these into the model before replace_linear, and take the from_linear of a class to begin near to them",
+                stacklevel=2,
+            )
+        elif any(name.startswith(f"{prefix}matrix_") for name in state_dict):
+            warnings.warn(
+                f"a {type(self).__name__} keeps the weights it has, because it was frozen when it was saved: load what "
+                "was saved into freeze(model)",
+                stacklevel=2,
+            )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

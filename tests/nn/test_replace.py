@@ -101,6 +101,13 @@ def test_layer_in_place_of_a_factory_is_an_error_that_says_so(put):
 
 
 @pytest.mark.parametrize("put", [replace_linear, add_adapters])
+@pytest.mark.parametrize("model", [[nn.Linear(4, 3)], LowRank, None])
+def test_what_is_no_model_is_an_error_that_says_so(put, model):
+    with pytest.raises(TypeError, match=r"^the first argument must be the model, an nn.Module, but is "):
+        put(model, LowRank)
+
+
+@pytest.mark.parametrize("put", [replace_linear, add_adapters])
 def test_factory_without_bias_is_an_error_that_says_how_it_is_called(put):
     with pytest.raises(TypeError, match=r"^the factory cannot be called as .*bias=...\): .*'bias'. Give a class"):
         put(Net(), lambda in_features, out_features: LowRank(in_features, out_features, rank=2))

@@ -377,6 +377,18 @@ def test_frozen_layer_loads_the_factors_of_older_versions():
     assert torch.equal(other(x), source(x))
 
 
+@pytest.mark.parametrize("name", ["ldr_sd", "vandermonde_like", "randomized_hadamard", "butterfly"])
+def test_state_of_a_layer_of_another_kind_is_named_with_the_remedy(name):
+    dense, layer = nn.Sequential(nn.Linear(12, 7)), nn.Sequential(make(name).eval())
+    frozen = nn.Sequential(layer[0].freeze())
+    with pytest.warns(UserWarning, match="those of a dense layer were saved: load these .* before replace_"):
+        layer.load_state_dict(dense.state_dict(), strict=False)
+    with pytest.warns(UserWarning, match="frozen when it was saved: load .* into freeze"), pytest.raises(RuntimeError):
+        layer.load_state_dict(frozen.state_dict())
+    with pytest.warns(UserWarning, match="not frozen when it was saved: load .* freeze"), pytest.raises(RuntimeError):
+        frozen.load_state_dict(layer.state_dict())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_inputs_are_named(name):
     layer = make(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ class LeastSquares:
         weights: w_b > 0 by the name of the block, for all blocks; if not given, all are 1.
 
     Raises:
+        TypeError: weights that are no mapping of names to numbers.
         ValueError: a weight that is not finite and positive.
 
     Example:
@@ -35,7 +37,17 @@ class LeastSquares:
     weights: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weights, Mapping | None):
+            raise TypeError(
+                "LeastSquares takes weights by the name of the block, as LeastSquares({'interior': 1.0, 'boundary': "
+                f"10.0}}), got {self.weights!r}"
+            )
         for name, weight in (self.weights or {}).items():
+            if not (isinstance(weight, Real) or (isinstance(weight, Tensor) and weight.numel() == 1)):
+                raise TypeError(
+                    f"the weight of block {name!r} must be one number, got {type(weight).__name__}. To weight rows, "
+                    "multiply the residuals by the roots of the weights in the module"
+                )
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"the weight of block {name!r} must be finite and > 0, got {weight}")
 
@@ -80,9 +92,16 @@ def residual_blocks(returned: Any) -> dict[str, Tensor]:
             f"It returned {'an empty mapping' if isinstance(returned, Mapping) else type(returned).__name__}"
         )
     for name, block in returned.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the names of blocks of residuals are strings, such as 'interior'; got {name!r}")
         if not (isinstance(block, Tensor) and block.is_floating_point()):
             kind = f"a tensor of {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
-            raise TypeError(f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {kind}")
+            remedy = ""
+            if isinstance(block, Tensor) and block.is_complex():
+                remedy = ". Return real and imaginary parts: torch.view_as_real(residuals)"
+            raise TypeError(
+                f"block {name!r} of the residuals must be a tensor of floating-point numbers, got {kind}{remedy}"
+            )
     return {name: block if block.ndim > 0 else block[None] for name, block in returned.items()}
 
 

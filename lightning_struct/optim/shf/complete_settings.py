@@ -155,7 +155,10 @@ def check_settings_of_residuals(settings: Settings) -> None:
         given = getattr(settings, field.name)
         given = tuple(given) if isinstance(given, list) else given  # a command line makes lists of tuples
         if field.name not in meaningful and given != field.default:
-            raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; leave it out")
+            remedy = "leave it out"
+            if field.name == "l2":
+                remedy = "return √l2 times the weights as a block of one row, torch.cat([...])[None]"
+            raise ValueError(f"{field.name}={given!r} has no meaning beside loss='least_squares'; {remedy}")
 
 
 def check_settings_of_outputs(settings: Settings) -> None:

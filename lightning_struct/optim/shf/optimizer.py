@@ -428,6 +428,11 @@ def _check_parameters(module: nn.Module, named: dict[str, nn.Parameter]) -> None
             "freeze them"
         )
     refuse_distributed_tensors(named, "the factors and the Jacobian products need")
+    if numbers := [name for name, p in named.items() if p.is_complex()]:
+        raise ValueError(
+            f"SHF needs real weights, and these are complex: {', '.join(numbers[:3])}. Hold real and "
+            "imaginary parts in a real parameter (..., 2), and make the complex one of it by torch.view_as_complex"
+        )
     dtypes = {p.dtype for p in named.values()}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
         raise ValueError(

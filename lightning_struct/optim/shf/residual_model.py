@@ -262,7 +262,7 @@ def _check_names(blocks: Mapping[str, Tensor], names: Collection[str] | None, de
 
 def _checked_counts(blocks: Mapping[str, Tensor], device: torch.device) -> dict[str, int]:
     """n_b over all processes."""
-    rows = [(len(block), not bool(block.isfinite().all())) for block in blocks.values()]
+    rows = [(len(block) if block.numel() else 0, not bool(block.isfinite().all())) for block in blocks.values()]
     shares = all_gather_rows(torch.tensor(rows, device=device).reshape(-1)).reshape(-1, len(blocks), 2)
     for r, share in enumerate(shares.tolist()):
         for name, (count, bad) in zip(blocks, share, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ class ResidualSteps:
         """One step of the weights.
 
         Raises:
-            TypeError: there are targets, or no inputs.
+            TypeError: there are targets, or no inputs, or not those that the module takes.
         """
         if targets is not None:
             raise TypeError(
@@ -201,7 +202,11 @@ class ResidualSteps:
             timed: the phases of the step.
         """
         with timed("linearize"):
-            model = ResidualModel(self._records, self.loss, weights, inputs, counts=counts)
+            try:
+                model = ResidualModel(self._records, self.loss, weights, inputs, counts=counts)
+            except TypeError:
+                _check_arguments(self._module, arguments(inputs))
+                raise
         with torch.autocast(model.residual.device.type, enabled=False):  # which is for the module, not for solvers
             return self._update_of(model, damping=damping, adapts=adapts, start=start, timed=timed)
 
@@ -294,6 +299,22 @@ class ResidualSteps:
         if about not in self._warned:
             self._warned.add(about)
             warn(message)
+
+
+def _check_arguments(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise TypeError where forward does not take so many, as the forward of a module that makes predictions."""
+    try:
+        taken = inspect.signature(module.forward)
+        taken.bind(*args)
+    except ValueError:  # no signature
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"{type(module).__name__}.forward{taken} cannot take the {len(args)} inputs of this batch ({error}). With "
+            "loss='least_squares' forward gets all of them, measurements too, and returns residuals, as "
+            "`forward(self, x, y)` with `return self.net(x) - y`. A tuple or a list holds several arguments, anything "
+            "else is one"
+        ) from error
 
 
 def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:

@@ -810,10 +810,11 @@ ONES = torch.ones(3)
     [
         ({"a": ONES, "b": ONES * math.nan}, None, "block 'b' of the residuals holds NaN or infinity"),
         ({"a": ONES, "b": ONES[:0]}, None, "block 'b' of the residuals is empty"),
+        ({"a": ONES, "b": ONES[:, None][:, :0]}, None, "block 'b' of the residuals is empty"),
         ({"a": ONES, "b": ONES}, {"a": 1.0}, "the block 'b' that LeastSquares.* has no weight for"),
         ({"a": ONES}, {"a": 1.0, "b": 2.0}, "a weight for the block 'b' that the module did not return"),
     ],
-    ids=["nan", "empty", "more blocks than weights", "more weights than blocks"],
+    ids=["nan", "empty", "rows of no numbers", "more blocks than weights", "more weights than blocks"],
 )
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
 def test_an_error_names_the_block(blocks: dict[str, Tensor], shares: dict[str, float] | None, message: str) -> None:
@@ -839,6 +840,35 @@ def test_other_things_than_residuals_are_named(returned: Any) -> None:
     module.forward = lambda _: {"a": returned} if returned != () else ()  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="block 'a'|it returned tuple|returned an empty|returned tuple"):
         SHF(module, "least_squares").step(inputs=torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({0: ONES}, "names of blocks of residuals are strings, .* got 0"),
+        ({"a": ONES + 1j}, r"block 'a' .* got a tensor of torch.complex64. Return .* torch.view_as_real"),
+    ],
+    ids=["number as a name", "complex"],
+)
+def test_the_remedy_is_named_for_blocks_of_other_kinds(blocks: dict[Any, Tensor], message: str) -> None:
+    module = nn.Linear(1, 1)
+    module.forward = lambda _: blocks  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match=message):
+        SHF(module, "least_squares").step(inputs=torch.ones(1, 1))
+
+
+def test_complex_weights_are_refused_with_what_to_do() -> None:
+    module = nn.Linear(2, 1, dtype=torch.complex128)
+    with pytest.raises(ValueError, match="these are complex: weight, bias. Hold .* torch.view_as_complex"):
+        SHF(module, "least_squares")
+
+
+def test_a_module_of_predictions_is_told_what_forward_gets() -> None:
+    optimizer = SHF(nn.Linear(2, 1), "least_squares")
+    with pytest.raises(
+        TypeError, match=r"Linear.forward\(input.* cannot take the 2 inputs .* `return self.net\(x\) - y`"
+    ):
+        optimizer.step(inputs=(torch.ones(3, 2), torch.ones(3, 1)))
 
 
 class RoundedFit(nn.Module):
@@ -962,6 +992,19 @@ def test_targets_are_refused() -> None:
 def test_weights_are_finite_and_positive(weight: float) -> None:
     with pytest.raises(ValueError, match="the weight of block 'a' must be finite and > 0"):
         LeastSquares({"a": weight})
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 2.0], r"by the name of the block, .* got \[1.0, 2.0\]"),
+        ({"a": "2"}, "weight of block 'a' must be one number, got str"),
+        ({"a": torch.ones(3)}, "weight of block 'a' must be one number, got Tensor. To weight rows, multiply"),
+    ],
+)
+def test_weights_are_numbers_by_block(weights: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        LeastSquares(weights)
 
 
 def test_there_are_no_factors_to_summarise() -> None:

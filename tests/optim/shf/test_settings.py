@@ -103,7 +103,9 @@ def test_a_setting_without_meaning_beside_residuals_is_refused_with_its_value_an
     value = tuple(given) if isinstance(given, list) else given
     with pytest.raises(ValueError) as caught:
         SHF(nn.Linear(2, 2), "least_squares", **OTHERS[name])
-    assert str(caught.value) == f"{name}={value!r} has no meaning beside loss='least_squares'; leave it out"
+    of_decay = "return √l2 times the weights as a block of one row, torch.cat([...])[None]"
+    remedy = of_decay if name == "l2" else "leave it out"
+    assert str(caught.value) == f"{name}={value!r} has no meaning beside loss='least_squares'; {remedy}"
 
 
 def test_default_values_that_are_written_out_are_not_refused_beside_residuals() -> None:

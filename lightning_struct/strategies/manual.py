@@ -50,6 +50,12 @@ class ManualOptimization(L.LightningModule):
         if stage == "fit":
             self._requirements.check_trainer(self)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        # Lightning loads weights before Trainer(precision="64-true") makes the module float64: they would be rounded
+        if self._trainer is not None and self.trainer.precision == "64-true":
+            self.double()
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
         self._requirements.check_trainer(self)

@@ -63,3 +63,15 @@ def test_options_for_gradients_are_refused_with_what_to_do(module, options, mess
 @pytest.mark.parametrize("module", [ByRLS, BySHF])
 def test_options_for_gradients_have_no_effect_on_a_test(module):
     trainer(gradient_clip_val=1.0, accumulate_grad_batches=4).test(module(), loader())
+
+
+@pytest.mark.parametrize("kind", [ByRLS, BySHF])
+def test_weights_of_a_run_in_float64_are_not_rounded_where_it_goes_on(kind, tmp_path):
+    trained, resumed = kind().double(), kind()
+    with torch.no_grad():
+        trained.net.weight.fill_(1 / 3)
+    first = trainer(precision="64-true", limit_train_batches=0)
+    first.fit(trained, loader())
+    first.save_checkpoint(tmp_path / "some.ckpt")
+    trainer(precision="64-true").test(resumed, loader(), ckpt_path=tmp_path / "some.ckpt", verbose=False)
+    assert torch.equal(resumed.net.weight, trained.net.weight)

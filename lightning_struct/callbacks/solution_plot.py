@@ -37,12 +37,12 @@ def plot_solution(
 
     Args:
         equation: gives the domain, and the solution if that is known.
-        network: maps points (n, d), float64, to values (n,).
+        network: maps points (n, d), float64, to values (n,), or (n, k) for k unknown functions.
         records: with ``step``, and ``relative_l2_error`` or ``val_loss``.
 
     Returns:
-        The figure, and its axes: the solution; the error, if the solution is known; the errors over steps, if there are
-        records.
+        The figure, and its axes: the solution, each function of several; its error, if it is known; the errors over
+        steps, if there are records.
 
     Raises:
         MisconfigurationException: matplotlib is missing.
@@ -56,9 +56,9 @@ def plot_solution(
     """
     points = _slice(equation)
     values = network(points).detach().cpu()
-    pictures = {"u": values}
+    pictures = _by_function("u", values)
     if equation.is_solved:
-        pictures["u - solution"] = values - equation.solution(points)
+        pictures |= _by_function("u - solution", values - equation.solution(points))
     figure, axes = new_figure(len(pictures) + bool(records), 4.4, 3.6, "A plot of a solution")
     for panel, (title, numbers) in zip(axes, pictures.items(), strict=False):
         panel.set_title(title + _place_of(equation))
@@ -132,6 +132,13 @@ class SolutionPlot(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.records = [dict(record) for record in state_dict["records"]]
+
+
+def _by_function(title: str, values: Tensor) -> dict[str, Tensor]:
+    """Values (n,) under the title, or the columns of (n, k) under numbered ones."""
+    if values.ndim == 1:
+        return {title: values}
+    return {title.replace("u", f"u[{i}]", 1): column for i, column in enumerate(values.unbind(1))}
 
 
 def _slice(equation: DifferentialEquation) -> Tensor:

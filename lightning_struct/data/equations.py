@@ -15,7 +15,8 @@ from lightning_struct.data.regions import Box, Faces, Region
 from lightning_struct.functional.derivatives import laplacian, partial_derivatives
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
-Field: TypeAlias = Callable[[Tensor], Tensor]  # points (n, d) to values (n,), each row by itself
+# Points (n, d) to values (n,), or (n, k) for k unknown functions, each row by itself.
+Field: TypeAlias = Callable[[Tensor], Tensor]
 
 # Half as many integrate the example to rounding; from 400 on NumPy's weights underflow.
 _QUADRATURE_NODES = 200
@@ -25,7 +26,8 @@ class DifferentialEquation(ABC):
     """A differential equation for a function u of points, with its boundary and initial conditions.
 
     A subclass sets the attributes and implements :meth:`residual`; :meth:`solution` is for those whose solution is
-    known.
+    known. Unknown coefficients are parameters of an equation that is a module, too: ``class
+    MyEquation(DifferentialEquation, nn.Module)``.
 
     Attributes:
         domain: where the solution is wanted.
@@ -57,7 +59,7 @@ class DifferentialEquation(ABC):
 
         Args:
             block: name of the region.
-            u: the function: maps points (n, d) to values (n,).
+            u: the function: maps points (n, d) to values (n,), or (n, k) for k unknown functions.
             points: (n, d).
 
         Returns:
@@ -78,7 +80,7 @@ class DifferentialEquation(ABC):
         return {block: self.residual(block, u, at) for block, at in points.items()}
 
     def solution(self, points: Tensor) -> Tensor:
-        """The solution at points (n, d): (n,).
+        """The solution at points (n, d): in the shape of the values of ``u``, mostly (n,).
 
         Raises:
             NotImplementedError: it is not known.
@@ -92,14 +94,19 @@ class DifferentialEquation(ABC):
 
 
 def check_equation(equation: object) -> None:
-    """Refuse what is no equation, as its name or its class.
+    """Refuse what is no equation, as its name or its class, and one without a domain or regions.
 
     Raises:
-        MisconfigurationException: it is none.
+        MisconfigurationException: it is none, or something is missing.
     """
     if not isinstance(equation, DifferentialEquation):
         raise MisconfigurationException(
             f"equation must be a DifferentialEquation, such as Poisson(dimension=2), but is {equation!r}"
+        )
+    if missing := [name for name in ("domain", "regions") if not hasattr(equation, name)]:
+        raise MisconfigurationException(
+            f"{type(equation).__name__} has no {' and no '.join(missing)}: set them in the class, as "
+            "domain = Box([0.0], [1.0]) and regions = {'interior': domain}"
         )
 
 

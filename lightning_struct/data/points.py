@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -326,16 +327,17 @@ def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> No
     """Check that there is a number of points for each region.
 
     Raises:
-        MisconfigurationException: a region without a count, a count without a region, or a count below 1.
+        MisconfigurationException: a region without a count, a count without a region, or a count that is no whole
+            number of at least 1.
     """
     if set(counts) != set(regions):
         raise MisconfigurationException(
             f"counts must have a number of points for each of the regions {', '.join(regions)}, but has "
             f"{', '.join(counts) or 'none'}"
         )
-    few = {block: count for block, count in counts.items() if count < 1}
+    few = {block: count for block, count in counts.items() if count < 1 or not isinstance(count, Integral)}
     if few:
-        raise MisconfigurationException(f"counts must be at least 1, but are {few}")
+        raise MisconfigurationException(f"counts must be whole numbers of at least 1, but are {few}")
 
 
 def _check_redraws(every_n_steps: int | None, residual_share: float) -> None:

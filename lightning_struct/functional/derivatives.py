@@ -59,7 +59,8 @@ def partial_derivatives(
         Derivatives: values (n,) and derivatives (n,) by coordinate, in the dtype of the values.
 
     Raises:
-        ValueError: the function's values are not (n,).
+        TypeError: coordinates that are no list.
+        ValueError: the points are not (n, d), or have no such coordinate; the function's values are not (n,).
 
     Example:
         >>> points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -67,15 +68,18 @@ def partial_derivatives(
         >>> values, first[0], first[1], second[0]
         (tensor([ 2., 36.]), tensor([ 4., 24.]), tensor([1., 9.]), tensor([4., 8.]))
     """
+    _check_coordinates(points, once=once, twice=twice)
     if isinstance(function, DifferentiatesItself):
         return function.partial_derivatives(points, once, twice)
     values = function(points)
     first: dict[int, Tensor] = {}
     second: dict[int, Tensor] = {}
     if values.shape != points.shape[:1]:
+        several = values.ndim == 2 and values.shape[1] > 1
+        remedy = "take them one by one, as lambda x: u(x)[:, 0]" if several else "squeeze its last dimension"
         raise ValueError(
             f"the function returns values {tuple(values.shape)} at {len(points)} points, where one number for each is "
-            "needed: squeeze its last dimension"
+            f"needed: {remedy}"
         )
     for coordinate in twice:
         along = _unit(points, coordinate)
@@ -99,10 +103,14 @@ def laplacian(function: Callable[[Tensor], Tensor], points: Tensor, coordinates:
         points: (n, d), floating dtype.
         coordinates: those of space; None for all.
 
+    Raises:
+        TypeError, ValueError: as :func:`partial_derivatives`.
+
     Example:
         >>> laplacian(lambda x: (x**2).sum(1), torch.rand(4, 3))
         tensor([6., 6., 6., 6.])
     """
+    _check_coordinates(points, coordinates=() if coordinates is None else coordinates)
     twice = range(points.shape[1]) if coordinates is None else coordinates
     if isinstance(function, HasLaplacian):
         return function.laplacian(points, twice)
@@ -187,6 +195,17 @@ def _through_tanh_network(
             raise TypeError(f"only Linear and Tanh are differentiated so, not {type(layer).__name__}")
     value, first, second = (part.squeeze(-1).expand(-1, len(points)) for part in parts)
     return value[0], first, second
+
+
+def _check_coordinates(points: Tensor, **given: Sequence[int]) -> None:
+    if points.ndim != 2:
+        raise ValueError(f"points are (n, d), but these are {tuple(points.shape)}: give (n, 1), as points[:, None]")
+    d = points.shape[1]
+    for name, coordinates in given.items():
+        if isinstance(coordinates, int):
+            raise TypeError(f"{name}={coordinates} must be a list of coordinates: {name}=[{coordinates}]")
+        if unknown := [coordinate for coordinate in coordinates if not -d <= coordinate < d]:
+            raise ValueError(f"{name}={list(coordinates)} names coordinate {unknown[0]} of points ({len(points)}, {d})")
 
 
 def _unit(points: Tensor, coordinate: int) -> Tensor:

@@ -73,18 +73,19 @@ class PhysicsInformedNetwork(L.LightningModule):
     Args:
         equation: the differential equation.
         hidden_sizes: units of the hidden layers, with tanh.
-        network: another network: it maps points (n, d) to values (n,), each row by itself; ``hidden_sizes`` must not be
-            given then.
+        network: another network: it maps points (n, d) to values (n,), or (n, k) for k unknown functions, each row by
+            itself; ``hidden_sizes`` must not be given then.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that
             needs a metric gets ``val_loss``.
 
     Attributes:
-        network: maps points (n, d) to values of the solution (n,).
+        network: maps points (n, d) to values of the solution (n,), or (n, k).
 
     Raises:
-        MisconfigurationException: ``equation`` is none; neither ``hidden_sizes`` nor ``network``, or both; a size that
-            is not positive; in a Trainer, a data module whose equation lacks a region of this one.
+        MisconfigurationException: ``equation`` is none, or it has parameters and is no module; neither ``hidden_sizes``
+            nor ``network``, or both; a size that is not positive; in a Trainer, a data module whose equation lacks a
+            region of this one.
 
     Example:
         >>> from lightning_struct.data import Poisson
@@ -104,6 +105,9 @@ class PhysicsInformedNetwork(L.LightningModule):
     ) -> None:
         super().__init__()
         check_equation(equation)
+        _check_unknowns(equation)
+        if isinstance(hidden_sizes, int):
+            raise MisconfigurationException(f"hidden_sizes is a list, one number for each layer: [{hidden_sizes}]")
         if (hidden_sizes is None) == (network is None) or min(hidden_sizes or [1]) < 1:
             raise MisconfigurationException(
                 f"A PhysicsInformedNetwork needs hidden_sizes, all positive, or a network, but got {hidden_sizes} and "
@@ -153,9 +157,9 @@ class PhysicsInformedNetwork(L.LightningModule):
         self._log_error()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The field: (n, d + 1), the coordinates of points (n, d) and the value there."""
+        """The field: (n, d + 1), the coordinates of points (n, d) and the value there, or (n, d + k)."""
         points = batch if isinstance(batch, Tensor) else batch[0]
-        return torch.cat([points, self.network(points)[:, None]], dim=1)
+        return torch.cat([points, self.network(points).reshape(len(points), -1)], dim=1)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Lightning loads weights before Trainer(precision="64-true") makes the module float64: they would be rounded
@@ -172,8 +176,14 @@ class PhysicsInformedNetwork(L.LightningModule):
         self.log_dict(by_block, batch_size=points, sync_dist=True)
         if self.equation.is_solved and "interior" in batch:
             interior = batch["interior"]
-            solution = self.equation.solution(interior)
-            squares = torch.stack([(self.network(interior) - solution).square().sum(), solution.square().sum()])
+            solution, values = self.equation.solution(interior), self.network(interior)
+            if solution.shape != values.shape:
+                raise MisconfigurationException(
+                    f"{type(self.equation).__name__}.solution returns {tuple(solution.shape)} at {len(interior)} "
+                    f"points, and the network {tuple(values.shape)}: both must have one shape, mostly (n,), as "
+                    "points[:, 0].sin() has"
+                )
+            squares = torch.stack([(values - solution).square().sum(), solution.square().sum()])
             self._squared_error = squares if self._squared_error is None else self._squared_error + squares
 
     def _log_error(self) -> None:
@@ -200,8 +210,8 @@ class SHFPhysicsInformedNetwork(SHFOptimization, PhysicsInformedNetwork):
     Args:
         equation: the differential equation.
         hidden_sizes: units of the hidden layers, with tanh.
-        network: another network: it maps points (n, d) to values (n,), each row by itself; ``hidden_sizes`` must not be
-            given then.
+        network: another network: it maps points (n, d) to values (n,), or (n, k) for k unknown functions, each row by
+            itself; ``hidden_sizes`` must not be given then.
         optimizer: makes the SHF from the module.
 
     Raises:
@@ -226,6 +236,20 @@ class SHFPhysicsInformedNetwork(SHFOptimization, PhysicsInformedNetwork):
 
     def configure_optimizers(self) -> SHF:
         return self.make_shf(self)
+
+
+def _check_unknowns(equation: DifferentialEquation) -> None:
+    """Refuse parameters that no optimizer would see."""
+    if isinstance(equation, nn.Module):
+        return
+    for name, value in vars(equation).items():
+        parameters = value.parameters() if isinstance(value, nn.Module) else [value]
+        if any(isinstance(p, nn.Parameter) and p.requires_grad for p in parameters):
+            kind, base = (cls.__name__ for cls in type(equation).__mro__[:2])
+            raise MisconfigurationException(
+                f"{kind}.{name} would not be trained, as {kind} is no module: write class {kind}({base}, nn.Module), "
+                "and begin its __init__ with nn.Module.__init__(self)"
+            )
 
 
 def _points(batch: Mapping[str, Tensor]) -> int:

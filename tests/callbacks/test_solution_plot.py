@@ -38,6 +38,13 @@ def test_one_dimension_is_a_curve():
     assert values.lines[0].get_ydata()[-1] == 1 and len(error.lines) == 1
 
 
+def test_several_functions_have_a_panel_each():
+    equation = Poisson(2)
+    equation.solution = lambda points: 2 * points
+    _, panels = plot_solution(equation, lambda points: points)
+    assert [panel.get_title() for panel in panels] == ["u[0]", "u[1]", "u[0] - solution", "u[1] - solution"]
+
+
 def test_error_of_every_validation_is_drawn_and_the_picture_written(tmp_path):
     callback = fit(tmp_path, SolutionPlot(), max_epochs=3)
     assert [record["step"] for record in callback.records] == [2, 4, 6]

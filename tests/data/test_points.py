@@ -122,6 +122,12 @@ def test_counts_are_for_each_region(counts):
         PointDraws(REGIONS, counts, draws_per_epoch=1)
 
 
+@pytest.mark.parametrize("count", [0, 3.5])
+def test_counts_are_whole_numbers(count):
+    with pytest.raises(MisconfigurationException, match=f"whole numbers of at least 1, but are {{'initial': {count}}}"):
+        PointDraws(REGIONS, {"interior": 3, "initial": count}, draws_per_epoch=1)
+
+
 def test_every_process_has_points_of_every_region():
     draws = make_draws(num_replicas=5, rank=0)
     with pytest.raises(MisconfigurationException, match="5 processes without any of initial"):

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_struct.data import Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
+from lightning_struct import SHF
+from lightning_struct.data import Box, Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
 from lightning_struct.functional import partial_derivatives
 from lightning_struct.models import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from tests.processes import two_processes
@@ -132,6 +133,89 @@ def test_network_of_another_kind():
     model = PhysicsInformedNetwork(Poisson(2), network=Wave())
     residuals = model(points_of(Poisson(2)))
     assert max(residual.abs().max().item() for residual in residuals.values()) < 1e-4
+
+
+class Rotation(DifferentialEquation):
+    """x' = ω y, y' = -ω x, with x = 0 and y = 1 at time 0."""
+
+    domain = Box([0.0], [1.0])
+    regions: ClassVar = {"interior": domain, "start": Box([0.0], [0.0])}
+    coordinates = ("t",)
+
+    def __init__(self, frequency=2.0):
+        self.frequency = frequency
+
+    def residual(self, block, u, points):
+        if block == "start":
+            return u(points) - torch.tensor([0.0, 1.0])
+        (x, dx, _), (y, dy, _) = (partial_derivatives(lambda t, i=i: u(t)[:, i], points, once=[0]) for i in range(2))
+        return torch.stack([dx[0] - self.frequency * y, dy[0] + self.frequency * x], dim=1)
+
+    def solution(self, points):
+        return torch.cat([(2.0 * points).sin(), (2.0 * points).cos()], dim=1)
+
+
+class UnknownRotation(Rotation, nn.Module):
+    def __init__(self):
+        nn.Module.__init__(self)
+        super().__init__(nn.Parameter(torch.tensor(1.5)))
+
+
+def two_functions():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_several_functions_are_solved_for(tmp_path):
+    model = SHFPhysicsInformedNetwork(Rotation(), network=two_functions())
+    points = PointsDataModule(
+        Rotation(), {"interior": 20, "start": 1}, steps_per_epoch=8, predict_count=5, eval_count=50
+    )
+    trainer = make_trainer(tmp_path, precision="64-true", max_epochs=1)
+    trainer.fit(model, datamodule=points)
+    assert trainer.callback_metrics["relative_l2_error"] < 0.1
+    (field,) = trainer.predict(model, datamodule=points)
+    torch.testing.assert_close(field[:, 1:], model.equation.solution(field[:, :1]), atol=0.2, rtol=0)
+
+
+def test_a_coefficient_of_an_equation_that_is_a_module_is_trained(tmp_path):
+    equation = UnknownRotation()
+    points = equation.domain.grid(20)
+    model = PhysicsInformedNetwork(equation, network=two_functions()).double()
+    optimizer = SHF(model, "least_squares")
+    start = {"interior": points, "start": points[:1]}
+    assert "equation.frequency" in dict(model.named_parameters())
+    optimizer.step(inputs=start)
+    assert equation.frequency.item() != 1.5
+
+
+def test_a_coefficient_that_would_not_be_trained_is_refused():
+    equation = Rotation(nn.Parameter(torch.tensor(1.5)))
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"Rotation.frequency would not be trained, .* write class Rotation\(DifferentialEquation, nn.Module\)",
+    ):
+        PhysicsInformedNetwork(equation, network=two_functions())
+
+
+def test_solutions_of_another_shape_are_refused(data, tmp_path):
+    data.equation.solution = lambda points: points[:, :1]
+    with pytest.raises(MisconfigurationException, match=r"solution returns \(30, 1\) .* the network \(30,\)"):
+        make_trainer(tmp_path).validate(PhysicsInformedNetwork(data.equation, [4]), datamodule=data, verbose=False)
+
+
+def test_a_single_hidden_size_is_a_list():
+    with pytest.raises(MisconfigurationException, match=r"hidden_sizes is a list, .* \[10\]"):
+        PhysicsInformedNetwork(Poisson(2), hidden_sizes=10)
+
+
+def test_an_equation_needs_a_domain_and_regions():
+    class Bare(DifferentialEquation):
+        def residual(self, block, u, points):
+            return u(points)
+
+    with pytest.raises(MisconfigurationException, match="Bare has no domain and no regions: set them"):
+        PhysicsInformedNetwork(Bare(), [4])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"hidden_sizes": [4], "network": nn.Linear(2, 1)}, {"hidden_sizes": [4, 0]}])

@@ -97,8 +97,22 @@ def circulant_matmul(column: Tensor, x: Tensor, out_features: int | None = None)
     dtype = _real(column, x)
     if x.numel() == 0:
         return _no_rows(x, m).to(dtype)
-    hat = torch.fft.rfft(column.to(_computed(dtype))) * torch.fft.rfft(x.to(_computed(dtype)), k)
-    return torch.fft.irfft(hat, k)[..., :m].to(dtype)
+    spectrum = torch.fft.rfft(column.to(_computed(dtype)))
+    return circulant_product(spectrum, x.to(_computed(dtype)), k)[..., :m].to(dtype)
+
+
+def circulant_product(spectrum: Tensor, x: Tensor, size: int) -> Tensor:
+    """x Cᵀ, (..., size), for the circulant matrix C whose first column has that transform.
+
+    Args:
+        spectrum: (size // 2 + 1,).
+        x: (..., n), n <= size; zeros follow.
+        size: rows and columns of C.
+    """
+    # torch 2.6 has no transform of an expanded tensor, as x may be one, and the gradient of a sum. So x is copied then,
+    # and dividing after the transform gives it a gradient in memory of its own.
+    hat = spectrum * torch.fft.rfft(x.contiguous(), size)
+    return torch.fft.irfft(hat, size, norm="forward") / size
 
 
 def hankel_like_matmul(G: Tensor, H: Tensor, x: Tensor, f: float | Tensor = 1.0, g: float | Tensor = 0.0) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
-from lightning_struct.functional.transforms import circulant_matmul, hadamard_transform
+from lightning_struct.functional.transforms import circulant_matmul, circulant_product, hadamard_transform
 from lightning_struct.nn.generators import Init
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
@@ -46,7 +46,7 @@ class CirculantSpectrum:
         if torch.onnx.is_in_onnx_export():
             y = real_irfft(multiplied(real_rfft(computed), as_pair(self.spectrum)), self.size)
         else:
-            y = torch.fft.irfft(torch.fft.rfft(computed) * self.spectrum, n=self.size)
+            y = circulant_product(self.spectrum, computed, self.size)
         return y.to(x.dtype)
 
 

@@ -12,6 +12,7 @@ from lightning_struct.functional.operators import DiagonalOperator, Displacement
 from lightning_struct.functional.transforms import (
     cauchy_like_matmul,
     circulant_matmul,
+    circulant_product,
     hadamard_transform,
     hankel_like_matmul,
     vandermonde_like_matmul,
@@ -186,6 +187,21 @@ def test_circulant_products():
         torch.testing.assert_close(circulant_matmul(column, x, m), x @ matrix.mT, msg=f"{m} x {n} of {k}")
     torch.testing.assert_close(circulant_matmul(column, x), x @ circulant(column, 9, 6).mT)
     assert circulant_matmul(column, x[:0], 4).shape == (0, 3, 4)
+
+
+def test_circulant_products_of_expanded_tensors_and_gradients():
+    column, row = torch.randn(6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
+    y = circulant_matmul(column, row.expand(3, 6))
+    torch.testing.assert_close(y, (row @ circulant(column.detach(), 6, 6).mT).expand(3, 6))
+    y.sum().backward()  # the gradient of y is one number, expanded
+    torch.testing.assert_close(column.grad, 3 * row.sum().expand(6))
+    torch.testing.assert_close(row.grad, 3 * column.sum().expand(1, 6))
+
+
+def test_kept_circulant_products_of_expanded_gradients():
+    column, row = torch.randn(6), torch.randn(2, 6, requires_grad=True)
+    circulant_product(torch.fft.rfft(column), row, 6).sum().backward()
+    torch.testing.assert_close(row.grad, column.sum().expand(2, 6))
 
 
 def test_derivatives_of_circulant_products():

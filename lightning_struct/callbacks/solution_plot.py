@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.callbacks.pictures import draw_curve, new_figure, write_at_end_of_fit
+from lightning_struct.callbacks.runs import Run
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
@@ -73,7 +74,8 @@ class SolutionPlot(Callback):
 
     ``solution.png`` is written to the log directory, by the first process, and not under ``fast_dev_run``. Its third
     panel has ``relative_l2_error``, or ``val_loss`` where the solution is not known, of all validations; a resumed run
-    goes on with those of its checkpoint. Put it after a callback that changes the weights at the end of ``fit``.
+    goes on with those of its checkpoint. With another Trainer or module the callback starts anew. Put it after a
+    callback that changes the weights at the end of ``fit``.
 
     The module has its ``equation`` and its ``network``, as
     :class:`~lightning_struct.models.PhysicsInformedNetwork`. matplotlib is needed, from the start:
@@ -93,6 +95,10 @@ class SolutionPlot(Callback):
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._run = Run()
         self.records: list[dict[str, float]] = []
         self.paths: list[Path] = []
 
@@ -100,12 +106,17 @@ class SolutionPlot(Callback):
         if stage != "fit":
             return
         require("matplotlib", "SolutionPlot")
+        if self._run.begins_anew(trainer, pl_module):
+            self._begin()
         missing = [name for name in ("equation", "network") if not hasattr(pl_module, name)]
         if missing:
             raise MisconfigurationException(
                 f"SolutionPlot draws module.network over the domain of module.equation, but {type(pl_module).__name__} "
                 f"has no {' and no '.join(missing)}: set them, or leave out this callback."
             )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._run.on_train_start(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -60,6 +60,13 @@ def test_resumed_run_goes_on_with_the_records(tmp_path):
     assert resumed.records == whole.records
 
 
+def test_another_run_begins_with_no_records(tmp_path):
+    callback = SolutionPlot()
+    for _ in range(2):
+        fit(tmp_path, callback, max_epochs=2)
+    assert [record["step"] for record in callback.records] == [2, 4]
+
+
 class Dropping(torch.nn.Module):
     """Half of its values are zero in training, and its batch norm counts the forward passes there."""
 

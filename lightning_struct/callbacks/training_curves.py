@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_struct.callbacks.newly_logged import NewlyLogged
 from lightning_struct.callbacks.pictures import (
     directory_to_write,
     draw_curve,
@@ -86,7 +87,7 @@ class TrainingCurves(Callback):
         self._seconds_before = 0.0
         self._started_at: float | None = None
         self._last_step = -1
-        self._seen: dict[str, Tensor] = {}
+        self._newly_logged, self._newly_validated = NewlyLogged(), NewlyLogged()
         self._logged_in_step: set[str] = set()
         self._logged_in_steps_of_epoch: set[str] = set()
         self._directory: Path | None = None
@@ -161,7 +162,8 @@ class TrainingCurves(Callback):
         self._run.on_train_start(pl_module)
         self._started_at = time.monotonic()
         self._last_step = trainer.global_step
-        self._seen, self._logged_in_step = {}, set()
+        self._newly_logged, self._newly_validated = NewlyLogged(), NewlyLogged()
+        self._logged_in_step = set()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._record_epoch(trainer)  # what the module logged in its own on_train_epoch_end
@@ -170,7 +172,7 @@ class TrainingCurves(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._logged_in_step |= self._newly_logged(trainer)
+        self._logged_in_step |= self._newly_logged.since_last(trainer, RECORDED_IN_TRAINING)
         self._logged_in_steps_of_epoch |= self._logged_in_step
         step = trainer.global_step
         if step == self._last_step:
@@ -185,7 +187,7 @@ class TrainingCurves(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             names = [name for name in trainer.callback_metrics if name.partition(_OF_LOADER)[0] == VALIDATION_LOSS]
-            self._record(trainer, names)
+            self._record(trainer, self._newly_validated.since_last(trainer, names))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._record_epoch(trainer)
@@ -221,18 +223,10 @@ class TrainingCurves(Callback):
             dict.fromkeys(name for record in self.records for name in record if name.startswith(VALIDATION_LOSS))
         )
 
-    def _newly_logged(self, trainer: L.Trainer) -> set[str]:
-        """What was logged since the last call: Lightning keeps the tensor of each until the name is logged again."""
-        metrics: Mapping[str, Tensor] = trainer.callback_metrics
-        present = {name: metrics[name].detach() for name in RECORDED_IN_TRAINING if name in metrics}
-        seen, self._seen = self._seen, present
-        return {
-            name for name, value in present.items() if name not in seen or value.data_ptr() != seen[name].data_ptr()
-        }
-
     def _record_epoch(self, trainer: L.Trainer) -> None:
         """Record what is logged once in an epoch, and not in its steps."""
-        self._record(trainer, self._newly_logged(trainer) - self._logged_in_steps_of_epoch)
+        logged = self._newly_logged.since_last(trainer, RECORDED_IN_TRAINING)
+        self._record(trainer, logged - self._logged_in_steps_of_epoch)
 
     def _record(self, trainer: L.Trainer, names: Collection[str]) -> None:
         metrics: Mapping[str, Tensor] = trainer.callback_metrics

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_struct.utilities import namespaces as L
@@ -35,19 +36,29 @@ def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
     Raises:
         MisconfigurationException: the metric was never logged; in all processes alike.
     """
-    metrics = trainer.callback_metrics
-    mine = [float(metrics[monitor]), 1.0] if monitor in metrics else [0.0, 0.0]
+    value = mean_over_processes(trainer, trainer.callback_metrics.get(monitor))
+    if value is None:
+        raise MisconfigurationException(not_logged(trainer, monitor, who))
+    return value
+
+
+def mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | None:
+    """Mean over the processes that have a value, the same in all of them; None if none has. A collective call."""
+    mine = [0.0, 0.0] if value is None else [float(value), 1.0]
     device = trainer.strategy.root_device if trainer.world_size > 1 else "cpu"  # some devices have no float64
     total, processes = trainer.strategy.reduce(
         torch.tensor(mine, dtype=torch.float64, device=device), reduce_op="sum"
     ).tolist()
-    if not processes:
-        logged = ", ".join(sorted(metrics)) or "nothing"
-        raise MisconfigurationException(
-            f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or "
-            "name one of these"
-        )
-    return total / processes
+    return total / processes if processes else None
+
+
+def not_logged(trainer: L.Trainer, monitor: str, who: str) -> str:
+    """What is said of a metric that was never logged."""
+    logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+    return (
+        f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or name "
+        "one of these"
+    )
 
 
 def not_finite(trainer: L.Trainer, who: str, monitor: str, value: float) -> str:

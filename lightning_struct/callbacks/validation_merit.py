@@ -10,8 +10,15 @@ from typing import Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_struct.callbacks.newly_logged import NewlyLogged
 from lightning_struct.callbacks.runs import Run
-from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite, validation_batches
+from lightning_struct.callbacks.validation import (
+    DueValidation,
+    mean_over_processes,
+    not_finite,
+    not_logged,
+    validation_batches,
+)
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_number
@@ -42,7 +49,8 @@ class ValidationMeritStopping(Callback):
     sample twice; with ``Trainer(use_distributed_sampler=False)``, what its own loader gives it.
 
     Args:
-        monitor: name of a metric that the module logs in validation.
+        monitor: name of a metric that the module logs in validation. Validations that do not log it do not count, but
+            the first one must.
         patience: number of validations without improvement after which training ends, at least 1.
         restore_best: put the best weights back at the end of training.
         mode: ``"min"`` or ``"max"``: which is better.
@@ -89,6 +97,7 @@ class ValidationMeritStopping(Callback):
         self._forget()
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
+        self._newly_logged = NewlyLogged()
         self._run = Run()
         self._told = False
 
@@ -168,7 +177,12 @@ class ValidationMeritStopping(Callback):
         validated, self._validated_weights = self._validated_weights, None
         if not self._validation.on_validation_end(trainer):
             return
-        value = monitored_value(trainer, self.monitor, "ValidationMeritStopping")
+        is_logged = self.monitor in self._newly_logged.since_last(trainer, [self.monitor])
+        value = mean_over_processes(trainer, trainer.callback_metrics[self.monitor] if is_logged else None)
+        if value is None:
+            if self.best_value is None:
+                raise MisconfigurationException(not_logged(trainer, self.monitor, "ValidationMeritStopping"))
+            return  # only some validations log it
         if not math.isfinite(value):
             problem = not_finite(trainer, "ValidationMeritStopping", self.monitor, value)
             if self.best_value is None:

@@ -156,6 +156,20 @@ def test_a_value_is_not_repeated_in_steps_that_log_none(tmp_path, every_n_steps)
     assert [step for step, _ in column(curves, "train_loss")] == [s for s in (2, 4, 6) if s % every_n_steps == 0]
 
 
+class SeldomValidated(Descent):
+    """Logs in every other validation."""
+
+    def validation_step(self, batch, batch_idx):
+        if self.current_epoch % 2 == 0:
+            super().validation_step(batch, batch_idx)
+
+
+def test_a_value_is_not_repeated_in_validations_that_log_none(tmp_path):
+    curves = TrainingCurves()
+    fit(tmp_path, curves, SeldomValidated(), max_epochs=4)
+    assert [step for step, _ in column(curves, "val_loss")] == [3, 9]
+
+
 class CountingSizes(Descent):
     def __init__(self):
         super().__init__(logged=())

@@ -103,6 +103,36 @@ def test_a_small_improvement_counts_as_none(tmp_path):
     assert trainer.global_step == 3
 
 
+class SeldomLogging(ScriptedNetwork):
+    """Logs nothing where its script has None."""
+
+    def validation_step(self, batch, batch_idx):
+        value = 100.0 if self.trainer.sanity_checking else next(self.values)
+        if value is not None:
+            self.log("val_loss", value)
+
+
+def test_validations_that_do_not_log_the_monitor_do_not_count(tmp_path):
+    callback, module = ValidationMeritStopping(patience=2), SeldomLogging([3, None, 4, None, None, 2])
+    fit(tmp_path, module, callback)
+    assert (callback.best_value, callback.best_step, callback.wait) == (2, 6, 0)
+
+
+def test_a_resumed_run_need_not_log_the_monitor_at_once(tmp_path):
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(
+        tmp_path,
+        SeldomLogging([3]),
+        ValidationMeritStopping(),
+        max_epochs=1,
+        callbacks=[keep],
+        enable_checkpointing=True,
+    )
+    callback = ValidationMeritStopping()
+    fit(tmp_path, SeldomLogging([None, 2]), callback, max_epochs=3, ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert (callback.best_value, callback.wait) == (2, 0)
+
+
 def test_more_can_be_better(tmp_path):
     trainer = fit(tmp_path, ScriptedNetwork([1, 2, 1, 1, 3]), ValidationMeritStopping(patience=2, mode="max"))
     assert trainer.global_step == 4

@@ -37,10 +37,12 @@ def read_amat(path: Path, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
             begin = file.tell()
         file.seek(begin)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", DeprecationWarning)  # what numpy raises for text that is not a number
+            warnings.simplefilter(
+                "error", DeprecationWarning
+            )  # text that is not a number; since numpy 2.4 a ValueError
             try:
                 numbers = np.fromfile(file, dtype=np.float64, sep=" ")
-            except DeprecationWarning as error:
+            except (DeprecationWarning, ValueError) as error:
                 raise DamagedFileError(path, f"has more than numbers: {error}") from error
     if numbers.size == 0 or numbers.size % (pixels + 1):
         raise DamagedFileError(path, f"has {numbers.size} numbers, not lines of {pixels} pixels and a label")

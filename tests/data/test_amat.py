@@ -27,7 +27,7 @@ def test_comments_at_the_head_are_passed_over(tmp_path):
     [
         ("", "has 0 numbers"),
         ("0.5 1 1\n0.5 1\n", "has 5 numbers, not lines of 2 pixels and a label"),
-        ("0.5 1 1\n<html> 1 1\n", "to its end"),
+        ("0.5 1 1\n<html> 1 1\n", "some.amat has more than numbers"),
         ("0.5 1 1\n1 0.5 0.25\n", "some.amat gives sample 1 .* the label 0.25, not one of 0 to 1"),
         ("0.5 1 2\n", "some.amat gives sample 0 .* the label 2, not one of 0 to 1"),
         ("0.5 1 nan\n", "the label nan"),

@@ -16,7 +16,7 @@ from lightning_struct.data.in_memory import (
     Unpack,
 )
 from lightning_struct.data.text_corpus import synthetic_text
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts, check_positive
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 CHARACTERS = 128
@@ -79,7 +79,8 @@ class CharactersDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(train_size=train_size, val_size=val_size, test_size=test_size, steps=steps)
+        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
+        check_counts(steps=steps)
         self.text_file = text_file
         self.path = (Path(data_dir, FILE) if text_file is None else Path(text_file)).expanduser()
         self.steps = steps

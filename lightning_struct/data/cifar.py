@@ -27,7 +27,7 @@ from lightning_struct.data.in_memory import (
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 
 IMAGE_SIZE = 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -98,7 +98,7 @@ class CIFAR10DataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
+        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
         self.data_dir = os.path.expanduser(data_dir)
         self.download = download
         self.grey = grey

@@ -10,7 +10,7 @@ from lightning_struct.data.in_memory import (
     Unpack,
     image_dataset,
 )
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -53,7 +53,7 @@ class CurvesDataModule(InMemoryDataModule):
         super().__init__(batch_size, **loader)
         if not synthetic:
             raise MisconfigurationException("CURVES are always made procedurally: leave out data.synthetic=false.")
-        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
+        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
         self.sizes = (train_size, val_size, test_size)
 
     def load_splits(self) -> Splits:

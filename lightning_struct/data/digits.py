@@ -31,7 +31,7 @@ from lightning_struct.data.in_memory import (
     split_in_order,
 )
 from lightning_struct.data.synthetic import synthetic_digits
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 
 CLASSES = 10
 CHUNK = 1 << 20  # bytes
@@ -82,7 +82,7 @@ class DigitsDataModule(InMemoryDataModule):
         super().__init__(batch_size, **loader)
         self.data_dir = os.path.expanduser(data_dir)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
+        check_counts(train_size=train_size, val_size=val_size, test_size=test_size)
         self.download = download
         self.synthetic = synthetic
 

@@ -15,7 +15,7 @@ from lightning_struct.data.in_memory import (
     check_pixels,
     split_at_random,
 )
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -67,7 +67,7 @@ class FlatImagesDataModule(InMemoryDataModule):
             raise MisconfigurationException(f"val_fraction must be between 0 and 1, but is {val_fraction}")
         if not 0 < train_fraction <= 1:
             raise MisconfigurationException(f"train_fraction must be above 0 and at most 1, but is {train_fraction}")
-        check_positive(train_size=train_size, test_size=test_size)
+        check_counts(train_size=train_size, test_size=test_size)
         self.train_size = train_size
         self.test_size = test_size
         self.val_fraction = val_fraction

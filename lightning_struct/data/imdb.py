@@ -27,6 +27,7 @@ from lightning_struct.data.in_memory import (
     Unpack,
     official_parts,
 )
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import install_command, require
 
@@ -118,11 +119,8 @@ class IMDBDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__(batch_size, draws, eval_batch_size=eval_batch_size, **loader)
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
-        least = {f"{part}_size": (size, 1) for part, size in self.sizes.items()}
-        least |= {"max_length": (max_length, 1), "vocabulary_size": (vocabulary_size, FEWEST_WORDS)}
-        for name, (value, bound) in least.items():
-            if value < bound:
-                raise MisconfigurationException(f"{name} must be at least {bound}, but is {value}")
+        check_counts(train_size=train_size, val_size=val_size, test_size=test_size, max_length=max_length)
+        check_counts(FEWEST_WORDS, vocabulary_size=vocabulary_size)
         self.data_dir = os.path.expanduser(data_dir)
         self.vocabulary_size = vocabulary_size
         self.max_length = max_length

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, Samples, keep_batch
-from lightning_struct.utilities.checks import check_counts, check_positive
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -146,7 +146,7 @@ class InMemoryDataModule(LightningDataModule, ABC):
         super().__init__()
         if draws not in ("independent", "epoch"):
             raise MisconfigurationException(f"draws must be 'independent' or 'epoch', but is {draws!r}")
-        check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size, draws_per_epoch=draws_per_epoch)
+        check_counts(batch_size=batch_size, eval_batch_size=eval_batch_size, draws_per_epoch=draws_per_epoch)
         check_counts(0, seed=seed)
         self.batch_size = batch_size
         self.draws = draws

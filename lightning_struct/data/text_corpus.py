@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedFileError, naming_file, read_or_explain
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
 from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -131,7 +131,7 @@ class TextCorpusDataModule(LightningDataModule):
         synthetic: a random text of as many words instead of the files; nothing is read. After each word there are eight
             that may follow it.
         synthetic_vocabulary: words of that text.
-        seed: seed of synthetic texts.
+        seed: seed of synthetic texts, not negative.
 
     Raises:
         MisconfigurationException: if the files cannot be had; for a size that is not positive or larger than the text;
@@ -165,12 +165,11 @@ class TextCorpusDataModule(LightningDataModule):
         super().__init__()
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         check_positive(train_size=train_size, val_size=val_size, test_size=test_size)
-        check_positive(batch_size=batch_size, eval_batch_size=eval_batch_size, steps=steps, least_count=least_count)
-        if synthetic_vocabulary <= SUCCESSORS:
-            raise MisconfigurationException(
-                f"synthetic_vocabulary must be above {SUCCESSORS}, the words that may follow one, but is "
-                f"{synthetic_vocabulary}"
-            )
+        check_counts(batch_size=batch_size, eval_batch_size=eval_batch_size, steps=steps, least_count=least_count)
+        check_counts(0, seed=seed)
+        enough = is_count(synthetic_vocabulary, SUCCESSORS + 1)
+        takes = f"a whole number above {SUCCESSORS}, the words that may follow one"
+        check("synthetic_vocabulary", synthetic_vocabulary, enough, takes)
         self.data_dir = os.path.expanduser(data_dir)
         self.text_file = None if text_file is None else os.path.expanduser(text_file)
         self.least_count = least_count

@@ -262,6 +262,13 @@ def test_empty_sets_and_samples_are_refused(name):
         IMDBDataModule(**{name: 0})
 
 
+@pytest.mark.parametrize("name", ["train_size", "max_length", "vocabulary_size"])
+@pytest.mark.parametrize("value", [20.5, None])
+def test_numbers_that_are_not_whole_are_refused_by_name(name, value):
+    with pytest.raises(MisconfigurationException, match=f"{name} must be a whole number >= [0-9]+, but is {value}"):
+        IMDBDataModule(**{name: value})
+
+
 def test_synthetic_sets_have_the_same_shapes_and_need_neither_files_nor_torchtext(
     tmp_path, no_network, no_torchtext, caplog
 ):

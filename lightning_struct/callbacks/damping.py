@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, is_number
+from lightning_struct.utilities.lightning_internals import names_of_optimizers
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
 # Under what name optimizers keep the one that they wrap: Lookahead, SAM, ZeroRedundancyOptimizer and others.
@@ -82,11 +83,10 @@ class LevenbergMarquardtDamping(Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not _damped(trainer):
-            given = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
             raise MisconfigurationException(
                 "LevenbergMarquardtDamping needs an optimizer with `damping` and `reduction_ratio` or "
-                f"`report.reduction_ratio`, as SHF has them, but got {given}: return SHF from configure_optimizers, or "
-                "leave the callback out"
+                f"`report.reduction_ratio`, as SHF has them, but got {names_of_optimizers(trainer)}: return SHF "
+                "from configure_optimizers, or leave the callback out"
             )
 
     def on_train_batch_start(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.lightning_internals import names_of_optimizers
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
@@ -108,10 +109,9 @@ class Requirements:
         if len(optimizers) == 1 and isinstance(optimizers[0], self.optimizer):
             return optimizers[0]
         name = self.optimizer.__name__
-        returned = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise MisconfigurationException(
             f"{type(module).__name__} is trained by {self.mixin}, which needs exactly one {name} from "
-            f"configure_optimizers, but got {returned}: {self.optimizers}"
+            f"configure_optimizers, but got {names_of_optimizers(module.trainer)}: {self.optimizers}"
         )
 
     def as_pair(self, module: L.LightningModule, returned: Any) -> tuple[Any, Any]:

@@ -14,6 +14,15 @@ from lightning_struct.utilities.namespaces import lightning_classes
 from lightning_struct.utilities.random_states import isolated_random_states, random_states, set_random_states
 
 
+def names_of_optimizers(trainer: L.Trainer) -> str:
+    """The classes of the optimizers of a fit, for an error; ``"none"`` where ``configure_optimizers`` returns None.
+
+    Lightning puts a stand-in in its place then.
+    """
+    stand_ins = lightning_classes("core.optimizer._MockOptimizer")
+    return ", ".join(type(each).__name__ for each in trainer.optimizers if not isinstance(each, stand_ins)) or "none"
+
+
 def validation_loaders(trainer: L.Trainer) -> list[Any]:
     """The validation loaders of a fit, as Lightning prepared them; none where it will not validate.
 

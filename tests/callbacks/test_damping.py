@@ -275,13 +275,14 @@ def test_the_optimizer_is_left_alone_after_fit(tmp_path, failing):
     assert trainer.optimizers[0].damping == 4.0
 
 
-def test_an_optimizer_without_damping_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize(("optimizer", "name"), [(torch.optim.Adam, "Adam"), (lambda parameters: None, "none")])
+def test_an_optimizer_without_damping_is_refused_by_name(tmp_path, optimizer, name):
     class Undamped(ScriptedNetwork):
         def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters())
+            return optimizer(self.parameters())
 
     with pytest.raises(
-        MisconfigurationException, match="needs an optimizer with `damping` .* but got Adam: return SHF"
+        MisconfigurationException, match=f"needs an optimizer with `damping` .* but got {name}: return SHF"
     ):
         make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping()]).fit(Undamped([]), draw_loader())
 

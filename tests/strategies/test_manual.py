@@ -75,3 +75,12 @@ def test_weights_of_a_run_in_float64_are_not_rounded_where_it_goes_on(kind, tmp_
     first.save_checkpoint(tmp_path / "some.ckpt")
     trainer(precision="64-true").test(resumed, loader(), ckpt_path=tmp_path / "some.ckpt", verbose=False)
     assert torch.equal(resumed.net.weight, trained.net.weight)
+
+
+def test_no_optimizer_at_all_is_refused_as_none():
+    class Without(BySHF):
+        def configure_optimizers(self):
+            return None
+
+    with pytest.raises(MisconfigurationException, match="exactly one SHF from configure_optimizers, but got none: "):
+        trainer().fit(Without(), loader())

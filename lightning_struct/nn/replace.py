@@ -42,8 +42,8 @@ def replace_linear(
         model = replace_linear(model, functools.partial(LDRSubdiagonal.from_linear, rank=2))    # near to its weights
         print(replacement_report(model))
 
-    Make the optimizer afterwards, because the old parameters are gone, and train at a lower learning rate than
-    ``nn.Linear``.
+    Load a checkpoint of the dense model before, and make the optimizer afterwards, because the old parameters are gone.
+    With SGD many classes need a lower learning rate than ``nn.Linear``.
 
     It also replaces layers that were declared by their matrix
     (:func:`~lightning_struct.functional.layers.register_layer`) or that compute what ``nn.Linear`` does, such as

@@ -14,13 +14,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import functionalize
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
-from lightning_struct.functional.torch_internals import tree_flatten, tree_unflatten
+from lightning_struct.functional.torch_internals import tree_flatten, tree_unflatten, writes_in_place
 
 _log = logging.getLogger(__name__)
 # Rounding, in units of the last place of the largest number that took part.
@@ -197,6 +198,21 @@ def recorded_graph(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def without_writes(
+    graph: GraphModule, params: Parameters, buffers: Parameters, tensors: list[Tensor]
+) -> GraphModule | None:
+    """A recorded graph with operations that make new tensors instead of writing to given ones.
+
+    ``vmap`` cannot write a batch to a tensor that has none, as to the state from which a recurrent layer starts.
+
+    Returns:
+        None where the graph has no such operation.
+    """
+    if not any(writes_in_place(node.target) for node in graph.graph.nodes):
+        return None
+    return recorded_graph(functionalize(graph), params, buffers, tensors)
 
 
 def _graph_of_batch(module: nn.Module, params: Parameters, buffers: Parameters, inputs: BatchInputs) -> GraphModule:

@@ -31,6 +31,7 @@ from lightning_struct.functional.recorded_batch import (
     is_equal_up_to_rounding,
     largest_number,
     recorded_graph,
+    without_writes,
 )
 from lightning_struct.functional.residuals import residual_blocks
 from lightning_struct.functional.stateless import call_with
@@ -269,9 +270,17 @@ class RowRecords:
                 return self.refuse(name, _why_not_of_a_row(single, block))
             with context():
                 graph = _graph_of_single_row(self.module, name, params, buffers, inputs)
-            record = _Record(graph, (dict(params), buffers, inputs.row(0)))
-            rows = _Rows(record, inputs, buffers)
-            fits = rows.give(block, params)
+            example = (dict(params), buffers, inputs.row(0))
+            try:
+                rows = _Rows(_Record(graph, example), inputs, buffers)
+                fits = rows.give(block, params)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                if (rewritten := without_writes(graph, *example)) is None:
+                    raise
+                rows = _Rows(_Record(rewritten, example), inputs, buffers)
+                fits = rows.give(block, params)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -28,12 +29,18 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "writes_in_place",
 ]
 
 
 def current_backward() -> int:
     """A number for the backward pass that is going on, rising from one to the next; -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def writes_in_place(operation: Any) -> bool:
+    """Whether what a node of a recorded graph calls is an operation of torch that changes a tensor."""
+    return isinstance(operation, OpOverload) and operation._schema.is_mutable
 
 
 def numbers_of_outputs(node: Any) -> int:

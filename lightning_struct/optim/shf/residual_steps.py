@@ -220,7 +220,10 @@ class ResidualSteps:
             self._warn_of_slow_rows()
         squared, step = inner(solver.gradient, solver.gradient).item(), None
         if squared == 0.0:
-            self._warn("zero", "SHF: the gradient of this batch is zero; no step is taken")
+            why = ""
+            if model.value > 0.0:
+                why = ": it is at a minimum, or no residual depends on the weights (look for detach, no_grad, item)"
+            self._warn("zero", f"SHF: the gradient of this batch is zero{why}; no step is taken")
             damping, reason = damping or 1.0, "zero_gradient"
         else:
             step, damping, reason = self._search(

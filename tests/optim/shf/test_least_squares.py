@@ -631,6 +631,31 @@ def test_a_series_in_time_whose_rows_cannot_be_told_apart_is_not_recorded() -> N
     assert recorded and not any(recorded)
 
 
+class Series(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells, self.head = nn.GRU(1, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.cells(x)[0]) - y
+
+
+def test_the_rows_of_series_through_a_recurrent_layer_are_told_apart() -> None:
+    module, x = Series().double(), gaussian(5, 2, 1, seed=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="SHF")
+        report = SHF(module, "least_squares").step(inputs=(x, x.cumsum(1)))
+    assert report.loss_after < report.loss_before
+
+
+def test_residuals_that_do_not_depend_on_the_weights_are_warned_of() -> None:
+    module = nn.Linear(1, 1)
+    module.forward = lambda x: x.detach() + 1  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="is zero: it is at a minimum, or no residual depends on the weights"):
+        SHF(module, "least_squares").step(inputs=torch.ones(3, 1))
+
+
 def test_rows_that_autocast_rounds_are_not_said_to_depend_on_each_other() -> None:
     module, (x, measured) = Fit().float(), measurements()
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="or autocast rounds them too coarsely"):

@@ -52,7 +52,8 @@ class ResidualModel:
     Raises:
         TypeError: the module did not return residuals.
         ValueError: on any process NaN or infinity in the inputs or in a block, an empty block, blocks of other names
-            than before or than those that have weights. The message names the block; all processes raise alike.
+            than before or than those that have weights, squares that are too large. The message names the block; all
+            processes raise alike.
     """
 
     def __init__(
@@ -92,6 +93,12 @@ class ResidualModel:
         of_all = 0.5 * inner(self.residual, self.residual)  # as `value_of` has it, to be compared with that
         *block_losses, self.value = all_reduce(torch.stack([*squares, of_all])).tolist()
         self.block_losses = dict(zip(blocks, block_losses, strict=True))
+        if not math.isfinite(self.value):
+            too_large = [name for name, value in self.block_losses.items() if not math.isfinite(value)]
+            raise NotFinite(
+                f"the squares of the residuals of {_listed(too_large or blocks)} are too large for {self._dtype}; the "
+                "weights are unchanged. Divide the residuals by their usual size in the module"
+            )
 
     def residual_at(self, d: Tensor) -> Tensor:
         """r(w + d), this process's rows."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
 from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, GramLeastSquares
+from lightning_struct.functional.finite import NotFinite
 from lightning_struct.functional.jacobians import JacobianForm, matrix_form
 from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
@@ -102,7 +103,7 @@ class ExactSolver(ResidualSolver):
     """By factorisations: of JᵀJ + λ² or J Jᵀ + λ², whichever is smaller; by QR and SVD where λ is too small for that.
 
     Raises:
-        ValueError: NaN or infinity in J.
+        ValueError: NaN or infinity in J, or in its products.
     """
 
     method = stop_reason = "exact"
@@ -145,6 +146,11 @@ class ExactSolver(ResidualSolver):
                 all_reduce=all_reduce,
                 all_gather=all_gather_unequal if world_size() > 1 else None,
             )
+            if not math.isfinite(self._factored.largest_singular_value):
+                raise NotFinite(
+                    f"products of the derivatives of the residuals are too large for {self._jacobian.dtype}; the "
+                    "weights are unchanged. Divide the residuals by their usual size in the module"
+                )
             self.smallest_damping = self._factored.smallest_damping if self._is_only_by_gram else 0.0
         else:
             self._factored = (FactoredLeastSquares if world_size() == 1 else SharedLeastSquares)(self._jacobian.dense())

@@ -849,6 +849,28 @@ def test_an_error_names_the_block(blocks: dict[str, Tensor], shares: dict[str, f
     assert module.weight.item() == 1.0
 
 
+class Scaled(nn.Linear):
+    def __init__(self, of_residuals: float, of_derivatives: float) -> None:
+        super().__init__(1, 1)
+        self.of_residuals, self.of_derivatives = of_residuals, of_derivatives
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of_residuals + self.of_derivatives * (super().forward(x) - super().forward(x).detach())
+
+
+@pytest.mark.parametrize(
+    ("of_residuals", "of_derivatives", "message"),
+    [
+        (1e200, 1.0, "squares of the residuals of 'residual' are too large for torch.float64"),
+        (1.0, 1e160, "products of the derivatives of the residuals are too large for torch.float64"),
+    ],
+)
+def test_numbers_out_of_range_are_named(of_residuals: float, of_derivatives: float, message: str) -> None:
+    module = Scaled(of_residuals, of_derivatives).double()
+    with pytest.raises(ValueError, match=f"{message}.* Divide the residuals by their usual size"):
+        SHF(module, "least_squares", solver="exact").step(inputs=torch.ones(3, 1).double())
+
+
 @pytest.mark.filterwarnings("ignore:SHF. the rows of J")
 def test_blocks_keep_their_names() -> None:
     module = Returns(a=ONES, b=ONES)

@@ -61,8 +61,9 @@ class OperatorMonitor(Callback):
 
     Args:
         every_n_steps: training steps between two records.
-        image_size: (height, width) of the input images, to draw the subdiagonal of B as an image; None: square images
-            if the number of inputs is a square, else a line.
+        image_size: (height, width) of the input images, to draw the subdiagonal of B as an image in the layers that
+            read them. None, and for layers with another number of inputs: a square image if that number is a square,
+            else a line.
 
     Attributes:
         layers: name -> structured layer of the module, once there is one.
@@ -70,8 +71,8 @@ class OperatorMonitor(Callback):
 
     Raises:
         MisconfigurationException: if an argument is out of range; at the start of fit, if the module has no
-            structured layer and no ``Compression`` makes some, the strategy shards the weights, or matplotlib is
-            missing.
+            structured layer and no ``Compression`` makes some, none that learns operators reads images of
+            ``image_size``, the strategy shards the weights, or matplotlib is missing.
 
     Example:
         >>> from lightning import Trainer
@@ -137,6 +138,8 @@ class OperatorMonitor(Callback):
                 f"OperatorMonitor watches structured layers, but {type(pl_module).__name__} has none: put some into "
                 "it, for example by replace_linear, or leave out this callback."
             )
+        if self.image_size is not None and not compressed:
+            self._check_image_size()
         self._directory = directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -165,6 +168,19 @@ class OperatorMonitor(Callback):
             name: module for name, module in pl_module.named_modules() if isinstance(module, StructuredLinear)
         }
 
+    def _reads_images(self, layer: StructuredLinear) -> bool:
+        return self.image_size is not None and math.prod(self.image_size) == layer.in_features
+
+    def _check_image_size(self) -> None:
+        """Raise for images that no layer with learned operators reads; else that would be found after training."""
+        learning = [layer for layer in self.layers.values() if isinstance(layer, LearnedOperatorLinear)]
+        if learning and not any(map(self._reads_images, learning)):
+            raise MisconfigurationException(
+                f"OperatorMonitor(image_size={self.image_size}) is of images that no layer with learned operators "
+                f"reads: they have {', '.join(map(str, sorted({layer.in_features for layer in learning})))} inputs. "
+                "Give the size of the images that one reads, or leave image_size out."
+            )
+
     def _layer(self, layer: str | StructuredLinear) -> StructuredLinear:
         if not isinstance(layer, str):
             return layer
@@ -183,7 +199,7 @@ class OperatorMonitor(Callback):
         for name, layer in self.layers.items():
             if layer.in_features * layer.out_features <= _LARGEST_PICTURE:
                 path = self._directory / f"operators_{name}.png"
-                write_picture(self.plot(layer)[0], path)
+                write_picture(plot_layer(layer, self.image_size if self._reads_images(layer) else None)[0], path)
                 self.paths.append(path)
 
 

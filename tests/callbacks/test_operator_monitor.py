@@ -199,6 +199,19 @@ def test_wrong_arguments_are_named(call, message):
         call()
 
 
+def test_an_image_size_that_no_layer_reads_is_refused_before_training(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"\(3, 5\)\) is of images .* have 16 inputs"):
+        fit(tmp_path, LDRSubdiagonal(16, 16), OperatorMonitor(image_size=(3, 5)))
+
+
+def test_the_image_size_is_that_of_the_layers_that_read_images(tmp_path):
+    monitor = OperatorMonitor(image_size=(2, 8))
+    hidden = nn.Sequential(LDRSubdiagonal(16, 12), LDRSubdiagonal(12, 12))
+    hidden.in_features, hidden.out_features = 16, 12
+    fit(tmp_path, hidden, monitor)
+    assert [path.name for path in monitor.paths] == ["operators_hidden.0.png", "operators_hidden.1.png"]
+
+
 @pytest.mark.parametrize("image_size", [5, (3,), "ab", (4, -4), (0, 0), (4.0, 4)])
 def test_an_image_size_that_is_no_pair_of_numbers_is_refused_before_the_fit(image_size):
     with pytest.raises(MisconfigurationException, match=r"image_size must be \(height, width\) .*, but is "):

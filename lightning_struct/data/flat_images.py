@@ -15,8 +15,7 @@ from lightning_struct.data.in_memory import (
     check_pixels,
     split_at_random,
 )
-from lightning_struct.utilities.checks import check_counts
-from lightning_struct.utilities.namespaces import MisconfigurationException
+from lightning_struct.utilities.checks import check, check_counts, is_number
 
 
 class FlatImagesOptions(LoaderOptions, total=False):
@@ -63,10 +62,9 @@ class FlatImagesDataModule(InMemoryDataModule):
         **loader: Any,
     ) -> None:
         super().__init__(batch_size, draws, **loader)
-        if not 0 < val_fraction < 1:
-            raise MisconfigurationException(f"val_fraction must be between 0 and 1, but is {val_fraction}")
-        if not 0 < train_fraction <= 1:
-            raise MisconfigurationException(f"train_fraction must be above 0 and at most 1, but is {train_fraction}")
+        check("val_fraction", val_fraction, is_number(val_fraction) and 0 < val_fraction < 1, "between 0 and 1")
+        is_share = is_number(train_fraction) and 0 < train_fraction <= 1
+        check("train_fraction", train_fraction, is_share, "above 0 and at most 1")
         check_counts(train_size=train_size, test_size=test_size)
         self.train_size = train_size
         self.test_size = test_size

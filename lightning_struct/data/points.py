@@ -14,7 +14,7 @@ from lightning_struct.data.equations import DifferentialEquation, check_equation
 from lightning_struct.data.in_memory import BatchedTensorDataset
 from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
-from lightning_struct.utilities.checks import check_positive
+from lightning_struct.utilities import checks
 from lightning_struct.utilities.data_parallel import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
@@ -227,9 +227,8 @@ class PointsDataModule(LightningDataModule):
         check_equation(equation)
         check_counts(equation.regions, counts)
         _check_redraws(redraw_every_n_steps, residual_share)
-        check_positive(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)
-        if seed < 0:
-            raise MisconfigurationException(f"seed must not be negative, but is {seed}")
+        checks.check_counts(eval_count=eval_count, steps_per_epoch=steps_per_epoch, predict_count=predict_count)
+        checks.check_counts(0, seed=seed)
         self.equation = equation
         self.counts = dict(counts)
         self.redraw_every_n_steps = redraw_every_n_steps
@@ -341,12 +340,10 @@ def check_counts(regions: Mapping[str, Region], counts: Mapping[str, int]) -> No
 
 
 def _check_redraws(every_n_steps: int | None, residual_share: float) -> None:
-    if every_n_steps is not None and every_n_steps < 1:
-        raise MisconfigurationException(
-            f"redraw_every_n_steps must be at least 1, or None for points that stay, but is {every_n_steps}"
-        )
-    if not 0 <= residual_share < 1:
-        raise MisconfigurationException(f"residual_share must be in [0, 1), but is {residual_share}")
+    redraws = every_n_steps is None or checks.is_count(every_n_steps)
+    checks.check("redraw_every_n_steps", every_n_steps, redraws, "a whole number >= 1, or None for points that stay")
+    is_share = checks.is_number(residual_share) and 0 <= residual_share < 1
+    checks.check("residual_share", residual_share, is_share, "in [0, 1)")
 
 
 class _PointLoader(DrawLoader):

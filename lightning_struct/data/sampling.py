@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from lightning_struct.collective import rank as current_rank
 from lightning_struct.collective import world_size
+from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 
@@ -55,10 +56,8 @@ class IndependentDraws(DistributedSampler):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        if draws_per_epoch < 1:
-            raise MisconfigurationException(f"draws_per_epoch must be at least 1, but is {draws_per_epoch}")
-        if seed < 0:
-            raise MisconfigurationException(f"seed must not be negative, but is {seed}")
+        check_counts(draws_per_epoch=draws_per_epoch)
+        check_counts(0, seed=seed)
         if (num_replicas is None) != (rank is None):
             raise MisconfigurationException(f"Give num_replicas and rank together, not {num_replicas} and {rank}")
         super().__init__(dataset, num_replicas=num_replicas or 1, rank=rank or 0, seed=seed)

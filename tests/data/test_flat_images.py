@@ -102,3 +102,10 @@ def test_fractions_out_of_range_are_refused(options, message):
 def test_set_without_images_is_refused():
     with pytest.raises(MisconfigurationException, match="Rectangles .val. has no images"):
         RectanglesDataModule(generate=True, train_size=2, test_size=5).setup("fit")
+
+
+@pytest.mark.parametrize("name", ["val_fraction", "train_fraction"])
+@pytest.mark.parametrize("value", [None, 0, 1.5])
+def test_fractions_out_of_range_are_named(name, value):
+    with pytest.raises(MisconfigurationException, match=f"{name} must be .*, but is {value}"):
+        loaded(**{name: value})

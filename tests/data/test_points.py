@@ -106,7 +106,8 @@ def test_residual_that_is_nan_is_an_error_that_names_the_block():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"redraw_every_n_steps": 0}, "redraw_every_n_steps must be at least 1"),
+        ({"redraw_every_n_steps": 0}, "redraw_every_n_steps must be a whole number >= 1, or None .* but is 0"),
+        ({"residual_share": None}, r"residual_share must be in \[0, 1\), but is None"),
         ({"residual_share": 1.0}, r"residual_share must be in \[0, 1\)"),
         ({"residual_share": 0.5}, "needs the residuals of a network"),
     ],
@@ -114,6 +115,19 @@ def test_residual_that_is_nan_is_an_error_that_names_the_block():
 def test_arguments_out_of_range(options, message):
     with pytest.raises(MisconfigurationException, match=message):
         make_draws(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed must be at least 0, but is -1"),
+        ({"seed": 1.5}, "seed must be a whole number >= 0, but is 1.5"),
+        ({"eval_count": None}, "eval_count must be a whole number >= 1, but is None"),
+    ],
+)
+def test_options_of_the_data_module_out_of_range(options, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        PointsDataModule(Heat(), {"interior": 6, "boundary": 2, "initial": 2}, **options)
 
 
 @pytest.mark.parametrize("counts", [{"interior": 3}, {"interior": 3, "initial": 3, "wall": 3}, {}])

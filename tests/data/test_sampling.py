@@ -146,7 +146,8 @@ def test_a_size_that_leaves_a_process_idle_is_refused(dataset):
     ("arguments", "message"),
     [
         ({"draws_per_epoch": 0}, "draws_per_epoch must be at least 1, but is 0"),
-        ({"seed": -1}, "seed must not be negative, but is -1"),
+        ({"draws_per_epoch": 2.5}, "draws_per_epoch must be a whole number >= 1, but is 2.5"),
+        ({"seed": -1}, "seed must be at least 0, but is -1"),
         ({"num_replicas": 2}, "Give num_replicas and rank together, not 2 and None"),
     ],
 )

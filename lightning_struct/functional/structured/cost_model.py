@@ -18,11 +18,9 @@ LARGEST_MATRIX = 2048 * 2048
 LARGEST_KEPT_MATRIX = 4096 * 4096
 # Odd factors of the lengths of transforms, beside powers of two. Measured: larger ones take up to twice as long.
 _ODD_FACTORS = (1, 3, 5, 7, 9, 15, 25, 49, 125)
-# Transforms of at least this length take longer to plan than to compute, on a CPU; and rows times rank up to which
-# complex transforms of half the length are faster: in two steps with short plans, and left whole. Measured.
-_LONG_PLAN, _FEW_ROWS, _FEW_ROWS_OF_WHOLE = 512, 16, 64
-# Complex numbers up to which transforms in two steps are left whole. Measured.
-LONGEST_WHOLE_TRANSFORM = 2048
+# Transforms of at least this length take longer to plan than to compute, on a CPU. Rows times rank up to which those in
+# two steps, with short plans, are faster; and of which complex ones of half the length are faster. Measured.
+_LONG_PLAN, _FEW_ROWS, _ROWS_OF_HALF_LENGTH = 512, 8, 64
 
 
 def training_nanoseconds(method: str, m: int, n: int, rank: int, batch: int) -> float:
@@ -139,17 +137,23 @@ def making_is_faster(m: int, n: int, batch: int, break_even: int) -> bool:
     return m * n <= LARGEST_MATRIX and batch * (break_even - shorter) > shorter * break_even
 
 
-def two_steps_can_be_faster(m: int, n: int, device: torch.device) -> bool:
-    """Whether few rows may be multiplied faster by transforms in two steps, as far as sizes and device tell.
+def half_length_is_faster(m: int, n: int, rank: int, device: torch.device) -> bool:
+    """Whether products by complex transforms of half the length are faster than by real ones.
 
     That takes a square matrix of a size that transforms quickly, and a device that plans each transform anew.
     """
-    return device.type == "cpu" and m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN
+    fits = m == n == transform_length(2 * m) // 2 and 2 * m >= _LONG_PLAN
+    return fits and device.type == "cpu" and rows_of_half_length(rank) >= 4
 
 
-def rows_are_few(rows: int, rank: int, length: int) -> bool:
-    """Whether so many rows are few enough for complex transforms of that length, in two steps where it is long."""
-    return rows * rank <= (_FEW_ROWS if length > LONGEST_WHOLE_TRANSFORM else _FEW_ROWS_OF_WHOLE)
+def two_steps_are_faster(rows: int, rank: int) -> bool:
+    """Whether so many rows are few enough for transforms in two steps: they are computed slower, and planned faster."""
+    return rows * rank <= _FEW_ROWS
+
+
+def rows_of_half_length(rank: int) -> int:
+    """The rows that are multiplied at once by complex transforms of half the length."""
+    return _ROWS_OF_HALF_LENGTH // rank
 
 
 def factors_are_faster(k: int, m: int, n: int, batch: int) -> bool:

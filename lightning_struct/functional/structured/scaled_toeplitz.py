@@ -19,7 +19,7 @@ The paper needs log₂ n levels of transforms (Theorem 1); this is one level. Th
 - under compilers and ``vmap``, :func:`~.scaled_toeplitz_spectra.plain_product`, by such operations too;
 - for weights that do not change, :class:`~.scaled_toeplitz_spectra.ScaledToeplitzSpectra`, from spectra that are kept:
   for many rows an autograd function in x alone;
-- and for few rows :class:`~.two_step_transform.TwoStepProduct`, by transforms in two steps.
+- and for square ones of them :class:`~.half_length.HalfLengthProducts`, by complex transforms of half the length.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from lightning_struct.functional.structured.arguments import by_rows, has_values
 from lightning_struct.functional.structured.cost_model import (
+    half_length_is_faster,
     kept_matrix_is_faster,
-    rows_are_few,
-    two_steps_can_be_faster,
 )
 from lightning_struct.functional.structured.generator_spectra import (
     GeneratorSpectra,
@@ -27,12 +26,12 @@ from lightning_struct.functional.structured.generator_spectra import (
     middle_scale,
     transformed_length,
 )
+from lightning_struct.functional.structured.half_length import HalfLengthProducts
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
-from lightning_struct.functional.structured.two_step_transform import TwoStepProduct
 
 # Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as
-# many as stay in its cache from one operation to the next.
-_CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 17
+# many as stay in its cache from one operation to the next, but at least so many rows: each part is planned anew.
+_CHUNK, _CHUNK_ON_CPU, _LEAST_ROWS_ON_CPU = 1 << 19, 1 << 17, 16
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class ScaledToeplitzSpectra:
         out_scale: a, (m,).
         in_scale: b, (n,).
         middle: ρ, (p,).
-        few_rows: the product for few rows, where it can be faster.
+        half_length: the products by complex transforms of half the length, where they are faster.
     """
 
     left: Tensor
@@ -53,7 +52,7 @@ class ScaledToeplitzSpectra:
     out_scale: Tensor
     in_scale: Tensor
     middle: Tensor
-    few_rows: TwoStepProduct | None
+    half_length: HalfLengthProducts | None
 
     keeps_precision: ClassVar[bool] = True
 
@@ -70,25 +69,25 @@ class ScaledToeplitzSpectra:
             for k, side in ((0, sides[0]), (-1, sides[-1]))
         )
         middle = middle_scale(sides)
-        in_two_steps = two_steps_can_be_faster(a.shape[0], b.shape[0], G.device)
-        few_rows = TwoStepProduct.of(g, h, a, f, b, w, middle) if in_two_steps else None
-        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, few_rows)
+        is_faster = half_length_is_faster(a.shape[0], b.shape[0], g.shape[0], G.device)
+        half_length = HalfLengthProducts.of(g, h, a, f, b, w, middle) if is_faster else None
+        return ScaledToeplitzSpectra(left, right.conj().resolve_conj(), a, b, middle, half_length)
 
     def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
         return kept_matrix_is_faster(m, n, self.left.shape[0], rows)
 
     def compressed(self) -> ScaledToeplitzSpectra:
         """The spectra without what can be made of them anew."""
-        return replace(self, few_rows=None)
+        return replace(self, half_length=None)
 
     def completed(self) -> ScaledToeplitzSpectra:
         """The spectra with what :meth:`compressed` leaves out."""
         (m,), (n,) = self.out_scale.shape, self.in_scale.shape
-        if self.few_rows is not None or not two_steps_can_be_faster(m, n, self.left.device):
+        if self.half_length is not None or not half_length_is_faster(m, n, self.left.shape[0], self.left.device):
             return self
         g, f = _head_and_factor_of_tail(self.left, m)
         h, w = _head_and_factor_of_tail(self.right.conj(), n)
-        return replace(self, few_rows=TwoStepProduct.of(g, h, self.out_scale, f, self.in_scale, w, self.middle))
+        return replace(self, half_length=HalfLengthProducts.of(g, h, self.out_scale, f, self.in_scale, w, self.middle))
 
     def matmul(self, x: Tensor) -> Tensor:
         """x Mᵀ, (..., m) for x (..., n), in the dtype of x; computed in that of M."""
@@ -97,8 +96,8 @@ class ScaledToeplitzSpectra:
     def _multiply(self, rows: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # what must not depend on the number of rows
             return self.multiply_plainly(rows)
-        if self.few_rows is not None and rows_are_few(rows.shape[0], self.left.shape[0], rows.shape[1]):
-            return self.few_rows.matmul(rows)
+        if self.half_length is not None:
+            return self.half_length.matmul(rows)
         return _InputProduct.apply(rows, self.in_scale, self.right, self.middle, self.left, self.out_scale)
 
     def multiply_plainly(self, rows: Tensor) -> Tensor:
@@ -191,8 +190,8 @@ def filled_up_middle(middle: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def chunk_sizes(x: Tensor, left: Tensor, right: Tensor) -> tuple[int, int]:
     """Rows of x and ranks that are taken at once."""
-    chunk = _CHUNK_ON_CPU if x.device.type == "cpu" else _CHUNK
     length = max(transformed_length(left), transformed_length(right))
+    chunk = max(_CHUNK_ON_CPU, _LEAST_ROWS_ON_CPU * length) if x.device.type == "cpu" else _CHUNK
     rows = max(1, min(x.shape[0], chunk // length))
     return rows, max(1, chunk // (rows * length))
 

@@ -76,7 +76,7 @@ def test_the_dense_matrix_is_computed_in_single_from_half_precision():
 
 
 @pytest.mark.parametrize("n", [256, 320, 1000])
-@pytest.mark.parametrize("rank, rows", [(1, 1), (1, 5), (3, 2), (3, 20)])
+@pytest.mark.parametrize("rank, rows", [(1, 1), (1, 5), (3, 2), (3, 20), (3, 50), (17, 2)])
 def test_the_prepared_matrix_takes_few_rows_and_many(n, rank, rows):
     G, H, x = factors(n, n, rank, rows)
     f, g = 0.7, -0.3

@@ -1,9 +1,9 @@
-"""Transforms in two steps, and scaled Toeplitz-like products of few rows by them.
+"""Scaled Toeplitz-like products by complex transforms of half the length, for few rows in two steps.
 
 On CPUs torch plans each Fourier transform anew, which takes longer than transforming one long vector, up to ten times
-as long by some versions. A transform of length N = N₁N₂ as many of length N₁ and many of length N₂, with a
-multiplication between, needs short plans only. The spectrum comes in another order, which does not matter. Short
-transforms are left whole: N₁ = 1.
+as long on some processors. A transform of length N = N₁N₂ as many of length N₁ and many of length N₂, with a
+multiplication between, needs short plans only. The spectrum comes in another order, which does not matter. With N₁ = 1
+a transform is left whole: many rows share a plan.
 
 Convolutions are computed modulo z^N - i, where others transform 2N numbers: the two halves of a real vector are the
 real and the imaginary part of one of length N, and nothing that is needed wraps around.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.structured.cost_model import LONGEST_WHOLE_TRANSFORM
+from lightning_struct.functional.structured.cost_model import rows_of_half_length, two_steps_are_faster
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,9 @@ class TwoStepTransform:
     inverse_twiddles: Tensor
 
     @staticmethod
-    def of(length: int, like: Tensor) -> TwoStepTransform:
-        """The transform of length N, in the dtype and on the device of ``like``."""
-        root = math.isqrt(length)
-        first = next(k for k in range(root, 0, -1) if length % k == 0) if length > LONGEST_WHOLE_TRANSFORM else 1
+    def of(length: int, like: Tensor, whole: bool = False) -> TwoStepTransform:
+        """The transform of length N, in the dtype and on the device of ``like``, in two steps or ``whole``."""
+        first = 1 if whole else next(k for k in range(math.isqrt(length), 0, -1) if length % k == 0)
         j = torch.arange(length, dtype=torch.float64)
         products = torch.arange(first, dtype=torch.float64)[:, None] * torch.arange(length // first)
         angles = (j * (0.5 * math.pi / length), products.flatten() * (-2 * math.pi / length))
@@ -68,7 +67,7 @@ class TwoStepTransform:
 
 
 @dataclass(frozen=True)
-class TwoStepProduct:
+class HalfLengthProduct:
     """x Mᵀ for the M of :func:`~.scaled_toeplitz.scaled_toeplitz_matmul`, square of size N.
 
     Args:
@@ -88,17 +87,18 @@ class TwoStepProduct:
     exit: Tensor
 
     @staticmethod
-    def of(g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor) -> TwoStepProduct:
+    def of(
+        g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor, whole: bool
+    ) -> HalfLengthProduct:
         """The product with a square M of size N, whose generators g and h (r, N) are divided by a and b already."""
-        size = g.shape[1]
-        transform = TwoStepTransform.of(size, g)
+        transform = TwoStepTransform.of(g.shape[1], g, whole)
         first, second = transform.steps
         inverse_twist = transform.twist.conj().resolve_conj()
 
         def arranged(rows: Tensor) -> Tensor:
             return rows.reshape(-1, first, second).transpose(0, 1)[:, :, None]
 
-        return TwoStepProduct(
+        return HalfLengthProduct(
             transform,
             transform.forward(arranged(g) * transform.twist),
             transform.forward(arranged(h) * transform.twist).conj().resolve_conj(),
@@ -116,6 +116,33 @@ class TwoStepProduct:
         hats = self.transform.forward(t.mul_(self.transform.twist)).mul_(self.g_hat)
         z = self.transform.inverse(hats if hats.shape[1] == 1 else hats.sum(1, keepdim=True))
         return z.mul_(self.exit).real.movedim(0, 2).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class HalfLengthProducts:
+    """x Mᵀ by transforms in two steps for few rows, and by whole ones for more.
+
+    Args:
+        in_two_steps, whole: the same product.
+    """
+
+    in_two_steps: HalfLengthProduct
+    whole: HalfLengthProduct
+
+    @staticmethod
+    def of(g: Tensor, h: Tensor, a: Tensor, f: Tensor, b: Tensor, w: Tensor, middle: Tensor) -> HalfLengthProducts:
+        """Both, of the arguments of :meth:`HalfLengthProduct.of`."""
+        return HalfLengthProducts(*(HalfLengthProduct.of(g, h, a, f, b, w, middle, whole) for whole in (False, True)))
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """x Mᵀ, (B, N) for x (B, N)."""
+        rows, rank = x.shape[0], self.whole.g_hat.shape[1]
+        if two_steps_are_faster(rows, rank):
+            return self.in_two_steps.matmul(x)
+        at_once = rows_of_half_length(rank)
+        if rows <= at_once:
+            return self.whole.matmul(x)
+        return torch.cat([self.whole.matmul(part) for part in x.split(at_once)])
 
 
 def _transposed_in_memory(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,24 @@ def log_directory(trainer: L.Trainer) -> Path:
 
 
 def directory_to_write(trainer: L.Trainer) -> Path | None:
-    """The same in the process that writes; None in the others, and under ``fast_dev_run``."""
+    """The same in the process that writes; None in the others, and under ``fast_dev_run``.
+
+    Ask for it at the start of fit, so that a folder that cannot be written to is found before the training.
+
+    Raises:
+        MisconfigurationException: files cannot be written there.
+    """
     directory = log_directory(trainer)
-    return directory if trainer.is_global_zero and not trainer.fast_dev_run else None  # type: ignore[attr-defined]
+    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    present = next(folder for folder in (directory, *directory.absolute().parents) if os.path.exists(folder))
+    if not present.is_dir() or not os.access(present, os.W_OK):
+        problem = "may not be written to" if present.is_dir() else "is no folder"
+        raise MisconfigurationException(
+            f"The pictures and tables of callbacks go to {directory}, but {present} {problem}: choose another folder, "
+            "in the logger or by Trainer(default_root_dir=...)"
+        )
+    return directory
 
 
 def write_picture(figure: Figure, path: Path) -> None:

@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import check_image_size, height_and_width, write_at_end_of_fit
+from lightning_struct.callbacks.pictures import (
+    check_image_size,
+    directory_to_write,
+    height_and_width,
+    write_at_end_of_fit,
+)
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts
@@ -90,8 +95,9 @@ class ReconstructionPlot(Callback):
 
     Raises:
         MisconfigurationException: if an argument is out of range; at the start of fit, if matplotlib or the validation
-            loader is missing; in the first validation, if the batch has no images where they are looked for, the module
-            does not return a tensor, or either cannot be drawn (see :func:`plot_reconstructions`).
+            loader is missing, or the log directory cannot be written to; in the first validation, if the batch has no
+            images where they are looked for, the module does not return a tensor, or either cannot be drawn (see
+            :func:`plot_reconstructions`).
 
     Example:
         >>> from lightning import Trainer
@@ -110,6 +116,9 @@ class ReconstructionPlot(Callback):
         if stage == "fit":
             require("matplotlib", "ReconstructionPlot")
             self._tried = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.enable_validation:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_struct.callbacks.pictures import draw_curve, new_figure, write_at_end_of_fit
+from lightning_struct.callbacks.pictures import directory_to_write, draw_curve, new_figure, write_at_end_of_fit
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.functional.evaluation import in_eval_mode
 from lightning_struct.utilities import namespaces as L
@@ -87,7 +87,7 @@ class SolutionPlot(Callback):
 
     Raises:
         MisconfigurationException: at the start of fit, if the module has no ``equation`` or no ``network``, or
-            matplotlib is missing.
+            matplotlib is missing, or the log directory cannot be written to.
 
     Example:
         >>> from lightning import Trainer
@@ -114,6 +114,9 @@ class SolutionPlot(Callback):
                 f"SolutionPlot draws module.network over the domain of module.equation, but {type(pl_module).__name__} "
                 f"has no {' and no '.join(missing)}: set them, or leave out this callback."
             )
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        directory_to_write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._run.on_train_start(pl_module)

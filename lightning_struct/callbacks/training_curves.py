@@ -67,7 +67,7 @@ class TrainingCurves(Callback):
 
     Raises:
         MisconfigurationException: if ``every_n_steps`` is no whole number >= 1; at the start of fit, if matplotlib is
-            missing.
+            missing, or the log directory cannot be written to.
 
     Example:
         >>> from lightning import Trainer

@@ -10,7 +10,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pytest import approx
 from torch.utils.data import DataLoader
 
-from lightning_struct.callbacks import GrowingBatchSize, TrainingCurves, training_curves
+from lightning_struct.callbacks import (
+    GrowingBatchSize,
+    OperatorMonitor,
+    ReconstructionPlot,
+    SolutionPlot,
+    TrainingCurves,
+    training_curves,
+)
+from lightning_struct.nn import LowRank
 from tests.strategies.helpers import make_trainer
 
 
@@ -82,6 +90,23 @@ def test_files_are_written_beside_those_of_a_logger_in_the_home_directory(tmp_pa
         path.name for path in (tmp_path / "runs/curves/version_0").iterdir()
     }
     assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("callback", [TrainingCurves, OperatorMonitor, ReconstructionPlot, SolutionPlot])
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path, callback, folder):
+    class Watched(Descent):
+        equation, network = None, None
+
+        def __init__(self):
+            super().__init__()
+            self.layer = LowRank(2, 2, rank=1)
+
+    (tmp_path / "file").touch()
+    module = Watched()
+    with pytest.raises(MisconfigurationException, match=f"go to .*{folder}, but .*file is no folder: choose another"):
+        make_trainer(tmp_path / folder, callbacks=[callback()], num_sanity_val_steps=0).fit(module)
+    assert module.weight == 64
 
 
 def test_a_warning_says_that_nothing_was_logged(tmp_path):

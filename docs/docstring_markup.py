@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
+LINK = re.compile(r"`([^`<]+?) <(https?://[^>]+)>`__")
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`(~?)([\w.]+)`")
 LITERAL_BLOCK = re.compile(r"(?m)^( *)(.*?) ?::\n\n((?:\1 {2,}.*\n?|\n)+)")
 DIRECTIVE = re.compile(r"(?m)^( *)\.\. code-block:: (\w+)\n\n((?:\1 {2,}.*\n?|\n)+)")
@@ -15,11 +17,28 @@ EXAMPLE = re.compile(r"(?m)^( *)Example:$")
 ARGUMENTS = re.compile(r"(?m)^( *)Args:$")
 
 
-def _link(match: re.Match[str]) -> str:
+def _path(name: str, scope: griffe.Object) -> str:
+    """The full path of a name as it is seen from an object; of a module and a function of one name, the function."""
+    first, _, rest = name.partition(".")
+    package = scope.package
+    try:
+        path = name if first == package.name else ".".join(filter(None, (scope.resolve(first), rest)))
+    except griffe.NameResolutionError:
+        return name
+    root, *parts = path.split(".")
+    found = package
+    for part in parts if root == package.name else ():
+        if part not in found.members or found.members[part].is_alias:
+            return path
+        found = found.members[part]
+    return f"{path}.{parts[-1]}" if found.is_module and parts and parts[-1] in found.members else path
+
+
+def _link(match: re.Match[str], scope: griffe.Object) -> str:
     """A role as a link, where the site has the name; else as code."""
     shortened, target = match.groups()
     shown = target.rsplit(".", 1)[-1] if shortened else target
-    return f'<autoref optional identifier="{target}"><code>{shown}</code></autoref>'
+    return f'<autoref optional identifier="{_path(target, scope)}"><code>{shown}</code></autoref>'
 
 
 def _fenced(indent: str, language: str, block: str) -> str:
@@ -42,20 +61,30 @@ def _one_each(match: re.Match[str]) -> str:
     return "\n".join(f"{indent}{name}:{description}" for name in names.split(", "))
 
 
-def to_markdown(text: str) -> str:
+def to_markdown(text: str, scope: griffe.Object) -> str:
     """``text`` with roles as links, literal blocks as fenced ones, and one line for each argument."""
-    text = GROUPED.sub(_one_each, ROLE.sub(_link, EXAMPLE.sub(r"\1Examples:", text)))
+    text = ROLE.sub(lambda match: _link(match, scope), EXAMPLE.sub(r"\1Examples:", text))
+    text = GROUPED.sub(_one_each, LINK.sub(r"[\1](\2)", text))
     text = DIRECTIVE.sub(lambda m: _fenced(m[1], m[2], m[3]), text)
     return LITERAL_BLOCK.sub(_literal_block, text)
 
 
-class DocstringMarkup(griffe.Extension):
-    """Rewrites each docstring once, when it is read."""
+def _documented(obj: griffe.Object) -> Iterator[griffe.Object]:
+    """An object and everything that is defined below it."""
+    yield obj
+    for member in obj.members.values():
+        if not member.is_alias:
+            yield from _documented(member)
 
-    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring is None:
-            return
-        text = to_markdown(obj.docstring.value)
-        if isinstance(obj, griffe.Class) and any(str(base).endswith("NamedTuple") for base in obj.bases):
-            text = ARGUMENTS.sub(r"\1Attributes:", text)  # griffe knows no signature of them
-        obj.docstring.value = text
+
+class DocstringMarkup(griffe.Extension):
+    """Rewrites each docstring once, when the package has been read, so that names of all its modules are known."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for obj in _documented(pkg):
+            if obj.docstring is None:
+                continue
+            text = to_markdown(obj.docstring.value, obj)
+            if isinstance(obj, griffe.Class) and any(str(base).endswith("NamedTuple") for base in obj.bases):
+                text = ARGUMENTS.sub(r"\1Attributes:", text)  # griffe knows no signature of them
+            obj.docstring.value = text

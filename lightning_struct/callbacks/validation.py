@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from lightning_struct.callbacks.newly_logged import NewlyLogged
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import (
     prepare_batch,
@@ -23,26 +24,42 @@ from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.random_states import isolated_random_states
 
 
-def monitored_value(trainer: L.Trainer, monitor: str, who: str) -> float:
-    """Last logged value of a metric, the mean over the processes that logged it; the same in all of them.
-
-    With ``sync_dist=True`` that is the value that each process logged. It is a collective call.
+class MonitoredValue:
+    """The values of a metric, for a callback that takes each of them once.
 
     Args:
-        trainer: a Trainer in fit.
         monitor: name of the metric.
         who: name of the callback, for the error.
-
-    Raises:
-        MisconfigurationException: the metric was never logged; in all processes alike.
     """
-    value = mean_over_processes(trainer, trainer.callback_metrics.get(monitor))
-    if value is None:
-        raise MisconfigurationException(not_logged(trainer, monitor, who))
-    return value
+
+    def __init__(self, monitor: str, who: str) -> None:
+        self._monitor, self._who = monitor, who
+        self._newly_logged = NewlyLogged()
+
+    def logged(self, trainer: L.Trainer, *, required: bool) -> float | None:
+        """The value logged since the last call, the mean over the processes that logged it; the same in all of them.
+
+        With ``sync_dist=True`` that is the value that each process logged. It is a collective call.
+
+        Args:
+            trainer: a Trainer in fit.
+            required: whether there must be one; else it is None if there is none.
+
+        Raises:
+            MisconfigurationException: there is none, in all processes alike.
+        """
+        is_new = self._monitor in self._newly_logged.since_last(trainer, [self._monitor])
+        value = _mean_over_processes(trainer, trainer.callback_metrics[self._monitor] if is_new else None)
+        if value is None and required:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise MisconfigurationException(
+                f"{self._who} monitors {self._monitor!r}, which is not logged; logged are: {logged}. Log it in "
+                "validation_step, or name one of these"
+            )
+        return value
 
 
-def mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | None:
+def _mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | None:
     """Mean over the processes that have a value, the same in all of them; None if none has. A collective call."""
     mine = [0.0, 0.0] if value is None else [float(value), 1.0]
     device = trainer.strategy.root_device if trainer.world_size > 1 else "cpu"  # some devices have no float64
@@ -50,15 +67,6 @@ def mean_over_processes(trainer: L.Trainer, value: Tensor | None) -> float | Non
         torch.tensor(mine, dtype=torch.float64, device=device), reduce_op="sum"
     ).tolist()
     return total / processes if processes else None
-
-
-def not_logged(trainer: L.Trainer, monitor: str, who: str) -> str:
-    """What is said of a metric that was never logged."""
-    logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-    return (
-        f"{who} monitors {monitor!r}, which is not logged; logged are: {logged}. Log it in validation_step, or name "
-        "one of these"
-    )
 
 
 def not_finite(trainer: L.Trainer, who: str, monitor: str, value: float) -> str:

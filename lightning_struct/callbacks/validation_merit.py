@@ -10,13 +10,11 @@ from typing import Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_struct.callbacks.newly_logged import NewlyLogged
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import (
     DueValidation,
-    mean_over_processes,
+    MonitoredValue,
     not_finite,
-    not_logged,
     validation_batches,
 )
 from lightning_struct.optim.shf import SHF
@@ -97,7 +95,7 @@ class ValidationMeritStopping(Callback):
         self._forget()
         self._validated_weights: dict[str, Any] | None = None
         self._validation = DueValidation()
-        self._newly_logged = NewlyLogged()
+        self._monitored = MonitoredValue(self.monitor, "ValidationMeritStopping")
         self._run = Run()
         self._told = False
 
@@ -177,12 +175,9 @@ class ValidationMeritStopping(Callback):
         validated, self._validated_weights = self._validated_weights, None
         if not self._validation.on_validation_end(trainer):
             return
-        is_logged = self.monitor in self._newly_logged.since_last(trainer, [self.monitor])
-        value = mean_over_processes(trainer, trainer.callback_metrics[self.monitor] if is_logged else None)
-        if value is None:
-            if self.best_value is None:
-                raise MisconfigurationException(not_logged(trainer, self.monitor, "ValidationMeritStopping"))
-            return  # only some validations log it
+        value = self._monitored.logged(trainer, required=self.best_value is None)
+        if value is None:  # only some validations log it
+            return
         if not math.isfinite(value):
             problem = not_finite(trainer, "ValidationMeritStopping", self.monitor, value)
             if self.best_value is None:

@@ -21,7 +21,7 @@ from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedul
 from lightning_struct.callbacks.growing_batch_size.settings import check_settings
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
-from lightning_struct.callbacks.validation import DueValidation, monitored_value, not_finite
+from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, not_finite
 from lightning_struct.collective import of_first_process, world_size
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
@@ -177,6 +177,7 @@ class GrowingBatchSize(Callback):
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
         self._run, self._validation = Run(), DueValidation()
+        self._monitored = MonitoredValue(self.validation_monitor or "", "GrowingBatchSize(validation_monitor=...)")
         self._samples = self._steps = 0
         self._batch_size: float | None = None  # as decided
         self._resized_at = 0  # in steps
@@ -306,7 +307,9 @@ class GrowingBatchSize(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
             return
-        value = monitored_value(trainer, self.validation_monitor, "GrowingBatchSize(validation_monitor=...)")
+        value = self._monitored.logged(trainer, required=not self.validation_values)
+        if value is None:  # only some validations log it
+            return
         if not math.isfinite(value):
             problem = not_finite(trainer, "GrowingBatchSize(validation_monitor=...)", self.validation_monitor, value)
             if not self.validation_values:

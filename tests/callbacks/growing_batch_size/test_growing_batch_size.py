@@ -49,8 +49,8 @@ class ScriptedNetwork(Network):
         return GradientStatistics(self.sizes[-1], variance, self.squared_norm, value)
 
     def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking:
-            self.log("val_loss", next(self.val_losses))
+        if not self.trainer.sanity_checking and (loss := next(self.val_losses)) is not None:
+            self.log("val_loss", loss)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -143,6 +143,13 @@ def test_a_monitored_value_that_is_not_finite_is_left_out(tmp_path):
     with pytest.warns(UserWarning, match="monitors 'val_loss', which is nan after step 3: .* is left out"):
         fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8), max_epochs=5)
     assert callback.validation_values == [1.0, 1.0] and len(module.sizes) == 5
+
+
+def test_a_validation_that_logs_nothing_is_none_for_the_validation_rule(tmp_path):
+    callback = GrowingBatchSize(validation_monitor="val_loss", window=2)
+    module = ScriptedNetwork(val_losses=[3.0, None, 2.0, None])
+    fit(tmp_path, module, callback, draw_loader(10, draws=4), validation=validation_loader(8), val_check_interval=1)
+    assert callback.validation_values == [3.0, 2.0]
 
 
 def test_a_first_monitored_value_that_is_not_finite_is_an_error(tmp_path):

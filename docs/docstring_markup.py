@@ -14,6 +14,7 @@ LITERAL_BLOCK = re.compile(r"(?m)^( *)(.*?) ?::\n\n((?:\1 {2,}.*\n?|\n)+)")
 DIRECTIVE = re.compile(r"(?m)^( *)\.\. code-block:: (\w+)\n\n((?:\1 {2,}.*\n?|\n)+)")
 GROUPED = re.compile(r"(?m)^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):( .*(?:\n\1 +.*)*)")
 EXAMPLE = re.compile(r"(?m)^( *)Example:$")
+RETURNS = re.compile(r"(?m)^( *)Returns:\n\1( +).*\n(?:\1 +.*\n?)+")
 ARGUMENTS = re.compile(r"(?m)^( *)Args:$")
 
 
@@ -61,9 +62,16 @@ def _one_each(match: re.Match[str]) -> str:
     return "\n".join(f"{indent}{name}:{description}" for name in names.split(", "))
 
 
+def _one_value(match: re.Match[str]) -> str:
+    """What is returned as one value: griffe would take each line for another."""
+    first, second, *others = match[0].splitlines(keepends=True)
+    return first + second + "".join(match[2] + line for line in others)
+
+
 def to_markdown(text: str, scope: griffe.Object) -> str:
     """``text`` with roles as links, literal blocks as fenced ones, and one line for each argument."""
     text = ROLE.sub(lambda match: _link(match, scope), EXAMPLE.sub(r"\1Examples:", text))
+    text = RETURNS.sub(_one_value, text)
     text = GROUPED.sub(_one_each, LINK.sub(r"[\1](\2)", text))
     text = DIRECTIVE.sub(lambda m: _fenced(m[1], m[2], m[3]), text)
     return LITERAL_BLOCK.sub(_literal_block, text)

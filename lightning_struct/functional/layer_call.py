@@ -34,7 +34,7 @@ class LayerCall:
         layer: the layer.
         args, kwargs: what it was called with.
         outputs: what it returned; None where no rule of the layer asks for it.
-        cotangents: of the :func:`tensors_in` the outputs, in their order; None for those that got none.
+        cotangents: gradients of the loss in the tensors of ``outputs``, in their order; None for those that got none.
         samples: n, or the sizes that n may have; None: the size of the first dimension.
         rows: sample of each row, (rows,), by the number of rows: of what has other rows than samples, as the nodes and
             edges of graphs.

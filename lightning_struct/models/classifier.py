@@ -111,7 +111,7 @@ class Classifier(L.LightningModule):
         network: from inputs (n, ...) to outputs (n, num_classes), or (n, num_classes, steps) where each step has a
             label.
         num_classes: labels are 0 to ``num_classes - 1``.
-        loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - z*‖² with z* the label one-hot, of which
+        loss: ``"cross_entropy"`` of the outputs as logits, or ``"mse"``, ½‖z - y‖² with y the label one-hot, of which
             Zhang et al., equation (57), is the average over samples.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes the learning-rate scheduler from the optimizer; it is stepped after each epoch, and one that

@@ -47,7 +47,7 @@ class ChannelLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the layer within, for such code."""
+        """The bias of the linear layer, for code that reads the bias of a convolution."""
         return self.linear.bias  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class PatchLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the layer within, for such code."""
+        """The bias of the linear layer, for code that reads the bias of a convolution."""
         return self.linear.bias  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -120,8 +120,8 @@ def subdiagonal_matmul(
         G: (m, r).
         H: (n, r).
         x: (..., n).
-        method: one of :data:`SUBDIAGONAL_METHODS`, or ``"auto"`` for what :func:`choose_subdiagonal_method` says, which
-            waits for the device.
+        method: ``"scaled"``, ``"scaled_float64"``, ``"dense"``, ``"tree"`` or ``"krylov"``; or ``"auto"`` for what
+            :func:`choose_subdiagonal_method` says, which waits for the device.
 
     Returns:
         (..., m), in the dtype to which G and x are promoted. Half precision is computed in float32. Where products
@@ -304,7 +304,7 @@ def compress_subdiagonal(
 def choose_subdiagonal_method(
     a_subdiagonal: Tensor, a_corner: Tensor, b_subdiagonal: Tensor, b_corner: Tensor, rank: int, batch: int = 1
 ) -> str:
-    """The fastest method of :data:`SUBDIAGONAL_METHODS` whose error stays below 1e-5 in float32, 1e-10 in float64.
+    """The fastest method of :func:`subdiagonal_matmul` whose error stays below 1e-5 in float32, 1e-10 in float64.
 
     What is the fastest is known of a CPU; elsewhere it is ``"scaled"`` where that is exact enough, else ``"tree"``.
 

@@ -123,6 +123,14 @@ def test_dropout_between_levels_keeps_one_mask() -> None:
     torch.testing.assert_close(left, right, rtol=1e-10, atol=0)
 
 
+def test_dropout_between_levels_is_that_of_torch() -> None:
+    module, inputs = reader(nn.LSTM, num_layers=2, dropout=0.5), gaussian(2, 3, 3, seed=1)
+    torch.manual_seed(0)
+    linearization = linearized(module, inputs)
+    torch.manual_seed(0)
+    torch.testing.assert_close(linearization.outputs, module(inputs).detach(), rtol=0, atol=1e-12)
+
+
 def test_outputs_may_be_changed_in_place() -> None:
     def doubled(layer: nn.RNNBase, x: Tensor) -> Any:
         outputs, states = layer(x)

@@ -358,6 +358,16 @@ def test_a_layer_that_gives_something_else_the_next_time_is_uncovered(kind: type
         contributions(LayerCall(layer, (inputs,), {}, outputs.detach(), [torch.ones_like(outputs)]))
 
 
+@pytest.mark.parametrize("size", [1e-9, 1e9])
+def test_what_a_layer_gives_the_next_time_is_compared_in_units_of_its_outputs(size: float) -> None:
+    layer, inputs = made(Temperature), size * gaussian(5, 3)
+    outputs = layer(inputs).detach()
+    rounded, other = outputs * (1 + 1e-12), outputs * 1.001
+    assert contributions(LayerCall(layer, (inputs,), {}, rounded, [torch.ones_like(outputs)]))
+    with pytest.raises(Uncovered, match="another output"):
+        contributions(LayerCall(layer, (inputs,), {}, other, [torch.ones_like(outputs)]))
+
+
 def test_running_a_layer_again_leaves_its_state_alone() -> None:
     layer, inputs = made(Remembering), gaussian(5, 3)
     outputs = layer(inputs)

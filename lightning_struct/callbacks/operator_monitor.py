@@ -60,7 +60,8 @@ class OperatorMonitor(Callback):
     the start: ``pip install matplotlib``.
 
     Args:
-        every_n_steps: training steps between two records.
+        every_n_steps: training steps between two records. The Trainer writes to the logger every
+            ``log_every_n_steps`` steps alone: let this number divide that one.
         image_size: (height, width) of the input images, to draw the subdiagonal of B as an image in the layers that
             read them. None, and for layers with another number of inputs: a square image if that number is a square,
             else a line.

@@ -22,8 +22,8 @@ class PredictionWriter(BasePredictionWriter):
 
     The file has a dict: ``NAME`` (n, ...), and ``indices`` (n,), int64, the positions of the samples in the data set.
     With a warning it is without ``indices`` where the positions are not known, as those in an ``IterableDataset``, or
-    where ``predict_step`` does not return a row for each sample. With several processes each writes its own samples, to
-    ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written.
+    where ``predict_step`` returns more or fewer rows than samples. With several processes each writes its own samples,
+    to ``NAME_0.pt`` and so on. Under ``fast_dev_run`` nothing is written.
 
     For example::
 
@@ -35,8 +35,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Raises:
         MisconfigurationException: ``name`` is no such name; there are several loaders; the first batch of the
-            predictions, or a later one when all are there, is anything but a tensor with a row for each sample, all of
-            one shape.
+            predictions, or a later one when all are there, is anything but a tensor of rows, all of one shape.
 
     Example:
         >>> from lightning import Trainer

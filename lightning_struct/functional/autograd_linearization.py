@@ -23,7 +23,7 @@ from lightning_struct.functional.layer_call import rows_of_arguments
 from lightning_struct.functional.layers import coupling_layer
 from lightning_struct.functional.linearization import Linearization, Parameters
 from lightning_struct.functional.per_sample.contributions import sample_chunks
-from lightning_struct.functional.randomness import random_state, restored_random_state
+from lightning_struct.functional.randomness import normal_numbers, random_state, restored_random_state
 from lightning_struct.functional.stateless import call_with
 from lightning_struct.functional.vectors import inner
 
@@ -49,20 +49,20 @@ class _Autograd(Linearization):
         self.outputs = self._graph.detach()
         self._is_mapped = not any(isinstance(a, dict) for a in args)  # vmap needs a row of each sample in all entries
 
-    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
+    def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
             self._graph, list(self._point.values()), u.to(self._graph.dtype), retain_graph=True, materialize_grads=True
         )
         return written(dict(zip(self._point, gradients, strict=True)), out)
 
-    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+    def _squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         total = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._point.items()}
         for gradients in self._per_sample_vjps(u):
             for name, g in gradients.items():
                 total[name] += g.square().sum(0)
         return total
 
-    def squared_norms(self, u: Tensor) -> Tensor:
+    def _squared_norms(self, u: Tensor) -> Tensor:
         return torch.cat(
             [
                 torch.stack([g.square().reshape(len(g), -1).sum(1) for g in gradients.values()]).sum(0)
@@ -136,7 +136,7 @@ class DoubleBackward(_Autograd):
         reached = {name: g for name, g in zip(self._point, gradients, strict=True) if g.requires_grad}
         self._reached, self._vjp_graph = list(reached), list(reached.values())
 
-    def jvp(self, v: Parameters) -> Tensor:
+    def _jvp(self, v: Parameters) -> Tensor:
         tangents = [v[name].to(g.dtype) for name, g in zip(self._reached, self._vjp_graph, strict=True)]
         try:
             (tangent,) = torch.autograd.grad(self._vjp_graph, self._u, tangents, retain_graph=True)
@@ -179,15 +179,15 @@ class Linearize(_Autograd):
             self._trace.run_folding()
         self._check_adjoint()
 
-    def jvp(self, v: Parameters) -> Tensor:
+    def _jvp(self, v: Parameters) -> Tensor:
         with torch.no_grad(), restored_random_state(self._random_state):
             return self._trace(*(v[name] for name in self._point))
 
     def _check_adjoint(self) -> None:
         """⟨u, J v⟩ = ⟨Jᵀu, v⟩ for one random pair."""
         generator = torch.Generator().manual_seed(0)
-        v = {k: torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for k, p in self._point.items()}
-        u = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
+        v = {k: normal_numbers(*p.shape, like=p, dtype=p.dtype, generator=generator) for k, p in self._point.items()}
+        u = normal_numbers(*self.outputs.shape, like=self.outputs, dtype=torch.float32, generator=generator)
         self.jvp(v)  # what is wrong only from the second product on is wrong too
         tangent, gradients = self.jvp(v), self.vjp(u)
         left = inner(u, tangent)

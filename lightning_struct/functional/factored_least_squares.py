@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, lower_gram
+from lightning_struct.functional.randomness import normal_numbers
 
 _POWER_ITERATIONS = 8
 
@@ -161,8 +162,7 @@ class GramLeastSquares(_AllDampings):
             self._gram = self._wide.gram_of_rows()
         self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
         # from a vector (P,), so that the order of the rows, as processes share them, makes no difference
-        start = torch.randn(self.jacobian.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        start = start.to(self._gram.device, self.jacobian.dtype)
+        start = normal_numbers(self.jacobian.shape[1], like=self._gram.new_empty(0, dtype=self.jacobian.dtype))
         start = start if self._tall else self._wide.product(start)
         self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram, start))
         self.smallest_damping = self.smallest_share(len(self._gram), self._gram.dtype) * self.largest_singular_value

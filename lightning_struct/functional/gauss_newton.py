@@ -11,7 +11,7 @@ the network again in each of them, as forward-over-reverse differentiation does,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def linearize(
     Raises:
         ValueError: an unknown backend, a backend that does not cover the function, nothing to differentiate, or a name
             that the module does not have.
-        TypeError: the function did not return one tensor.
+        TypeError: ``params`` is no dict, or the function did not return one tensor.
 
     Example:
         >>> import torch
@@ -72,6 +72,10 @@ def linearize(
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}")
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params must be a dict of tensors by name, as dict(model.named_parameters()), got {type(params).__name__}"
+        )
     if not params:
         raise ValueError("params is empty: there is nothing to differentiate (are all parameters frozen?)")
     if isinstance(function, nn.Module):
@@ -149,7 +153,7 @@ class _Chunked(Linearization):
                 f"{name} normalises over the batch: chunks would change the function; put it in eval mode, with "
                 "running statistics, or leave chunk_size out"
             )
-        self._function, self._params = function, params
+        self._function, self._point = function, params
         sizes = {a.shape[0] for a in args if isinstance(a, Tensor)}
         sizes = sizes or {t.shape[0] for t in tensors_in(args) if t.ndim}  # of dicts
         if len(sizes) != 1:
@@ -174,21 +178,21 @@ class _Chunked(Linearization):
         for rows in self._rows:
             args = rows_of_arguments(self._args, rows, self._n)
             if self._backend is None:
-                chain = _layer_chain(self._function, self._params, args)
-                yield rows, chain or DoubleBackward(self._function, self._params, args)
+                chain = _layer_chain(self._function, self._point, args)
+                yield rows, chain or DoubleBackward(self._function, self._point, args)
             else:
-                yield rows, linearize(self._function, self._params, *args, backend=self._backend)
+                yield rows, linearize(self._function, self._point, *args, backend=self._backend)
 
-    def jvp(self, v: Parameters) -> Tensor:
+    def _jvp(self, v: Parameters) -> Tensor:
         return torch.cat([chunk.jvp(v) for _, chunk in self._chunks()])
 
-    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
+    def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]:
         return written(_sum(chunk.vjp(u[rows]) for rows, chunk in self._chunks()), out)
 
-    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+    def _squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         return _sum(chunk.squared_vjp(u[rows]) for rows, chunk in self._chunks())
 
-    def squared_norms(self, u: Tensor) -> Tensor:
+    def _squared_norms(self, u: Tensor) -> Tensor:
         return torch.cat([chunk.squared_norms(u[rows]) for rows, chunk in self._chunks()])
 
 

@@ -55,10 +55,10 @@ class LayerChain(Linearization):
 
     def __init__(self, steps: list[_Linear | _Elementwise | _Reshape], outputs: Tensor, params: Parameters) -> None:
         self._steps = steps
-        self._params = dict(params)
+        self._point = dict(params)
         self.outputs = outputs
 
-    def jvp(self, v: Parameters) -> Tensor:
+    def _jvp(self, v: Parameters) -> Tensor:
         tangent: Tensor | None = None  # None as long as it is zero
         for step in self._steps:
             if isinstance(step, _Linear):
@@ -71,8 +71,8 @@ class LayerChain(Linearization):
                 tangent = tangent.reshape(step.output_shape)
         return torch.zeros_like(self.outputs) if tangent is None else tangent.to(self.outputs.dtype)
 
-    def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
-        gradients = {name: torch.empty_like(p) for name, p in self._params.items()} if out is None else dict(out)
+    def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]:
+        gradients = {name: torch.empty_like(p) for name, p in self._point.items()} if out is None else dict(out)
         written: set[str] = set()
 
         def write(name: str, left: Tensor, right: Tensor) -> None:
@@ -95,7 +95,7 @@ class LayerChain(Linearization):
             gradients[name].zero_()
         return gradients
 
-    def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
+    def _squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         squares: dict[str, Tensor] = {}
         with torch.autocast(u.device.type, enabled=False):
             for name, uses in self._uses(u).items():
@@ -108,10 +108,10 @@ class LayerChain(Linearization):
                     squares[name] = cotangent.square().t() @ inputs.square()
         return {  # in the order and dtype of the parameters, zero where the chain does not reach
             name: squares[name].to(p.dtype) if name in squares else torch.zeros_like(p)
-            for name, p in self._params.items()
+            for name, p in self._point.items()
         }
 
-    def squared_norms(self, u: Tensor) -> Tensor:
+    def _squared_norms(self, u: Tensor) -> Tensor:
         norms = torch.zeros(u.shape[0], dtype=u.dtype, device=u.device)
         with torch.autocast(u.device.type, enabled=False):
             for uses in self._uses(u).values():

@@ -249,17 +249,18 @@ def excluded_modules(
             what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
             raise ValueError(
                 f"{argument} has {what}, which is no module of {type(module).__name__}: it takes modules or the full "
-                f"names of modules{_names_for_pattern(item, by_name) if isinstance(item, str) else ''}"
+                f"names of modules{_names_instead_of(item, by_name) if isinstance(item, str) else ''}"
             )
         excluded.update(found.modules())
     return excluded
 
 
-def _names_for_pattern(pattern: str, names: Iterable[str]) -> str:
-    """The end of a sentence for who has given a pattern where a name is wanted; empty for others."""
-    if not set(pattern) & set("*?["):
-        return ""
+def _names_instead_of(pattern: str, names: Iterable[str]) -> str:
+    """The end of a sentence for who has given a pattern, or a part of a name, where a name is wanted; or empty."""
     there = [name for name in names if name]
+    if not set(pattern) & set("*?["):
+        longer = [name for name in there if name.endswith(f".{pattern}")]
+        return f"; there is {' and '.join(map(repr, longer[:5]))}" if longer else ""
     matching = [name for name in there if fnmatchcase(name, pattern)]
     listed = matching or there
     some = ", ".join(map(repr, listed[:5])) + (", ..." if len(listed) > 5 else "")

@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from lightning_struct.functional.vectors import leaves
+
 Parameters: TypeAlias = Mapping[str, Tensor]
 
 
@@ -21,19 +23,54 @@ class Linearization(ABC):
 
     outputs: Tensor
     backend: str
+    _point: Parameters  # where it is taken
 
-    @abstractmethod
     def jvp(self, v: Parameters) -> Tensor:
-        """J v: ``v`` has a tensor for each parameter; the result is shaped like ``outputs``."""
+        """J v: ``v`` has a tensor for each parameter; the result is shaped like ``outputs``.
 
-    @abstractmethod
+        Raises:
+            ValueError: other names or shapes than those of the parameters.
+        """
+        leaves(v, self._point, "v")
+        return self._jvp(v)
+
     def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
-        """Jᵀ u, a tensor for each parameter, written to ``out`` if given; ``u`` is shaped like ``outputs``."""
+        """Jᵀ u, a tensor for each parameter, written to ``out`` if given; ``u`` is shaped like ``outputs``.
 
-    @abstractmethod
+        Raises:
+            ValueError: ``u`` has another shape, or ``out`` other names or shapes than those of the parameters.
+        """
+        leaves(u, self.outputs, "u")
+        if out is not None:
+            leaves(out, self._point, "out")
+        return self._vjp(u, out)
+
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
-        """Σᵢ (Jᵢᵀ uᵢ)², squared elementwise before the sum over the n samples."""
+        """Σᵢ (Jᵢᵀ uᵢ)², squared elementwise before the sum over the n samples.
+
+        Raises:
+            ValueError: ``u`` is not shaped like ``outputs``, or a batch normalisation couples the samples.
+        """
+        leaves(u, self.outputs, "u")
+        return self._squared_vjp(u)
+
+    def squared_norms(self, u: Tensor) -> Tensor:
+        """(n,): ‖Jᵢᵀ uᵢ‖² of each sample.
+
+        Raises:
+            ValueError: as for :meth:`squared_vjp`.
+        """
+        leaves(u, self.outputs, "u")
+        return self._squared_norms(u)
 
     @abstractmethod
-    def squared_norms(self, u: Tensor) -> Tensor:
-        """(n,): ‖Jᵢᵀ uᵢ‖² of each sample."""
+    def _jvp(self, v: Parameters) -> Tensor: ...
+
+    @abstractmethod
+    def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def _squared_vjp(self, u: Tensor) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def _squared_norms(self, u: Tensor) -> Tensor: ...

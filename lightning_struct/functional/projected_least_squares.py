@@ -101,9 +101,9 @@ class ProjectedLeastSquares:
     def _bidiagonal(self) -> Tensor:
         """B, (k + 1, k), float64."""
         k = self.steps
-        bidiagonal = torch.zeros(k + 1, k, dtype=torch.float64)
-        bidiagonal.diagonal().copy_(torch.tensor(self._alphas[:k]))
-        bidiagonal.diagonal(-1).copy_(torch.tensor(self._betas[1:]))
+        bidiagonal = torch.zeros(k + 1, k, dtype=torch.float64, device="cpu")
+        bidiagonal.diagonal().copy_(torch.tensor(self._alphas[:k], device="cpu"))
+        bidiagonal.diagonal(-1).copy_(torch.tensor(self._betas[1:], device="cpu"))
         return bidiagonal.to(self.gradient.device)
 
     def _projected(self, damping: float) -> Tensor:
@@ -111,13 +111,14 @@ class ProjectedLeastSquares:
         bidiagonal, k = self._bidiagonal(), self.steps
         if k == 0:
             return bidiagonal.new_zeros(0)
+        unit = torch.eye(k, dtype=bidiagonal.dtype, device=bidiagonal.device)
         if self._method == "lsqr":
-            matrix = torch.cat([bidiagonal, damping * torch.eye(k).to(bidiagonal)])
+            matrix = torch.cat([bidiagonal, damping * unit])
             right = matrix.new_zeros(len(matrix), 1)
             right[0] = self._betas[0]
         else:  # the gradient of V y is V_{k+1} times this
             matrix = bidiagonal.new_zeros(k + 1, k)
-            matrix[:k] = bidiagonal.mT @ bidiagonal + damping * damping * torch.eye(k).to(bidiagonal)
+            matrix[:k] = bidiagonal.mT @ bidiagonal + damping * damping * unit
             matrix[k, k - 1] = self._alphas[k] * self._betas[k]
             right = matrix.new_zeros(k + 1, 1)
             right[0] = self._alphas[0] * self._betas[0]

@@ -60,6 +60,26 @@ def isolated_host_generators() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
+def normal_numbers(
+    *shape: int, like: Tensor, dtype: torch.dtype = torch.float64, generator: torch.Generator | None = None
+) -> Tensor:
+    """Normal numbers of the dtype and device of ``like``, the same on all devices, whatever torch's default device is.
+
+    Args:
+        *shape: theirs.
+        like: see above.
+        dtype: in which they are drawn.
+        generator: of the CPU; None: a new one with the seed 0, for vectors that must not be orthogonal to anything in
+            particular.
+
+    Example:
+        >>> normal_numbers(2, like=torch.empty(0)) == normal_numbers(2, like=torch.empty(0))
+        tensor([True, True])
+    """
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(like)
+
+
 def random_signs(*shape: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """±1 with equal probability (Rademacher), of the dtype and device of ``like``; the generator is one of that device.
 

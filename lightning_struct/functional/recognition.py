@@ -32,7 +32,7 @@ from lightning_struct.functional.layer_kinds import (
     nearest_kind,
     when_declared,
 )
-from lightning_struct.functional.randomness import isolated_host_generators, seeded
+from lightning_struct.functional.randomness import isolated_host_generators, normal_numbers, seeded
 from lightning_struct.functional.structured.arguments import computing_dtype
 
 # Relative to the norm of an output.
@@ -248,7 +248,8 @@ class _Trial:
         return outputs if isinstance(outputs, Tensor) and _state(twin) == before else None
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self._device, self._dtype)
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        return normal_numbers(*shape, like=like, generator=self._generator)
 
 
 def _affine(matrix: Matrix) -> LayerKind:

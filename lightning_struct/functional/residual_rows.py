@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from lightning_struct.functional.errors import first_line
 from lightning_struct.functional.jacobians import DenseJacobian, FactoredJacobian, Jacobian, OuterProducts
+from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.recorded_batch import (
     BatchInputs,
     BatchRecords,
@@ -406,10 +407,11 @@ class _Rows:
         count, columns = self._inputs.rows, sum(p.numel() for p in point.values())
         shape = (count, len(residuals) // count)
         checked = min(count, max(_CHECKED_POINTS, _NUMBERS_AT_ONCE // (shape[1] * columns)))
-        at = torch.linspace(0, count - 1, checked, dtype=torch.float64).round().long().to(residuals.device)
+        at = torch.linspace(0, count - 1, checked, dtype=torch.float64, device="cpu").round().long()
+        at = at.to(residuals.device)
         out = residuals.new_empty(len(at) * shape[1], columns)
         self.jacobian(params, out, at=at)
-        u = torch.randn(len(out), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(residuals)
+        u = normal_numbers(len(out), like=residuals)
         full = torch.zeros(shape, dtype=u.dtype, device=u.device)
         full[at] = u.view(len(at), -1)
         expected = _backward(residuals, point, full.view(-1), batched=False)
@@ -480,7 +482,7 @@ def _write_by_columns(residuals: Tensor, point: Parameters, out: Tensor) -> bool
             part.copy_(torch.autograd.grad(product, u, units, retain_graph=True, is_grads_batched=True)[0].mT)
     except RuntimeError:
         return False
-    probe = torch.randn(rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out)
+    probe = normal_numbers(rows, like=out)
     expected = _backward(residuals, point, probe, batched=False)
     return bool((out.mT @ probe - expected).norm() <= torch.finfo(out.dtype).eps ** 0.5 * out.norm())
 

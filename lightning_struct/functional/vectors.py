@@ -13,7 +13,7 @@ Vector: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> list[Tensor]:
-    """The tensors of a vector, in the order of ``like`` where one is given; errors call it by ``name``.
+    """The tensors of a vector, detached, in the order of ``like`` where one is given; errors call it by ``name``.
 
     Raises:
         TypeError: neither a tensor nor a mapping; without ``like``, other numbers than float32 and float64.
@@ -25,7 +25,7 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
         tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
         if others := {t.dtype for t in tensors} - {torch.float32, torch.float64}:
             raise TypeError(f"{name} must hold float32 or float64 numbers, got {', '.join(sorted(map(str, others)))}")
-        return tensors
+        return [t.detach() for t in tensors]
     if isinstance(vector, Tensor) and isinstance(like, Tensor):
         pairs = [(vector, like)]
     elif isinstance(vector, Mapping) and isinstance(like, Mapping) and vector.keys() == like.keys():
@@ -36,7 +36,7 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
     if any(t.shape != expected.shape for t, expected in pairs):
         shapes, expected_shapes = ([tuple(t.shape) for t in side] for side in zip(*pairs, strict=True))
         raise ValueError(f"{name} has the shapes {shapes}, expected {expected_shapes}")
-    return [t for t, _ in pairs]
+    return [t.detach() for t, _ in pairs]
 
 
 def _kind(vector: Vector) -> str:

@@ -311,3 +311,33 @@ def test_a_name_that_the_module_does_not_have_is_refused():
     module = torch.nn.Linear(2, 1)
     with pytest.raises(ValueError, match="Linear has no wieght: params are named as by named_parameters"):
         linearize(module, {"weight": module.weight, "wieght": module.weight}, torch.ones(3, 2))
+
+
+def test_parameters_that_are_no_dict_are_refused_with_the_remedy():
+    module = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"as dict\(model.named_parameters\(\)\), got list"):
+        linearize(module, list(module.parameters()), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("backend", ["layer_rules", "double_backward"])
+def test_vectors_of_another_structure_are_refused(backend: str, chunk_size: int | None):
+    module, inputs = torch.nn.Linear(2, 4), torch.ones(3, 2)
+    point = trainable(module)
+    linearization = linearize(module, point, inputs, backend=backend, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match=r"v is a dict with the keys \['weight'\], expected .* \['bias', 'weight'\]"):
+        linearization.jvp({"weight": point["weight"]})
+    with pytest.raises(ValueError, match=r"v is a dict with the keys \['bias', 'more', 'weight'\], expected"):
+        linearization.jvp(point | {"more": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"v has the shapes \[\(4, 2\), \(1,\)\], expected \[\(4, 2\), \(4,\)\]"):
+        linearization.jvp(point | {"bias": torch.ones(1)})
+    for product in (linearization.vjp, linearization.squared_vjp, linearization.squared_norms):
+        with pytest.raises(ValueError, match=r"u has the shapes \[\(3, 1\)\], expected \[\(3, 4\)\]"):
+            product(torch.ones(3, 1))
+
+
+def test_the_default_device_of_torch_need_not_be_that_of_the_function():
+    module, inputs = torch.nn.Linear(2, 1), torch.ones(3, 2)
+    with torch.device("meta"):
+        linearization = linearize(module, trainable(module), inputs, backend="linearize")
+    assert torch.equal(linearization.jvp(linearization.vjp(inputs[:, :1])), torch.full((3, 1), 9.0))

@@ -612,6 +612,17 @@ def test_other_numbers_than_float32_and_float64_are_refused(solver: Solver, dtyp
         solver(*operators(matrix), torch.ones(2, dtype=dtype))
 
 
+@pytest.mark.parametrize("solver", [*SOLVERS, conjugate_gradient])
+def test_an_operator_of_parameters_can_be_solved_with(solver: Any) -> None:
+    matrix = gaussian(5, 5, seed=0)
+    matrix = torch.nn.Parameter(matrix @ matrix.T + torch.eye(5))
+    b = torch.nn.Parameter(gaussian(5, seed=1))
+    products = [matrix.matmul] if solver is conjugate_gradient else [matrix.matmul, matrix.T.matmul]
+    solution = solver(*products, b, x0=torch.zeros(5, dtype=b.dtype)).x
+    assert not solution.requires_grad
+    torch.testing.assert_close(matrix @ solution, b, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_vector_that_is_neither_tensor_nor_dict_is_refused(solver: Solver) -> None:
     with pytest.raises(TypeError, match="b must be .* list"):

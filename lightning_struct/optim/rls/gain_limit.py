@@ -79,7 +79,7 @@ def sampled_indices(number: int, total: int, device: torch.device) -> Tensor:
     """(number,), indices below ``total``, evenly spread and without a period, or all of them in order."""
     if number == total:
         return torch.arange(total, device=device)
-    places = torch.arange(number, dtype=torch.float64) * _GOLDEN % 1
+    places = torch.arange(number, dtype=torch.float64, device="cpu") * _GOLDEN % 1
     return (places * total).long().to(device)
 
 

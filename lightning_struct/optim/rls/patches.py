@@ -44,7 +44,7 @@ class Axis(NamedTuple):
 
     def places_read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Places of the image, (p, kernel), that the kernel meets at output positions (p,), and which exist."""
-        steps = self.dilation * torch.arange(self.kernel)
+        steps = self.dilation * torch.arange(self.kernel, device=positions.device)
         if self.transposed:
             strides = positions[:, None] + self.before - steps
             places = strides.div(self.stride, rounding_mode="floor")
@@ -123,7 +123,7 @@ def _sampled_places(
     coordinates = torch.unravel_index(flat, (images, *counts))
     ones = [1] * len(axes)
     indices = [coordinates[0].view(-1, *ones)]
-    inside = torch.ones(number, *ones, dtype=torch.bool)
+    inside = torch.ones(number, *ones, dtype=torch.bool, device="cpu")
     for dimension, axis in enumerate(axes):
         places, within = axis.places_read(coordinates[1 + dimension])
         shape = [number, *ones]
@@ -149,7 +149,7 @@ def batch_sum(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _reads(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(kernel, size): how often each place of the kernel meets each place of the image."""
-    places, inside = axis.places_read(torch.arange(axis.positions))
-    reads = torch.zeros(axis.kernel, axis.size, dtype=dtype)
+    places, inside = axis.places_read(torch.arange(axis.positions, device="cpu"))
+    reads = torch.zeros(axis.kernel, axis.size, dtype=dtype, device="cpu")
     reads.scatter_add_(1, places.t(), inside.t().to(dtype))
     return reads.to(device)

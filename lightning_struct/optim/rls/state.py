@@ -27,7 +27,9 @@ def reduce_statistics(weights: Sequence[TrainedWeight]) -> None:
         else weight.statistics.total
         for weight in weights
     ]
-    counts = torch.tensor([count for weight in weights for count in weight.statistics.counts], dtype=dtype)
+    counts = torch.tensor(
+        [count for weight in weights for count in weight.statistics.counts], dtype=dtype, device="cpu"
+    )
     *totals, counts = all_reduce_together([*totals, counts])
     numbers = iter(counts.tolist())
     for weight, total in zip(weights, totals, strict=True):
@@ -58,7 +60,10 @@ def check_states(states: Mapping[str, Mapping[str, Any]], weights: Sequence[Trai
     for weight in weights:
         _check_state(weight, states.get(weight.name, {}))
     if unknown := states.keys() - {weight.name for weight in weights}:
-        raise ValueError(f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not")
+        raise ValueError(
+            f"the state is of an RLS that trains {', '.join(sorted(unknown))}, which this one does not: make it with "
+            "the same layers excluded, and unfreeze before what was unfrozen"
+        )
 
 
 def _check_state(weight: TrainedWeight, state: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
+from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.recursive_least_squares import (
     BlockDiagonalInverse,
     FullInverse,
@@ -419,9 +420,8 @@ class TrainedWeight:
         return features, self._constants([bias.parameter.grad for bias in self.biases])
 
     def _random(self, *shape: int) -> Tensor:
-        """The same normal numbers every time, for vectors that must not be orthogonal to anything in particular."""
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(shape, generator=generator, dtype=self.dtype).to(self.parameter.device)
+        like = self.parameter.new_empty(0, dtype=self.dtype)
+        return normal_numbers(*shape, like=like, dtype=self.dtype)
 
     def _few_rows(self) -> tuple[Tensor, Tensor] | None:
         """X, (1, r, n), and dZ, (1, r, outputs), with dZᵀX the gradient; None if too many, or not the gradient."""

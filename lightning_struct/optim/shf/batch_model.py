@@ -230,7 +230,7 @@ class BatchModel:
             except Uncovered as reason:
                 self.uncovered = str(reason)
         if (self.uncovered is not None or not self._layers_show) and not self._single_samples:
-            return torch.full((), math.nan, dtype=torch.float64)  # for the estimate by halves
+            return torch.full((), math.nan, dtype=torch.float64, device=self._device)  # for the estimate by halves
         return self.linearization.squared_norms(cotangent).sum(dtype=torch.float64)
 
     def _variance_from_halves(self, mean: Tensor) -> float:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.complete_settings import OutputSettings
@@ -88,7 +89,7 @@ def first_damping(model: BatchModel, seed: int) -> float:
         seed: seed of the vector that the iteration starts from.
     """
     generator, like = torch.Generator().manual_seed(seed), model.gradient
-    vector = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    vector = normal_numbers(*like.shape, like=like, dtype=like.dtype, generator=generator)
     largest = 0.0
     for _ in range(_POWER_ITERATIONS):
         length = math.sqrt(inner(vector, vector).item())

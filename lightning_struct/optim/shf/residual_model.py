@@ -81,7 +81,7 @@ class ResidualModel:
         self.counts = counts
         self._scale = torch.cat(
             [
-                torch.full((block.numel(),), math.sqrt(shares[name] / counts[name]), dtype=self._dtype)
+                block.new_full((block.numel(),), math.sqrt(shares[name] / counts[name]), dtype=self._dtype)
                 for name, block in blocks.items()
             ]
         ).to(self._device)

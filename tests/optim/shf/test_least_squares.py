@@ -1120,3 +1120,12 @@ def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:
         adaptive.step(inputs=points)
     report = SHF(module, "least_squares", damping=1e-7, drop=None).step(inputs=points)
     assert report.damping == 1e-7
+
+
+@pytest.mark.parametrize("solver", ["exact", "lsmr"])
+def test_the_default_device_of_torch_need_not_be_that_of_the_module(solver: Any) -> None:
+    module, reference, data = Equation(), Equation(), points()
+    optimizers = SHF(module, "least_squares", solver=solver), SHF(reference, "least_squares", solver=solver)
+    expected = [optimizers[1].step(inputs=data).loss_after for _ in range(2)]
+    with torch.device("meta"):
+        assert [optimizers[0].step(inputs=data).loss_after for _ in range(2)] == expected

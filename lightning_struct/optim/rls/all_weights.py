@@ -56,8 +56,9 @@ def _takes_part(weight: TrainedWeight, states: States) -> bool:
         return False
     raise ValueError(
         f"RLS step {_coming_step([weight], states)}: {weight.name} has a gradient, but its layer was not seen to read "
-        "anything since the last step. Either its weight is used without calling the layer, or a compiled module was "
-        "called before RLS was made, or the hooks were removed: call the layer, make RLS first, or exclude the layer"
+        "anything since the last step. Either its weight is used without calling the layer, or the gradient does not "
+        "come from backward(), but from torch.autograd.grad or torch.func, or a compiled module was called before RLS "
+        "was made, or the hooks were removed: call the layer, call backward(), make RLS first, or exclude the layer"
     )
 
 

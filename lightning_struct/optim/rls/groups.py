@@ -162,7 +162,7 @@ class Membership:
         if list(map(_is_own, saved)) != list(map(_is_own, groups)):
             raise ValueError(
                 "the state is of another optimizer than RLS, or of one with other groups: load it into an RLS that is "
-                f"made as the one that was saved. {WEIGHTS_ALONE}"
+                f"made as the one that was saved, with the groups that were added since. {WEIGHTS_ALONE}"
             )
 
     def check_parameters(self) -> None:

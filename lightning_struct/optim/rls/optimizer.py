@@ -284,9 +284,11 @@ class RLS(torch.optim.Optimizer):
 
         Raises:
             ValueError: NaN or infinity in gradients or inputs, or a layer with a gradient whose inputs were not seen;
-                named are the step and the weights. No weight and no state has changed; the gradients have if others
-                clipped them.
+                named are the step and the weights. Or ``lr`` was raised to 1/``weight_decay`` or above. No weight and
+                no state has changed; the gradients have if others clipped them.
         """
+        if torch.compiler.is_compiling():  # which cannot trace how a step writes to the weights, and would gain nothing
+            return torch.compiler.disable(self.step)(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -310,6 +312,8 @@ class RLS(torch.optim.Optimizer):
         """Step what RLS trains; returned is the coefficient of clipping."""
         self._membership.take_in_rest(self.param_groups)
         group_of = self._membership.share(self.param_groups)
+        for group in group_of.values():
+            check_decay(group["lr"], group["weight_decay"])  # schedulers may have raised the rate since
         if world_size() > 1:
             reduce_statistics(self._weights)
         states = self.state.get("rls", {})  # type: ignore[call-overload]

@@ -36,8 +36,8 @@ def check_decay(lr: float, weight_decay: float) -> None:
     """
     if lr * weight_decay >= 1:
         raise ValueError(
-            f"lr * weight_decay must be < 1, got lr={lr} and weight_decay={weight_decay}: each step multiplies the "
-            "weights by 1 - lr * weight_decay"
+            f"lr * weight_decay must be < 1, got lr={float(lr)} and weight_decay={float(weight_decay)}: each step "
+            "multiplies the weights by 1 - lr * weight_decay. Lower one of them, or the rates of a scheduler"
         )
 
 

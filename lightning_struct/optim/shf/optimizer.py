@@ -251,7 +251,8 @@ class SHF(torch.optim.Optimizer):
             StepReport: also kept as ``report``.
 
         Raises:
-            TypeError: inputs or targets are missing, or targets are no tensor.
+            TypeError: inputs or targets are missing or given without their names, targets are no tensor, or the forward
+                of the module does not take so many inputs.
             ValueError: NaN or infinity in the data, the outputs or the loss; an empty batch; a forward that changes its
                 inputs in place; a preconditioner of gradients per sample beside batch normalisation; weights that were
                 frozen, replaced or made half precision since SHF was made. The weights are unchanged.
@@ -266,6 +267,11 @@ class SHF(torch.optim.Optimizer):
         if torch.compiler.is_compiling():  # to trace all that a step does takes a minute, and gains nothing
             return torch.compiler.disable(self.step)(closure, inputs=inputs, targets=targets)
         if closure is not None:
+            if not callable(closure):
+                raise TypeError(
+                    "SHF.step takes the batch by name, step(inputs=..., targets=...); the argument without a name is a "
+                    f"closure, got {type(closure).__name__}"
+                )
             with torch.enable_grad():
                 closure()
         self._check_trained()

@@ -37,7 +37,7 @@ from lightning_struct.optim.shf.preconditioner import (
     preconditioner_by_object,
 )
 from lightning_struct.optim.shf.report import StepReport
-from lightning_struct.optim.shf.samples import arguments
+from lightning_struct.optim.shf.samples import arguments, check_arguments
 from lightning_struct.optim.shf.settings import Settings
 from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
 from lightning_struct.optim.shf.step_state import StepState
@@ -176,20 +176,24 @@ class OutputSteps:
         check_per_sample(settings.preconditioner, self._module)
         seed = now.seed(f"network on rank {rank()}")
         with now.timed("linearize"), seeded(seed, device), self._buffers.watched():
-            model = BatchModel(
-                self._module,
-                self.loss,
-                now.weights,
-                inputs,
-                targets,
-                l2=settings.l2,
-                backend=settings.backend,
-                chunk_size=settings.chunk_size,
-                held_out=settings.held_out,
-                curvature_share=settings.curvature_share,
-                single_samples=settings.single_samples,
-                layers_show=self.exact_variance and not now.memory.get("uncovered", False),
-            )
+            try:
+                model = BatchModel(
+                    self._module,
+                    self.loss,
+                    now.weights,
+                    inputs,
+                    targets,
+                    l2=settings.l2,
+                    backend=settings.backend,
+                    chunk_size=settings.chunk_size,
+                    held_out=settings.held_out,
+                    curvature_share=settings.curvature_share,
+                    single_samples=settings.single_samples,
+                    layers_show=self.exact_variance and not now.memory.get("uncovered", False),
+                )
+            except TypeError:
+                check_arguments(self._module, arguments(inputs))
+                raise
         if model.uncovered is not None and settings.single_samples:
             warn(
                 "SHF takes the variance from the gradients of single samples, which costs much more than from what "

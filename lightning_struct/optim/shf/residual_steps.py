@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
 from lightning_struct.optim.shf.residual_solvers import ResidualSolver, Room, make_solver
-from lightning_struct.optim.shf.samples import arguments
+from lightning_struct.optim.shf.samples import arguments, check_arguments
 from lightning_struct.optim.shf.settings import PAPER, Settings
 from lightning_struct.optim.shf.step_state import StepState
 from lightning_struct.optim.shf.unreached import called_without_gradients, without_gradients_message
@@ -40,6 +39,11 @@ _RAISED = 10.0
 _LARGEST_WARM_START = 0.7
 # λ of the first step, as a share of the largest singular value of J.
 _FIRST_SHARE = 0.1
+# What the forward of a module must be.
+_FORWARD = (
+    "With loss='least_squares' forward gets all of them, measurements too, and returns residuals, as "
+    "`forward(self, x, y)` with `return self.net(x) - y`. "
+)
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ class ResidualSteps:
             try:
                 model = ResidualModel(self._records, self.loss, weights, inputs, counts=counts)
             except TypeError:
-                _check_arguments(self._module, arguments(inputs))
+                check_arguments(self._module, arguments(inputs), _FORWARD)
                 raise
         with torch.autocast(model.residual.device.type, enabled=False):  # which is for the module, not for solvers
             return self._update_of(model, damping=damping, adapts=adapts, start=start, timed=timed)
@@ -302,22 +306,6 @@ class ResidualSteps:
         if about not in self._warned:
             self._warned.add(about)
             warn(message)
-
-
-def _check_arguments(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Raise TypeError where forward does not take so many, as the forward of a module that makes predictions."""
-    try:
-        taken = inspect.signature(module.forward)
-        taken.bind(*args)
-    except ValueError:  # no signature
-        return
-    except TypeError as error:
-        raise TypeError(
-            f"{type(module).__name__}.forward{taken} cannot take the {len(args)} inputs of this batch ({error}). With "
-            "loss='least_squares' forward gets all of them, measurements too, and returns residuals, as "
-            "`forward(self, x, y)` with `return self.net(x) - y`. A tuple or a list holds several arguments, anything "
-            "else is one"
-        ) from error
 
 
 def adapted_warm_start(warm_start: float, loss: float, left: float | None, rounding: float) -> float:

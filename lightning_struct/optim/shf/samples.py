@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.collective import all_gather_rows, rank
@@ -115,3 +116,17 @@ def arguments(inputs: Any) -> tuple[Any, ...]:
     """The module's arguments: the inputs themselves, or what a tuple or list (torch's collate makes lists) holds."""
     several = isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence)
     return tuple(inputs) if several else (inputs,)
+
+
+def check_arguments(module: nn.Module, args: tuple[Any, ...], remedy: str = "") -> None:
+    """Raise TypeError where forward does not take so many arguments; ``remedy`` says what it should be."""
+    try:
+        taken = inspect.signature(module.forward)
+        taken.bind(*args)
+    except ValueError:  # no signature
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"{type(module).__name__}.forward{taken} cannot take the {len(args)} inputs of this batch ({error}). "
+            f"{remedy}A tuple or a list holds several arguments, anything else, as a dict, is one"
+        ) from error

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -335,6 +335,18 @@ def test_weight_decay_that_leaves_nothing_of_the_weights_is_refused(lr: float, w
         RLS(network(), lr=lr, weight_decay=weight_decay)
 
 
+def test_a_rate_that_weight_decay_does_not_allow_is_refused_when_a_scheduler_comes_to_it() -> None:
+    module = network()
+    optimizer = RLS(module, weight_decay=0.5)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 + step)
+    train(module, optimizer, range(1))
+    scheduler.step()
+    before = weights(module)
+    with pytest.raises(ValueError, match=r"must be < 1, got lr=2.0 and weight_decay=0.5:.* rates of a scheduler"):
+        train(module, optimizer, range(1, 2))
+    assert torch.equal(weights(module), before)
+
+
 def test_numbers_may_be_of_numpy_or_in_a_tensor() -> None:
     optimizer = RLS(network(), lr=torch.tensor(0.5), l1=np.float32(0.0), interval=np.int64(2))  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -396,6 +408,21 @@ def test_nan_stops_the_step_before_anything_changes(where: str) -> None:
     without = network()
     train(without, RLS(without, momentum=0.5), range(4))
     assert torch.equal(weights(module), weights(without))
+
+
+def test_gradients_that_no_backward_pass_has_made_are_an_error_with_the_remedy() -> None:
+    module = network()
+    optimizer = RLS(module)
+    parameters = list(module.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(squared(module, batch(0)), parameters), strict=True):
+        parameter.grad = gradient
+    with pytest.raises(ValueError, match=r"step 1: 0.weight has .* from torch.autograd.grad .*: .* call backward\(\)"):
+        optimizer.step()
+
+
+def test_a_name_below_a_wrapper_is_told_in_full() -> None:
+    with pytest.raises(ValueError, match=r"exclude has '2', which is no module of .*; there is 'module.2'$"):
+        RLS(AveragedModel(network()), exclude=["2"], auxiliary=ADAM)
 
 
 def test_a_weight_used_without_its_layer_is_an_error_that_names_it() -> None:
@@ -503,7 +530,10 @@ def test_groups_are_still_those_of_the_auxiliary_optimizer_after_loading() -> No
     ("options", "message"),
     [
         ({"form": "rank1"}, "0.weight is of another form"),
-        ({"exclude": ["0"], "auxiliary": ADAM}, "trains 0.weight, which this one does not"),
+        (
+            {"exclude": ["0"], "auxiliary": ADAM},
+            "trains 0.weight, which this one does not: make it with the same layers",
+        ),
         ({"auxiliary": ADAM, "exclude": []}, None),
     ],
 )
@@ -754,6 +784,50 @@ def test_compiled_modules_train_alike(backend: str) -> None:
     assert "_orig_mod" not in optimizer.summary()
     train(compiled, optimizer)
     train(reference, RLS(reference))
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
+    module, reference = network(), network()
+    optimizer = RLS(module, momentum=0.5)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for number in range(3):
+        squared(module, batch(number)).backward()
+        step()
+        optimizer.zero_grad()
+    train(reference, RLS(reference, momentum=0.5), range(3))
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
+
+
+class Everything(nn.Module):
+    """Layers whose inputs RLS reads in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv1d(2, 3, 3, padding=1, stride=2)
+        self.recurrent = nn.LSTM(5, 4, num_layers=2, batch_first=True)
+        self.head = nn.Linear(12, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.convolution(x.view(-1, 2, 10)))[0].flatten(1))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.5, "form": "low_rank", "rank": 2}, {"forgetting": 0.9, "block_size": 3}]
+)
+def test_the_default_device_of_torch_need_not_be_that_of_the_module(options: dict[str, Any]) -> None:
+    module, reference = Everything(), Everything()
+    train(reference, RLS(reference, **options), range(3))
+    optimizer = RLS(module, **options)
+    inputs = [batch(step) for step in range(3)]
+    with torch.device("meta"):
+        for x in inputs:
+            optimizer.zero_grad()
+            squared(module, x).backward()
+            optimizer.step()
     torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
 
 

@@ -634,6 +634,34 @@ def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
     assert len(graphs) < 5
 
 
+@pytest.mark.parametrize("options", [{}, {"preconditioner": None, "held_out": 0.25}])
+def test_the_default_device_of_torch_need_not_be_that_of_the_module(options: dict[str, Any]) -> None:
+    module, reference, data = network(), network(), [batch(), batch(seed=3)]
+    optimizers = SHF(module, "mse", **options), SHF(reference, "mse", **options)
+    expected = [take(optimizers[1], pair) for pair in data]
+    with torch.device("meta"):
+        reports = [take(optimizers[0], pair) for pair in data]
+    assert list(map(without_seconds, reports)) == list(map(without_seconds, expected))
+
+
+def test_a_batch_without_names_is_told_how_to_be_passed() -> None:
+    inputs, targets = batch()
+    with pytest.raises(TypeError, match=r"by name, step\(inputs=..., targets=...\); .* got Tensor"):
+        SHF(network(), "mse").step(inputs, targets=targets)  # type: ignore[arg-type]
+
+
+def test_inputs_that_forward_does_not_take_are_told() -> None:
+    class Masked(nn.Linear):
+        def forward(self, input: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input) * mask
+
+    inputs, targets = batch()
+    optimizer = SHF(Masked(4, 2).double(), "mse")
+    with pytest.raises(TypeError, match=r"Masked.forward\(input.*the 1 inputs .* 'mask'.* as a dict, is one"):
+        optimizer.step(inputs={"input": inputs, "mask": torch.ones(12, 1)}, targets=targets)
+    optimizer.step(inputs=(inputs, torch.ones(12, 1)), targets=targets)
+
+
 def test_a_step_in_inference_mode_is_refused() -> None:
     optimizer = SHF(network(), "mse")
     with torch.inference_mode(), pytest.raises(RuntimeError, match="take the step outside"):

@@ -13,6 +13,7 @@ from lightning_struct.optim.requirements import WEIGHTS_ALONE, refuse_replaced
 from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.recorder import InputRecorder
 from lightning_struct.optim.rls.selection import WeightTable
+from lightning_struct.optim.rls.settings import check_options
 from lightning_struct.optim.rls.weights import TrainedWeight
 
 AuxiliaryFactory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -117,23 +118,33 @@ class Membership:
         """Train the parameters of this group: of layers by RLS, the others by the auxiliary optimizer.
 
         Raises:
-            ValueError: one of them is no parameter of the module, or in a group already; or nobody trains it.
+            TypeError: the group is no dict with ``"params"``.
+            ValueError: one of them is no parameter of the module, or in a group already; or nobody trains it; or an
+                option is out of range.
         """
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(
+                "add_param_group takes a dict with the parameters under 'params' and options beside them, as "
+                f"{{'params': layer.parameters(), 'lr': 0.5}}, got {type(group).__name__}"
+            )
         given = group["params"]
         parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         names = {parameter: plain_name(name) for name, parameter in self._module.named_parameters()}
-        if not set(parameters) <= names.keys():
-            raise ValueError("RLS trains parameters of its module, and the group has others")
+        if others := [tuple(parameter.shape) for parameter in parameters if parameter not in names]:
+            raise ValueError(
+                f"RLS trains parameters of its module, and the group has others, of shape {', '.join(map(str, others))}"
+            )
         known = _members(groups)
         if twice := [names[parameter] for parameter in parameters if parameter in known]:
             raise ValueError(f"some parameters appear in more than one parameter group: {', '.join(twice)}")
+        options = {name: value for name, value in group.items() if name != "params"}
+        check_options(**{**self._defaults, **{name: options[name] for name in options.keys() & self._defaults.keys()}})
         wanted = set(parameters) - self._left_alone
         new = self._take_in(lambda parameter: parameter in wanted)
         own = list(dict.fromkeys(parameter for weight in new for parameter in weight.parameters))
         rest = {names[parameter]: parameter for parameter in parameters if parameter not in set(own)}
         if rest:
             self._factory_for(rest)
-        options = {name: value for name, value in group.items() if name != "params"}
         if own:
             groups.append({**self._defaults, "gradient_scale": self._scales.of(new[0]), **options, "params": own})
         if own or self.auxiliary is None:

@@ -264,7 +264,10 @@ class RLS(torch.optim.Optimizer):
         return summary_table(self._weights)
 
     def remove_hooks(self) -> None:
-        """Take the hooks of the layers away, when the training is done. They go too when the optimizer is deleted."""
+        """Take the hooks of the layers away, when the training is done. They go too when the optimizer is deleted.
+
+        ``torch.jit.script`` cannot compile a module with these hooks.
+        """
         self._recorder.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -416,7 +419,8 @@ class RLS(torch.optim.Optimizer):
         is joins the auxiliary optimizer's first group, or becomes a group of that where there is nothing for RLS.
 
         Raises:
-            ValueError: one of them is no parameter of the module, or in a group already.
+            TypeError: the group is no dict with ``"params"``.
+            ValueError: one of them is no parameter of the module, or in a group already; or an option is out of range.
         """
         if not hasattr(self, "_membership"):  # the first ones
             super().add_param_group(param_group)

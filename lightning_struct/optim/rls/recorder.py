@@ -95,7 +95,7 @@ class InputRecorder:
         watched = self._watched.pop(layer, None)
         if watched is not None:
             watched.__exit__(None, None, None)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.jit.is_tracing():
             self._record_outside_of_graphs(layer, args, kwargs, outputs, watched)
 
     def _record(

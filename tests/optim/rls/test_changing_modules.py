@@ -208,8 +208,36 @@ def test_groups_can_be_added() -> None:
     torch.testing.assert_close(weights(half[0][0]) - before, 0.5 * (weights(whole[0][0]) - before))
     with pytest.raises(ValueError, match="more than one parameter group: 0.weight"):
         optimizer.add_param_group({"params": [module[0].weight]})
-    with pytest.raises(ValueError, match="RLS trains parameters of its module"):
+    with pytest.raises(ValueError, match=r"RLS trains parameters of its module, .* others, of shape \(1,\)"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be >= 0, got -1.0"),
+        ({"momentum": 1.5}, r"momentum must be in \[0, 1\), got 1.5"),
+        ({"gradient_scale": 0}, "gradient_scale must be > 0, got 0"),
+    ],
+)
+def test_options_of_an_added_group_out_of_range_are_named_and_nothing_is_added(
+    options: dict[str, Any], message: str
+) -> None:
+    module = network()
+    module[0].requires_grad_(False)
+    optimizer = RLS(module, auxiliary=ADAM)
+    groups = len(optimizer.param_groups)
+    module[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": module[0].parameters(), **options})
+    assert len(optimizer.param_groups) == groups
+    optimizer.add_param_group({"params": module[0].parameters()})
+
+
+def test_a_group_that_is_no_dict_is_told_what_to_be() -> None:
+    module = network()
+    with pytest.raises(TypeError, match=r"takes a dict .* {'params': layer.parameters\(\), 'lr': 0.5}, got list"):
+        RLS(module, auxiliary=ADAM).add_param_group(list(module.parameters()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("moment", ["found in the pass", "added as a group"])

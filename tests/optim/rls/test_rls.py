@@ -800,6 +800,15 @@ def test_a_compiled_loop_takes_its_steps_outside_of_graphs() -> None:
     torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-12)
 
 
+def test_a_trace_of_the_module_does_not_hold_what_is_recorded() -> None:
+    module, inputs = network(), batch(0)
+    plain = torch.jit.trace(network(), inputs).inlined_graph
+    optimizer = RLS(module)
+    traced = torch.jit.trace(module, inputs, check_trace=False).inlined_graph
+    assert len(list(traced.nodes())) == len(list(plain.nodes()))
+    train(module, optimizer)
+
+
 class Everything(nn.Module):
     """Layers whose inputs RLS reads in different ways."""
 

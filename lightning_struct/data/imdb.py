@@ -78,7 +78,7 @@ class IMDBDataModule(InMemoryDataModule):
         train_size: training reviews.
         val_size: validation reviews.
         test_size: test reviews.
-        vocabulary_size: numbers of words at most, 0 and 1 included.
+        vocabulary_size: number of words at most, 0 and 1 included.
         max_length: words of a sample.
         download: whether a missing archive may be downloaded (84 MB).
         synthetic: procedurally made reviews of the same shapes instead of the files; nothing is read or downloaded, and
@@ -308,7 +308,7 @@ def synthetic_reviews(count: int, length: int, vocabulary_size: int, *, seed: in
     Args:
         count: number of reviews.
         length: words of the longest; the shortest have a quarter of them.
-        vocabulary_size: numbers of words, at least 10.
+        vocabulary_size: number of words, at least 10.
         seed: the same seed gives the same reviews and labels.
 
     Returns:

@@ -63,7 +63,7 @@ class CharacterTransformer(nn.Module):
     """A transformer that predicts the next character of a text after each character.
 
     Args:
-        characters: that there are; inputs are their numbers.
+        characters: number of different ones; inputs are from 0 to ``characters - 1``.
         steps: characters that it can look back on, the present one included.
         width: features of a character.
         heads: of attention, a divisor of ``width``.

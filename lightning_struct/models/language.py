@@ -45,8 +45,8 @@ class LanguageModel(L.LightningModule):
     ``val_perplexity`` and ``test_perplexity``, its exponential.
 
     Args:
-        vocabulary_size: numbers of words.
-        embedding_size: numbers that stand for a word.
+        vocabulary_size: number of words; inputs are from 0 to ``vocabulary_size - 1``.
+        embedding_size: length of the vector that stands for a word.
         hidden_size: units of the LSTM.
         layer: makes the input-hidden matrices, ``layer(embedding_size, hidden_size)``, with bias as ``nn.Linear`` has
             it.

@@ -28,8 +28,8 @@ class RecurrentNetwork(nn.Module):
         model = RLSClassifier(RecurrentNetwork(), num_classes=2, optimizer=optimizer)
 
     Args:
-        vocabulary_size: numbers of words, 0 for padding included.
-        embedding_size: numbers that stand for a word.
+        vocabulary_size: number of words, 0 for padding included; inputs are from 0 to ``vocabulary_size - 1``.
+        embedding_size: length of the vector that stands for a word.
         hidden_size: units of each recurrent layer.
         num_layers: recurrent layers.
         num_classes: units of the output layer.

@@ -150,7 +150,8 @@ class AdaptedLinear(nn.Module):
         learned_diagonals: see :class:`StructuredUpdate`.
 
     Raises:
-        TypeError, ValueError: as there; or the sizes differ, or ``dropout`` is not a probability below 1.
+        TypeError, ValueError: as :class:`StructuredUpdate`; or the sizes differ, or ``dropout`` is not a probability
+            below 1.
 
     Example:
         >>> from lightning_struct.nn import LDRSubdiagonal

@@ -181,6 +181,13 @@ def test_weights_of_another_module_are_not_put_back(tmp_path):
     assert (callback.best_value, second.layers.bias.item()) == (2, 2)
 
 
+def test_weights_that_are_put_back_are_told_of_once(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        fit(tmp_path, ScriptedNetwork([3, 1, 2]), ValidationMeritStopping(), max_epochs=3)
+    told = [record.getMessage() for record in caplog.records if "put back" in record.getMessage()]
+    assert told == ["The weights of step 2 are put back: val_loss = 1"]
+
+
 def test_buffers_are_put_back_too(tmp_path):
     module = ScriptedNetwork([3, 1, 2])
     fit(tmp_path, module, ValidationMeritStopping(), max_epochs=3)
@@ -219,7 +226,11 @@ def test_another_module_of_the_same_trainer_begins_anew(tmp_path):
 
 
 class Pruned(ScriptedNetwork):
-    """Its weight is the number of steps so far, too."""
+    """Its two weights are the number of steps so far, too."""
+
+    def __init__(self, values=()):
+        super().__init__(values)
+        self.layers = torch.nn.Linear(2, 1)
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) - self.layers.weight.sum()
@@ -231,7 +242,7 @@ class Pruned(ScriptedNetwork):
 
 def fit_pruned(tmp_path, module, callback, is_first):
     weight = [(module.layers, "weight")]
-    pruning = ModelPruning("l1_unstructured", weight, amount=0, use_lottery_ticket_hypothesis=False)
+    pruning = ModelPruning("l1_unstructured", weight, amount=0.5, use_lottery_ticket_hypothesis=False)
     callbacks = [callback, pruning] if is_first else [pruning, callback]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=3, limit_train_batches=1, limit_val_batches=1)
     trainer.fit(module, draw_loader(draws=1), validation_loader(8))
@@ -242,7 +253,7 @@ def test_best_weights_are_put_back_beside_a_pruning_that_becomes_permanent(tmp_p
     module = Pruned([3, 1, 2])
     fit_pruned(tmp_path, module, ValidationMeritStopping(), is_first)
     assert set(module.layers.state_dict()) == {"weight", "bias"}
-    assert module.layers.weight.item() == 2
+    assert sorted(module.layers.weight.flatten().tolist()) == [0, 2]
 
 
 @pytest.mark.parametrize("is_first", [True, False])

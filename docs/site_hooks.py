@@ -1,8 +1,10 @@
-"""Hooks of mkdocs: pages of the site whose source stands in the root of the repository."""
+"""Hooks of mkdocs: pages whose source stands in the root of the repository, and a check of the reference."""
 
+import ast
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -15,3 +17,31 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=content))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a reference that lacks a public name.
+
+    The function of a module of the same name, such as ``nn.compress``, is found only where its page names it in full.
+    """
+    for page in (ROOT / "docs/api").glob("*.md"):
+        package = ROOT / "lightning_struct" / page.stem / "__init__.py"
+        if not package.exists():
+            continue
+        html = (Path(config.site_dir) / "api" / f"{page.stem}.html").read_text()
+        path = f"lightning_struct.{page.stem}"
+        lacking = [
+            name
+            for name in _public_names(package)
+            if not any(f'id="{path}.{end}"' in html for end in (name, f"{name}.{name}"))
+        ]
+        if lacking:
+            raise BuildError(f"docs/api/{page.name} has no entry of {', '.join(lacking)}")
+
+
+def _public_names(package: Path) -> list[str]:
+    """``__all__`` of a package."""
+    for node in ast.parse(package.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []

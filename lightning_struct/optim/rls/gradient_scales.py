@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_struct.functional.layers import plain_name, plain_named_modules
-from lightning_struct.optim.rls.weights import TrainedWeight
 
 
 class GradientScales:
@@ -34,10 +33,10 @@ class GradientScales:
                 "parameters"
             )
 
-    def of(self, weight: TrainedWeight) -> float:
-        """η of a weight: that of the longest name that is above it, or its own."""
+    def of(self, weight: str) -> float:
+        """η of a weight by its name: that of the longest name that is above it, or its own."""
         if self._all is not None:
             return self._all
-        parts = weight.name.split(".")
+        parts = weight.split(".")
         above = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
         return next((self._by_name[name] for name in above if name in self._by_name), 1.0)

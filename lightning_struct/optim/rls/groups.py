@@ -63,7 +63,7 @@ class Membership:
         self.auxiliary: torch.optim.Optimizer | None = None
 
     def first_groups(self) -> list[Group]:
-        """Groups of all weights that require gradients now, one for each η.
+        """Groups of all weights, one for each η; what is frozen now joins them when it requires gradients.
 
         Raises:
             ValueError: there are none.
@@ -78,6 +78,8 @@ class Membership:
                 "RLS to train: take another optimizer, as Adam for embeddings alone; "
                 f"lightning_struct.functional.register_layer declares layers of other types{computed}"
             )
+        for name in self._table.frozen():
+            self._group_of(self._scales.of(name), groups)  # which schedulers know when it is unfrozen
         return groups
 
     def begin(self, groups: list[Group]) -> None:
@@ -146,7 +148,7 @@ class Membership:
         if rest:
             self._factory_for(rest)
         if own:
-            groups.append({**self._defaults, "gradient_scale": self._scales.of(new[0]), **options, "params": own})
+            groups.append({**self._defaults, "gradient_scale": self._scales.of(new[0].name), **options, "params": own})
         if own or self.auxiliary is None:
             self._give_to_auxiliary(rest, groups)
         else:
@@ -200,13 +202,17 @@ class Membership:
         """Add weights to the groups of their η, which are made where there are none."""
         known = _members(groups)
         for weight in weights:
-            scale = self._scales.of(weight)
-            group = next((g for g in groups if _is_own(g) and g["gradient_scale"] == scale), None)
-            if group is None:
-                group = {**self._defaults, "gradient_scale": scale, "params": []}
-                groups.append(group)
+            group = self._group_of(self._scales.of(weight.name), groups)
             group["params"] += [parameter for parameter in weight.parameters if parameter not in known]
             known.update(weight.parameters)
+
+    def _group_of(self, scale: float, groups: list[Group]) -> Group:
+        """The group of an η, which is added where there is none."""
+        group = next((g for g in groups if _is_own(g) and g["gradient_scale"] == scale), None)
+        if group is None:
+            group = {**self._defaults, "gradient_scale": scale, "params": []}
+            groups.append(group)
+        return group
 
     def _give_to_auxiliary(self, parameters: Mapping[str, nn.Parameter], groups: list[Group]) -> None:
         """Train these by the auxiliary optimizer, in its first group if there is one."""

@@ -96,6 +96,18 @@ class WeightTable:
         self.weights += new
         return new
 
+    def frozen(self) -> list[str]:
+        """Names of the weights that do not require gradients."""
+        frozen = []
+        for layer in [layer for layer in self._names if layer in self.incomplete]:
+            kind, parameters = kind_of(layer), dict(layer.named_parameters(remove_duplicate=False))
+            assert kind is not None
+            for matrix in kind.matrices(layer):
+                parameter = parameters.get(matrix.weight)
+                if parameter is not None and not parameter.requires_grad:
+                    frozen.append(self._name_of(layer, matrix))
+        return frozen
+
     def without_parameter(self) -> list[str]:
         """Names of the layers whose weights are computed from parameters, as by ``weight_norm`` or pruning."""
         return [
@@ -107,10 +119,8 @@ class WeightTable:
 
     def _use(self, layer: nn.Module, parameter: nn.Parameter, matrix: Matrix) -> TrainedWeight:
         if parameter not in self._of_parameter:
-            name = self._names[layer]
-            self._of_parameter[parameter] = _new_weight(
-                f"{name}.{matrix.weight}" if name else matrix.weight, parameter, matrix, self._inverses
-            )
+            name = self._name_of(layer, matrix)
+            self._of_parameter[parameter] = _new_weight(name, parameter, matrix, self._inverses)
         weight = self._of_parameter[parameter]
         if (weight.groups, weight.transposed) != (matrix.groups, matrix.transposed):
             raise ValueError(
@@ -118,6 +128,10 @@ class WeightTable:
                 "one that is stored as (in, out) and of one that is not: exclude one"
             )
         return weight
+
+    def _name_of(self, layer: nn.Module, matrix: Matrix) -> str:
+        name = self._names[layer]
+        return f"{name}.{matrix.weight}" if name else matrix.weight
 
 
 def _new_weight(name: str, parameter: nn.Parameter, matrix: Matrix, inverses: InverseSettings) -> TrainedWeight:

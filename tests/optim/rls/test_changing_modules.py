@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_struct.optim import RLS
 from lightning_struct.optim.rls.forms import InverseForm
@@ -238,6 +238,22 @@ def test_a_group_that_is_no_dict_is_told_what_to_be() -> None:
     module = network()
     with pytest.raises(TypeError, match=r"takes a dict .* {'params': layer.parameters\(\), 'lr': 0.5}, got list"):
         RLS(module, auxiliary=ADAM).add_param_group(list(module.parameters()))  # type: ignore[arg-type]
+
+
+def test_a_layer_that_is_unfrozen_later_follows_the_schedulers_of_before_whatever_its_scale() -> None:
+    module = network()
+    module[0].requires_grad_(False)
+    optimizer = RLS(module, auxiliary=ADAM, gradient_scale={"0": 0.5})
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    for step in range(3):
+        module[0].requires_grad_(step > 0)
+        before = weights(module[0])
+        train(module, optimizer, range(step, step + 1))
+        assert torch.equal(weights(module[0]), before) == (step == 0)
+        scheduler.step()
+    (of_layer,) = [group for group in optimizer.param_groups if any(p is module[0].weight for p in group["params"])]
+    assert (of_layer["lr"], of_layer["gradient_scale"]) == (0.5**3, 0.5)
+    assert len(optimizer.param_groups) == 3
 
 
 @pytest.mark.parametrize("moment", ["found in the pass", "added as a group"])

@@ -147,6 +147,11 @@ def required_batch_size(
         return 1
     bound = theta * theta * mean_gradient_squared_norm
     if dataset_size is None:
+        if bound == 0.0:
+            raise ZeroDivisionError(
+                "the mean gradient is zero, which no batch of a stream measures well enough: give dataset_size, the bound "
+                "on the batch"
+            )
         return max(1, math.ceil(variance / bound))
     if dataset_size < 1:
         raise ValueError(f"dataset_size must be >= 1, got {dataset_size}")

@@ -808,7 +808,7 @@ def test_sizes_at_the_edges(variance: float, squared_norm: float, dataset_size: 
 
 
 def test_a_zero_gradient_of_a_stream_has_no_size() -> None:
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError, match="the mean gradient is zero, .*: give dataset_size"):
         required_batch_size(1.0, 0.0, None, theta=0.5)
 
 

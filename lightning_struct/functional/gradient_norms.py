@@ -149,8 +149,8 @@ def required_batch_size(
     if dataset_size is None:
         if bound == 0.0:
             raise ZeroDivisionError(
-                "the mean gradient is zero, which no batch of a stream measures well enough: give dataset_size, the bound "
-                "on the batch"
+                "the mean gradient is zero, which no batch of a stream measures well enough: give dataset_size, "
+                "the bound on the batch"
             )
         return max(1, math.ceil(variance / bound))
     if dataset_size < 1:

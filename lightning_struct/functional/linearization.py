@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from lightning_struct.functional.vectors import leaves
+from lightning_struct.functional.vectors import checked
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 
@@ -31,7 +31,7 @@ class Linearization(ABC):
         Raises:
             ValueError: other names or shapes than those of the parameters.
         """
-        leaves(v, self._point, "v")
+        checked(v, self._point, "v")
         return self._jvp(v)
 
     def vjp(self, u: Tensor, out: Parameters | None = None) -> dict[str, Tensor]:
@@ -40,9 +40,9 @@ class Linearization(ABC):
         Raises:
             ValueError: ``u`` has another shape, or ``out`` other names or shapes than those of the parameters.
         """
-        leaves(u, self.outputs, "u")
+        checked(u, self.outputs, "u")
         if out is not None:
-            leaves(out, self._point, "out")
+            checked(out, self._point, "out")
         return self._vjp(u, out)
 
     def squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ class Linearization(ABC):
         Raises:
             ValueError: ``u`` is not shaped like ``outputs``, or a batch normalisation couples the samples.
         """
-        leaves(u, self.outputs, "u")
+        checked(u, self.outputs, "u")
         return self._squared_vjp(u)
 
     def squared_norms(self, u: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Linearization(ABC):
         Raises:
             ValueError: as for :meth:`squared_vjp`.
         """
-        leaves(u, self.outputs, "u")
+        checked(u, self.outputs, "u")
         return self._squared_norms(u)
 
     @abstractmethod

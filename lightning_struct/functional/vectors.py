@@ -19,13 +19,23 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
         TypeError: neither a tensor nor a mapping; without ``like``, other numbers than float32 and float64.
         ValueError: other names or shapes than those of ``like``.
     """
-    if not isinstance(vector, Tensor | Mapping):
-        raise TypeError(f"{name} must be a tensor or a dict of tensors, got {type(vector).__name__}")
-    if like is None:
-        tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
-        if others := {t.dtype for t in tensors} - {torch.float32, torch.float64}:
-            raise TypeError(f"{name} must hold float32 or float64 numbers, got {', '.join(sorted(map(str, others)))}")
-        return [t.detach() for t in tensors]
+    if like is not None:
+        return [t.detach() for t in checked(vector, like, name)]
+    _check_type(vector, name)
+    tensors = [vector] if isinstance(vector, Tensor) else list(vector.values())
+    if others := {t.dtype for t in tensors} - {torch.float32, torch.float64}:
+        raise TypeError(f"{name} must hold float32 or float64 numbers, got {', '.join(sorted(map(str, others)))}")
+    return [t.detach() for t in tensors]
+
+
+def checked(vector: Vector, like: Vector, name: str) -> list[Tensor]:
+    """The tensors of a vector, in the order of ``like``, as they are; errors call it by ``name``.
+
+    Raises:
+        TypeError: neither a tensor nor a mapping.
+        ValueError: other names or shapes than those of ``like``.
+    """
+    _check_type(vector, name)
     if isinstance(vector, Tensor) and isinstance(like, Tensor):
         pairs = [(vector, like)]
     elif isinstance(vector, Mapping) and isinstance(like, Mapping) and vector.keys() == like.keys():
@@ -36,7 +46,12 @@ def leaves(vector: Any, like: Vector | None = None, name: str = "a vector") -> l
     if any(t.shape != expected.shape for t, expected in pairs):
         shapes, expected_shapes = ([tuple(t.shape) for t in side] for side in zip(*pairs, strict=True))
         raise ValueError(f"{name} has the shapes {shapes}, expected {expected_shapes}")
-    return [t.detach() for t, _ in pairs]
+    return [t for t, _ in pairs]
+
+
+def _check_type(vector: Vector, name: str) -> None:
+    if not isinstance(vector, Tensor | Mapping):
+        raise TypeError(f"{name} must be a tensor or a dict of tensors, got {type(vector).__name__}")
 
 
 def _kind(vector: Vector) -> str:

@@ -331,6 +331,8 @@ def test_vectors_of_another_structure_are_refused(backend: str, chunk_size: int 
         linearization.jvp(point | {"more": torch.ones(1)})
     with pytest.raises(ValueError, match=r"v has the shapes \[\(4, 2\), \(1,\)\], expected \[\(4, 2\), \(4,\)\]"):
         linearization.jvp(point | {"bias": torch.ones(1)})
+    with pytest.raises(TypeError, match="v must be a tensor or a dict of tensors, got list"):
+        linearization.jvp(list(point.values()))
     for product in (linearization.vjp, linearization.squared_vjp, linearization.squared_norms):
         with pytest.raises(ValueError, match=r"u has the shapes \[\(3, 1\)\], expected \[\(3, 4\)\]"):
             product(torch.ones(3, 1))

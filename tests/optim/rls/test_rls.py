@@ -119,6 +119,15 @@ def test_rank_one_form_trains_by_the_mean_of_all_mean_inputs() -> None:
     assert not torch.equal(start, second_start)
 
 
+@pytest.mark.parametrize("options", [{}, {"l1": 1e-2}, {"momentum": 0.5}, {"weight_decay": 0.1}], ids=str)
+def test_low_rank_form_is_the_full_one_while_all_mean_inputs_have_room(options: dict[str, Any]) -> None:
+    module = network()
+    same = copy.deepcopy(module)
+    train(module, RLS(module, form="low_rank", rank=8, **options), range(8))
+    train(same, RLS(same, form="full", **options), range(8))
+    torch.testing.assert_close(weights(module), weights(same), rtol=0, atol=1e-12)
+
+
 # --- gradients that are not only those of the layers -----------------------------------------------------------------
 
 

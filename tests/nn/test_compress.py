@@ -579,6 +579,13 @@ def test_loss_rises_by_no_more_than_it_may():
     assert size(low_rank_network()) > sizes[0] > sizes[1] > sizes[2]
 
 
+def test_loss_may_rise_from_where_it_is():
+    model, x = low_rank_network(), batches()[0][0]
+    change = relative_change(model(x).detach())
+    compress(model, [x], max_loss_increase=0.3, loss=lambda m, batch: 5.0 + change(m, batch))
+    assert size(model) < size(low_rank_network())
+
+
 def test_no_allowance_leaves_what_costs():
     model = low_rank_network()
     before = model(batches()[0][0]).detach()

@@ -68,6 +68,16 @@ def test_losses_that_were_rising_before_are_those_of_a_training_that_diverges():
     assert growth.size_before_loss_grew() is None
 
 
+def test_losses_that_were_falling_before_need_not_go_on_falling():
+    growth = LossGrowth()
+    for step in range(AVERAGED):
+        growth.update(torch.tensor(12.0 - 4.0 * step / AVERAGED))
+    growth.restart(8, 16)
+    for step in range(AVERAGED):
+        growth.update(torch.tensor(11.5 + step % 2))
+    assert growth.size_before_loss_grew() is None
+
+
 @pytest.mark.parametrize("loss", [torch.ones(3), torch.ones((), dtype=torch.complex64)], ids=["vector", "complex"])
 def test_what_is_no_number_is_left_out(loss):
     growth = LossGrowth()

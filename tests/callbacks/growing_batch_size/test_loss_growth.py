@@ -59,10 +59,12 @@ def test_the_limit_of_growth_is_the_cube_root_of_that_of_the_batch(after, verdic
     assert growth.size_before_loss_grew() == verdict
 
 
-def test_losses_that_were_rising_before_are_those_of_a_training_that_diverges():
+@pytest.mark.parametrize("unit", [1e-3, 1.0])
+@pytest.mark.parametrize("rise", [1.01, 1.03])
+def test_losses_that_were_rising_before_are_those_of_a_training_that_diverges(unit, rise):
     growth = LossGrowth()
     for step in range(2 * AVERAGED):
-        growth.update(torch.tensor(1.03**step))
+        growth.update(torch.tensor(unit * rise**step))
         if step == AVERAGED - 1:
             growth.restart(8, 16)
     assert growth.size_before_loss_grew() is None

@@ -243,6 +243,16 @@ def test_the_krylov_solvers_take_the_exact_step_up_to_their_tolerance(solver: st
         assert exact.solver_iterations == 0 < other.solver_iterations
 
 
+@pytest.mark.parametrize("solver", ["lsmr", "lsqr"])
+def test_the_krylov_solvers_accelerate_as_the_exact_one(solver: str) -> None:
+    build, batch, shares = MODULES["autograd"]
+    exact, other = (
+        SHF(build(), LeastSquares(shares), solver=chosen, damping=0.3, drop=None).step(inputs=batch())
+        for chosen in ("exact", solver)
+    )
+    assert other.loss_after == pytest.approx(exact.loss_after, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["autograd", "two outputs"])
 def test_the_variance_is_that_of_the_gradient(name: str) -> None:
     """N times the sum over blocks of the variance of their mean, from gradients of single rows."""
@@ -653,6 +663,14 @@ def test_residuals_that_do_not_depend_on_the_weights_are_warned_of() -> None:
     module = nn.Linear(1, 1)
     module.forward = lambda x: x.detach() + 1  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="is zero: it is at a minimum, or no residual depends on the weights"):
+        SHF(module, "least_squares").step(inputs=torch.ones(3, 1))
+
+
+def test_residuals_of_zero_are_not_said_to_be_independent_of_the_weights() -> None:
+    module = nn.Linear(1, 1)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    with pytest.warns(UserWarning, match="the gradient of this batch is zero; no step is taken"):
         SHF(module, "least_squares").step(inputs=torch.ones(3, 1))
 
 

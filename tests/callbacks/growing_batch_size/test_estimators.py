@@ -185,6 +185,7 @@ def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
         fit(tmp_path, Regressor(), growing={"max_batch_size": 8}, **options)
     (line,) = said(caplog)
     assert f"estimator='{name}' every" in line and "max_overhead=0.03" in line and "theta=1" in line
+    assert "stalls" not in line  # nothing is watched
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,15 @@ def test_accumulated_batches_count_as_one(tmp_path):
     assert module.sizes == [4, 4, 8, 8, 8, 8]
 
 
+def test_a_decision_is_about_all_samples_of_a_step(tmp_path):
+    class Doubling(GrowingBatchSize):
+        def decide(self, batch_size):
+            return 2 * batch_size
+
+    module = fit(tmp_path, loader(), growing=Doubling(max_batch_size=16), accumulate_grad_batches=2)
+    assert module.sizes == [4, 4, 8, 8, 8, 8]
+
+
 # Other readers of the training loader
 
 
@@ -660,6 +669,16 @@ def test_added_in_mid_epoch_it_goes_on_with_a_loader_that_had_begun_again(tmp_pa
     whole = train_without(tmp_path, MAKERS["dict"](), max_epochs=1)
     with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
         resumed = fit(tmp_path, MAKERS["dict"](), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
+    assert resumed.read == whole.read[8:]
+
+
+def test_added_in_mid_epoch_it_leaves_a_loader_that_is_at_its_end_there(tmp_path):
+    def loaders():
+        return CombinedLoader({"a": loader(40), "b": loader(16)}, "max_size")
+
+    whole = train_without(tmp_path, loaders(), max_epochs=1)
+    with pytest.warns(UserWarning, match="written after 8 batches of an epoch"):
+        resumed = fit(tmp_path, loaders(), ckpt_path=tmp_path / "step=8.ckpt", max_epochs=1)
     assert resumed.read == whole.read[8:]
 
 

@@ -192,10 +192,14 @@ def test_the_cotangents_are_left_as_they_are() -> None:
     assert torch.equal(cotangents[0], gaussian(STEPS, SAMPLES, HIDDEN))
 
 
-def test_a_layer_in_bfloat16_is_measured_in_float32() -> None:
-    layer, inputs = make("gru").bfloat16(), gaussian(STEPS, SAMPLES, IN).bfloat16()
-    shares = measured(layer, inputs, which=[0])["weight_hh_l0"].per_sample(slice(None))
-    exact = measured(layer.double(), inputs.double(), which=[0])["weight_hh_l0"].per_sample(slice(None))
+@pytest.mark.parametrize("with_state", [False, True], ids=["", "state"])
+def test_a_layer_in_bfloat16_is_measured_in_float32(with_state: bool) -> None:
+    layer = make("gru").bfloat16()
+    args = [gaussian(STEPS, SAMPLES, IN).bfloat16()]
+    if with_state:
+        args.append(initial_state(layer).bfloat16())
+    shares = measured(layer, *args, which=[0])["weight_hh_l0"].per_sample(slice(None))
+    exact = measured(layer.double(), *(t.double() for t in args), which=[0])["weight_hh_l0"].per_sample(slice(None))
     assert shares.dtype == torch.float32
     torch.testing.assert_close(shares.double(), exact, rtol=0.1, atol=0.02)
 

@@ -119,7 +119,9 @@ def test_rank_one_form_trains_by_the_mean_of_all_mean_inputs() -> None:
     assert not torch.equal(start, second_start)
 
 
-@pytest.mark.parametrize("options", [{}, {"l1": 1e-2}, {"momentum": 0.5}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"l1": 1e-2}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"interval": 3}], ids=str
+)
 def test_low_rank_form_is_the_full_one_while_all_mean_inputs_have_room(options: dict[str, Any]) -> None:
     module = network()
     same = copy.deepcopy(module)

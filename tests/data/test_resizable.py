@@ -326,7 +326,8 @@ def test_the_length_of_a_sized_stream_follows_the_size():
 @pytest.mark.parametrize("samples", [17, 18, 20, 31])
 def test_the_length_of_a_stream_shared_by_workers_counts_the_last_batch_of_each(samples):
     loader, _ = resizable(SizedStream(samples), batch_size=4, num_workers=2)
-    assert len(batches(loader)) == len(loader)
+    told = len(loader)
+    assert told == len(batches(loader)) == len(loader)
 
 
 def test_a_stream_without_length_stays_without():
@@ -448,6 +449,15 @@ def test_what_was_fetched_but_not_used_may_be_read_again_in_another_size():
     resumed.resume(sizes.position(unread=1), keeps_sizes=False)
     resumed.batch_size = 2
     assert batches(another)[0] == [4, 5]
+
+
+def test_a_position_of_version_0_2_has_no_accumulated_batches():
+    position = resizable(range(24), batch_size=4)[1].position()
+    del position["accumulated"]
+    _, resumed = resizable(range(24), batch_size=4)
+    resumed.sampler.accumulated = 3
+    resumed.resume(position)
+    assert resumed.sampler.accumulated == 1
 
 
 def test_the_length_of_a_resumed_pass_counts_the_batches_before_its_position():

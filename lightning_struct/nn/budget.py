@@ -45,7 +45,8 @@ def least_increase(options: Sequence[Sequence[Option]], allowed: int) -> list[in
     for of_layer in options:
         of_options = torch.tensor([option.parameters for option in of_layer])
         sizes = (sizes[:, None] + of_options - of_options.min()).flatten()  # over the smallest
-        losses = (losses[:, None] + torch.tensor([option.loss_increase for option in of_layer]).double()).flatten()
+        of_losses = torch.tensor([option.loss_increase for option in of_layer], dtype=torch.float64)
+        losses = (losses[:, None] + of_losses).flatten()
         front = _thinned(*_front(sizes, losses, room))
         fronts.append(front)
         sizes, losses = sizes[front], losses[front]

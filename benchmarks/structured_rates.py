@@ -1,0 +1,261 @@
+"""The learning rate of structured layers beside that of nn.Linear, by class and optimizer; and weight decay.
+
+    OMP_NUM_THREADS=1 python benchmarks/structured_rates.py --data-dir DIRECTORY [--tasks digits ...] [--jobs 2]
+
+Three networks, in which ``nn.Linear`` or a structured layer stands:
+
+- ``digits``: MNIST, one layer of 784 units, rectified, before an output layer;
+- ``deep``: the same with a dense layer to 256 units, and four such layers of 256 after it;
+- ``characters``: the next one after eight of Shakespeare, embedded in 32 numbers each; one layer of 256 units.
+
+Generators have rank 4, and Monarch 8 blocks; RandomizedHadamard and PrunedLinear have as many parameters as those of
+rank 4. Each network trains for 300 steps of 64 samples at a fixed rate, by Adam or by SGD with momentum 0.9; the rates
+of a row are each about three times the one before. A run that ends in NaN, or above the loss of the first step, has
+diverged. The table has the best rate by the median of the validation loss over seeds, that loss, and the loss at the
+best rate of ``nn.Linear``.
+
+``--decay`` is another measurement: AdamW, 1e-3, on ``digits`` with an LDRSubdiagonal of rank one, with weight decay of
+all parameters, and of all but the operators.
+
+With three seeds the rates take about half an hour of one core. Runs are kept in ``--output``, and ``--report`` prints
+the tables of those that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import harness
+from growing_batch_size import characters, digits
+from harness import Run
+from lightning_struct.data.in_memory import BatchedTensorDataset
+from lightning_struct.nn import (
+    Butterfly,
+    CauchyLike,
+    Circulant,
+    Fastfood,
+    HankelLike,
+    LDRSubdiagonal,
+    LDRTridiagonal,
+    LowRank,
+    Monarch,
+    PrunedLinear,
+    RandomizedHadamard,
+    ToeplitzLike,
+    VandermondeLike,
+)
+
+STEPS, BATCH, RANK = 300, 64, 4
+RATES = {"Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), "SGD": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)}
+DENSE = "nn.Linear"
+Layer = Callable[[int, int], nn.Module]
+
+
+def pruned(inputs: int, outputs: int) -> nn.Module:
+    return PrunedLinear(inputs, outputs, parameters=RANK * (inputs + outputs))
+
+
+CLASSES: dict[str, Layer] = {
+    DENSE: nn.Linear,
+    "LDRSubdiagonal": partial(LDRSubdiagonal, rank=RANK),
+    "LDRTridiagonal": partial(LDRTridiagonal, rank=RANK),
+    "ToeplitzLike": partial(ToeplitzLike, rank=RANK),
+    "HankelLike": partial(HankelLike, rank=RANK),
+    "VandermondeLike": partial(VandermondeLike, rank=RANK),
+    "CauchyLike": partial(CauchyLike, rank=RANK),
+    "LowRank": partial(LowRank, rank=RANK),
+    "Monarch": partial(Monarch, blocks=8),
+    "Butterfly": Butterfly,
+    "Circulant": Circulant,
+    "Fastfood": Fastfood,
+    "RandomizedHadamard": partial(RandomizedHadamard, terms=2 * RANK),
+    "PrunedLinear": pruned,
+}
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def one_layer(make: Layer) -> nn.Module:
+    return nn.Sequential(make(784, 784), nn.ReLU(), nn.Linear(784, 10))
+
+
+def deep(make: Layer) -> nn.Module:
+    hidden = [layer for _ in range(4) for layer in (make(256, 256), nn.ReLU())]
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), *hidden, nn.Linear(256, 10))
+
+
+def next_character(make: Layer) -> nn.Module:
+    return nn.Sequential(nn.Embedding(65, 32), nn.Flatten(), make(256, 256), nn.ReLU(), nn.Linear(256, 65))
+
+
+def contexts(options: argparse.Namespace) -> Iterator[BatchedTensorDataset]:
+    """Eight characters, and the one after them."""
+    for part in characters(options, length=8):
+        inputs, targets = part.tensors
+        yield BatchedTensorDataset(inputs, targets[:, -1])
+
+
+TASKS: dict[str, tuple[Callable[..., Any], Callable[[Layer], nn.Module]]] = {
+    "digits": (digits, one_layer),
+    "deep": (digits, deep),
+    "characters": (contexts, next_character),
+}
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_of(name: str, network: nn.Module, rate: float) -> torch.optim.Optimizer:
+    if name == "Adam":
+        return torch.optim.Adam(network.parameters(), lr=rate)
+    return torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9)
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, data: Any, seed: int) -> tuple[float, float]:
+    """Loss and errors in validation after the steps; infinite where training diverged."""
+    training, validation = data
+    generator = torch.Generator().manual_seed(seed)
+    first = math.inf
+    for step in range(STEPS):
+        chosen = torch.randint(len(training), (BATCH,), generator=generator)
+        inputs, targets = (tensor[chosen] for tensor in training.tensors)
+        loss = F.cross_entropy(network(inputs), targets)
+        if step == 0:
+            first = loss.item()
+        if not loss.isfinite():
+            return math.inf, 1.0
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    loss, errors = validated(network, validation)
+    return (loss, errors) if loss <= first else (math.inf, errors)
+
+
+@torch.no_grad()
+def validated(network: nn.Module, data: BatchedTensorDataset) -> tuple[float, float]:
+    network.eval()
+    inputs, targets = data.tensors
+    parts = [network(part) for part in inputs.split(1000)]
+    outputs = torch.cat(parts)
+    wrong = (outputs.argmax(1) != targets).float().mean().item()
+    return F.cross_entropy(outputs, targets).item(), wrong
+
+
+def measure(options: argparse.Namespace, task: str, layer: str, optimizer: str, seeds: Sequence[int]) -> Run:
+    """All rates and seeds of one class."""
+    torch.set_num_threads(1)
+    load, build = TASKS[task]
+    data = tuple(load(options))
+    losses = {}
+    for rate in RATES[optimizer]:
+        losses[rate] = []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            network = build(CLASSES[layer])
+            losses[rate].append(train(network, optimizer_of(optimizer, network, rate), data, seed)[0])
+    return {"task": task, "layer": layer, "optimizer": optimizer, "seeds": list(seeds), "losses": list(losses.items())}
+
+
+def measure_decay(options: argparse.Namespace) -> None:
+    """Print the digits that a layer gets right, with and without weight decay of its operators."""
+    data = digits(options)
+    harness.print_header("weight decay", "of the operators", "right of the validation images, %")
+    for decay, of_operators in ((0.0, 0.0), (0.1, 0.1), (0.1, 0.0), (1.0, 1.0), (1.0, 0.0)):
+        right = []
+        for seed in options.seeds:
+            torch.manual_seed(seed)
+            network = one_layer(partial(LDRSubdiagonal, rank=1))
+            operators: list[Tensor] = []
+            others: list[Tensor] = []
+            for name, parameter in network.named_parameters():
+                (operators if "subdiagonal" in name or "corner" in name else others).append(parameter)
+            groups = [
+                {"params": others, "weight_decay": decay},
+                {"params": operators, "weight_decay": of_operators},
+            ]
+            right.append(100 - 100 * train(network, torch.optim.AdamW(groups, lr=1e-3), data, seed)[1])
+        harness.print_row(f"{decay:g}", f"{of_operators:g}", harness.spread(right, "{:.1f}"))
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def medians(run: Run) -> dict[float, float]:
+    return {rate: statistics.median(losses) for rate, losses in run["losses"]}
+
+
+def report(runs: Sequence[Run]) -> None:
+    harness.print_machines(runs)
+    found = {(run["task"], run["optimizer"], run["layer"]): medians(run) for run in runs}
+    for task in TASKS:
+        columns = [name for name in RATES if (task, name, DENSE) in found]
+        if not columns:
+            continue
+        print(
+            f"\n{task}: best rate, its validation loss (medians of seeds), and the loss at the best rate of nn.Linear"
+        )
+        harness.print_header("class", *columns)
+        for layer in CLASSES:
+            if any((task, name, layer) in found for name in columns):
+                harness.print_row(f"`{layer}`", *(cell(found, task, name, layer) for name in columns))
+
+
+def cell(found: dict[tuple[str, str, str], dict[float, float]], task: str, optimizer: str, layer: str) -> str:
+    by_rate = found.get((task, optimizer, layer))
+    if by_rate is None:
+        return ""
+    dense = found[task, optimizer, DENSE]
+    best, usual = min(by_rate, key=by_rate.__getitem__), min(dense, key=dense.__getitem__)
+    at_usual = "diverges" if math.isinf(by_rate[usual]) else f"{by_rate[usual]:.3f}"
+    return f"{best:g}: {by_rate[best]:.3f}" + ("" if layer == DENSE else f"; {at_usual}")
+
+
+def main() -> None:
+    parser = harness.make_parser(__doc__)
+    harness.add_data_options(parser)
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "structured_rates")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+    parser.add_argument("--layers", nargs="+", choices=tuple(CLASSES), default=list(CLASSES))
+    parser.add_argument("--optimizers", nargs="+", choices=tuple(RATES), default=list(RATES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--decay", action="store_true", help="weight decay instead of rates")
+    parser.add_argument("--report", action="store_true", help="print what is there, without new runs")
+    harness.add_job_options(parser)
+    options = parser.parse_args()
+    if options.job:
+        harness.answer_job(options.job, partial(measure, options))
+        return
+    if options.decay:
+        print(harness.machine_line())
+        measure_decay(options)
+        return
+    output = harness.make_directory(options.output)
+    jobs = [
+        harness.Job(
+            f"{task}, {layer}, {optimizer}",
+            output / harness.file_name(task, layer, optimizer, *options.seeds),
+            {"task": task, "layer": layer, "optimizer": optimizer, "seeds": options.seeds},
+        )
+        for task in options.tasks
+        for layer in options.layers
+        for optimizer in options.optimizers
+    ]
+    if options.report:
+        jobs = [job for job in jobs if job.file.exists()]
+    if runs := harness.run_jobs(jobs, options.jobs):
+        report(runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -71,6 +71,9 @@ def partial_derivatives(
     _check_coordinates(points, once=once, twice=twice)
     if isinstance(function, DifferentiatesItself):
         return function.partial_derivatives(points, once, twice)
+    if torch.is_inference_mode_enabled():  # in which derivatives are zero by torch 2.6
+        with torch.inference_mode(False), torch.no_grad():
+            return partial_derivatives(function, points.clone(), once=once, twice=twice)
     values = function(points)
     first: dict[int, Tensor] = {}
     second: dict[int, Tensor] = {}

@@ -87,3 +87,11 @@ def test_an_error_names_points_and_coordinates(function, shape, arguments, messa
 def test_other_layers_are_refused(points):
     with pytest.raises(TypeError, match="not Sigmoid"):
         tanh_network_derivatives([nn.Sigmoid()], points, [], [0])
+
+
+@torch.inference_mode()
+def test_derivatives_in_inference_mode():
+    points = torch.rand(3, 2, dtype=torch.float64)
+    _, first, second = partial_derivatives(lambda x: x[:, 0] ** 2 * x[:, 1], points, once=[1], twice=[0])
+    torch.testing.assert_close(first[1], points[:, 0] ** 2)
+    torch.testing.assert_close(second[0], 2 * points[:, 1])

@@ -16,10 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.structured.arguments import by_rows, has_values
-from lightning_struct.functional.structured.cost_model import (
-    half_length_is_faster,
-    kept_matrix_is_faster,
-)
+from lightning_struct.functional.structured.cost_model import half_length_is_faster, kept_matrix_is_faster
 from lightning_struct.functional.structured.generator_spectra import (
     GeneratorSpectra,
     by_side,

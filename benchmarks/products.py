@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import harness
 from harness import Run
 from lightning_struct.functional import SquaredError, autograd_linearization
-from lightning_struct.functional.least_squares import lsmr
+from lightning_struct.functional.solvers.least_squares import lsmr
 from lightning_struct.optim.shf.batch_model import BatchModel
 
 SIZES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)

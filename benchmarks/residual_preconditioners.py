@@ -27,7 +27,7 @@ from torch import Tensor
 import harness
 from lightning_struct.data.equations import Poisson
 from lightning_struct.functional import LeastSquares, ProjectedLeastSquares
-from lightning_struct.functional.residual_rows import RowRecords
+from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.models.pinn import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
 from lightning_struct.optim.shf.residual_model import ResidualModel

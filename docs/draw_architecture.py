@@ -23,7 +23,7 @@ CONTENTS = {
     "nn": ["LDRSubdiagonal, ToeplitzLike, ...", "replace_linear"],
     "data": ["data modules,", "resizable loaders"],
     "callbacks": ["GrowingBatchSize,", "ValidationMeritStopping, ..."],
-    "strategies": ["SHFOptimization,", "RLSOptimization"],
+    "mixins": ["SHFOptimization,", "RLSOptimization"],
     "models": ["autoencoder, classifiers,", "language model"],
     "recipes": ["the papers' tasks,", "one command each"],
 }

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.callbacks import SolutionPlot as SolutionPlot
     from lightning_struct.callbacks import TrainingCurves as TrainingCurves
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
+    from lightning_struct.mixins import RLSOptimization as RLSOptimization
+    from lightning_struct.mixins import SHFOptimization as SHFOptimization
     from lightning_struct.nn import BlockStructured as BlockStructured
     from lightning_struct.nn import Butterfly as Butterfly
     from lightning_struct.nn import CauchyLike as CauchyLike
@@ -44,8 +46,6 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.nn import replace_linear as replace_linear
     from lightning_struct.optim import RLS as RLS
     from lightning_struct.optim import SHF as SHF
-    from lightning_struct.strategies import RLSOptimization as RLSOptimization
-    from lightning_struct.strategies import SHFOptimization as SHFOptimization
 else:  # hidden from type checkers: to them an unknown name would be an object instead of an error
 
     def __getattr__(name: str) -> object:
@@ -78,10 +78,10 @@ _HOME_OF = {
     "PrunedLinear": "lightning_struct.nn",
     "RandomizedHadamard": "lightning_struct.nn",
     "RLS": "lightning_struct.optim",
-    "RLSOptimization": "lightning_struct.strategies",
+    "RLSOptimization": "lightning_struct.mixins",
     "ReconstructionPlot": "lightning_struct.callbacks",
     "SHF": "lightning_struct.optim",
-    "SHFOptimization": "lightning_struct.strategies",
+    "SHFOptimization": "lightning_struct.mixins",
     "SolutionPlot": "lightning_struct.callbacks",
     "StructuredLSTM": "lightning_struct.nn",
     "StructuredLinear": "lightning_struct.nn",

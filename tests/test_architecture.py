@@ -17,9 +17,9 @@ PACKAGE = "lightning_struct"
 # What each part may import besides itself. Parts of one line are peers.
 ON_TORCH = {"functional": set(), "collective": set()}
 STATEFUL = {part: {"functional", "collective"} for part in ("optim", "nn")}
-PEERS = ("strategies", "callbacks", "models", "data", "utilities")
+PEERS = ("mixins", "callbacks", "models", "data", "utilities")
 ON_LIGHTNING = {part: {*ON_TORCH, *STATEFUL, *PEERS} for part in PEERS}
-MAY_IMPORT = ON_TORCH | STATEFUL | ON_LIGHTNING | {"recipes": {*ON_TORCH, *STATEFUL, *PEERS}}
+MAY_IMPORT = ON_TORCH | STATEFUL | ON_LIGHTNING | {"strategies": {"mixins"}, "recipes": {*ON_TORCH, *STATEFUL, *PEERS}}
 
 # Private names that may be used beside Lightning: of Python's named tuples and its argparse, of torch's DataLoader, and
 # the one that Lightning's documentation gives to callbacks for their ``state_key``.
@@ -138,7 +138,7 @@ def names_of_lightning(tree: ast.Module) -> list[str]:
 
 
 def test_what_works_with_both_namespaces_imports_neither():
-    neutral = {name for name in modules() if part_of(name) in ("strategies", "callbacks", "data", "utilities")}
+    neutral = {name for name in modules() if part_of(name) in ("mixins", "callbacks", "data", "utilities")}
     one = f"{PACKAGE}.utilities.namespaces"
     assert [name for name in sorted(neutral - {one}) if names_of_lightning(modules()[name])] == []
     assert names_of_lightning(modules()[one]), "the one place, for type checkers"

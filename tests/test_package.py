@@ -102,7 +102,7 @@ WITHOUT_EXAMPLE = {
 }
 
 
-@pytest.mark.parametrize("part", ["callbacks", "data", "functional", "models", "nn", "optim", "strategies"])
+@pytest.mark.parametrize("part", ["callbacks", "data", "functional", "models", "nn", "optim", "mixins"])
 def test_public_functions_and_classes_have_an_example(part):
     package = import_module(f"lightning_struct.{part}")
     docstrings = {name: getattr(package, name).__doc__ or "" for name in package.__all__}
@@ -110,7 +110,7 @@ def test_public_functions_and_classes_have_an_example(part):
     assert without == WITHOUT_EXAMPLE.get(part, set())
 
 
-@pytest.mark.parametrize("part", ["callbacks", "data", "functional", "models", "nn", "optim", "strategies"])
+@pytest.mark.parametrize("part", ["callbacks", "data", "functional", "models", "nn", "optim", "mixins"])
 def test_the_first_paragraph_of_a_docstring_leads_to_no_code(part):
     # the command line makes titles of it
     package = import_module(f"lightning_struct.{part}")

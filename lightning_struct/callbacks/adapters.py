@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.validation_merit import BEST_WEIGHTS
-from lightning_struct.functional.layers import plain_name
+from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.nn.adapters import frozen_parameter_names, has_adapters
 from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.structured import StructuredLinear

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_struct.callbacks.validation_merit import ValidationMeritStopping
-from lightning_struct.functional.layer_call import tensors_in
+from lightning_struct.functional.layers.calls import tensors_in
 from lightning_struct.nn.compress import check_goal, compress
 from lightning_struct.nn.layer_structure import apply_structure, layer_structure
 from lightning_struct.nn.report import replacement_report

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
+from lightning_struct.functional.solvers.damping import MAX_DAMPING, check_levenberg_marquardt, levenberg_marquardt
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, is_number
 from lightning_struct.utilities.lightning_internals import names_of_optimizers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.data.regions import Box, Faces, Region
-from lightning_struct.functional.derivatives import laplacian, partial_derivatives
+from lightning_struct.functional.jacobian.derivatives import laplacian, partial_derivatives
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 # Points (n, d) to values (n,), or (n, k) for k unknown functions, each row by itself.

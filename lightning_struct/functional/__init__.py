@@ -1,36 +1,45 @@
 """The mathematics: pure functions on tensors, on torch alone."""
 
-from lightning_struct.functional.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
-from lightning_struct.functional.damping import ScaledDamping, levenberg_marquardt, next_batch_rule
-from lightning_struct.functional.derivatives import Derivatives, laplacian, partial_derivatives
-from lightning_struct.functional.displacement import (
+from lightning_struct.functional.curvature.preconditioner import (
+    empirical_fisher_diagonal,
+    fisher_scaling,
+    jacobi_scaling,
+    randomized_gauss_newton_diagonal,
+)
+from lightning_struct.functional.jacobian.derivatives import Derivatives, laplacian, partial_derivatives
+from lightning_struct.functional.jacobian.gauss_newton import linearize
+from lightning_struct.functional.jacobian.linearization import Linearization
+from lightning_struct.functional.jacobian.losses import BinaryCrossEntropy, CrossEntropy, GaussNewtonLoss, SquaredError
+from lightning_struct.functional.layers.calls import LayerCall
+from lightning_struct.functional.layers.gradient_norms import (
+    gradient_variance,
+    norm_test_batch_size,
+    per_sample_gradient_norms,
+    required_batch_size,
+)
+from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder, ParameterNorms
+from lightning_struct.functional.layers.registry import Matrix, register_layer, unregister_layer
+from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian
+from lightning_struct.functional.residuals.residuals import LeastSquares
+from lightning_struct.functional.solvers.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
+from lightning_struct.functional.solvers.damping import ScaledDamping, levenberg_marquardt, next_batch_rule
+from lightning_struct.functional.solvers.factored_least_squares import (
+    DampedSolver,
+    FactoredLeastSquares,
+    GramLeastSquares,
+    geodesic_acceleration,
+)
+from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
+from lightning_struct.functional.solvers.line_search import LineSearchResult, armijo
+from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
+from lightning_struct.functional.structured.displacement import (
     displacement_rank,
     krylov_matrix,
     ldr_matmul,
     ldr_to_dense,
     sylvester_displacement,
 )
-from lightning_struct.functional.factored_least_squares import (
-    DampedSolver,
-    FactoredLeastSquares,
-    GramLeastSquares,
-    geodesic_acceleration,
-)
-from lightning_struct.functional.gauss_newton import linearize
-from lightning_struct.functional.gradient_norms import (
-    gradient_variance,
-    norm_test_batch_size,
-    per_sample_gradient_norms,
-    required_batch_size,
-)
-from lightning_struct.functional.jacobians import DenseJacobian, Jacobian
-from lightning_struct.functional.layer_call import LayerCall
-from lightning_struct.functional.layers import Matrix, register_layer, unregister_layer
-from lightning_struct.functional.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
-from lightning_struct.functional.line_search import LineSearchResult, armijo
-from lightning_struct.functional.linearization import Linearization
-from lightning_struct.functional.losses import BinaryCrossEntropy, CrossEntropy, GaussNewtonLoss, SquaredError
-from lightning_struct.functional.operators import (
+from lightning_struct.functional.structured.operators import (
     DenseOperator,
     DiagonalOperator,
     DisplacementOperator,
@@ -39,15 +48,6 @@ from lightning_struct.functional.operators import (
     TransposedOperator,
     TridiagonalOperator,
 )
-from lightning_struct.functional.per_sample.recorder import GradientNormRecorder, ParameterNorms
-from lightning_struct.functional.preconditioner import (
-    empirical_fisher_diagonal,
-    fisher_scaling,
-    jacobi_scaling,
-    randomized_gauss_newton_diagonal,
-)
-from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
-from lightning_struct.functional.residuals import LeastSquares
 from lightning_struct.functional.structured.prepared import PreparedMatrix
 from lightning_struct.functional.structured.subdiagonal import (
     choose_subdiagonal_method,
@@ -55,18 +55,18 @@ from lightning_struct.functional.structured.subdiagonal import (
     subdiagonal_matmul,
     subdiagonal_to_dense,
 )
-from lightning_struct.functional.structured.tridiagonal import (
-    choose_tridiagonal_method,
-    tridiagonal_matmul,
-    tridiagonal_to_dense,
-)
-from lightning_struct.functional.transforms import (
+from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,
     circulant_matmul,
     hadamard_transform,
     hankel_like_matmul,
     toeplitz_like_matmul,
     vandermonde_like_matmul,
+)
+from lightning_struct.functional.structured.tridiagonal import (
+    choose_tridiagonal_method,
+    tridiagonal_matmul,
+    tridiagonal_to_dense,
 )
 
 __all__ = [

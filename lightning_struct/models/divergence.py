@@ -3,7 +3,7 @@
 import lightning as L
 from torch import Tensor
 
-from lightning_struct.functional.finite import NotFinite
+from lightning_struct.functional.checks import NotFinite
 
 
 def check_train_loss(module: L.LightningModule, loss: Tensor, batch_idx: int) -> None:

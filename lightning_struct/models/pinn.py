@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
 from lightning_struct.data.equations import DifferentialEquation, check_equation
-from lightning_struct.functional.derivatives import Derivatives, tanh_network_derivatives, tanh_network_laplacian
+from lightning_struct.functional.jacobian.derivatives import (
+    Derivatives,
+    tanh_network_derivatives,
+    tanh_network_laplacian,
+)
+from lightning_struct.mixins.shf import SHFOptimization
 from lightning_struct.models.divergence import check_train_loss
 from lightning_struct.models.optimizers import optimizer_and_scheduler
 from lightning_struct.optim.shf import SHF
-from lightning_struct.strategies.shf import SHFOptimization
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_struct.functional.layers import hidden_layers, kind_of, plain_name
+from lightning_struct.functional.layers.registry import hidden_layers, kind_of, plain_name
 from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
 from lightning_struct.nn.frozen import FrozenLinear

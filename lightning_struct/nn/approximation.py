@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.hub import tqdm
 
-from lightning_struct.functional.operators import SubdiagonalOperator
+from lightning_struct.functional.structured.operators import SubdiagonalOperator
 
 
 def relative_error(matrix: Tensor, target: Tensor) -> float:

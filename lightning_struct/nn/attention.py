@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers import linear_with
+from lightning_struct.functional.layers.registry import linear_with
 from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.tracing import is_traced, whole_call
 

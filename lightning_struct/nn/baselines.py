@@ -19,7 +19,7 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
-from lightning_struct.functional.transforms import circulant_matmul, circulant_product, hadamard_transform
+from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product, hadamard_transform
 from lightning_struct.nn.generators import Init
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 

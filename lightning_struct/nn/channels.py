@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers import as_linear, is_affine, linear_with, padding
+from lightning_struct.functional.layers.registry import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.tracing import is_traced, whole_call

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
     LARGEST_MATRIX,
@@ -18,6 +17,7 @@ from lightning_struct.functional.structured.cost_model import (
     krylov_product_is_faster,
     made_matrix_is_faster,
 )
+from lightning_struct.functional.structured.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.prepared import PreparedMatrix, ReversedColumns
 from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
@@ -26,7 +26,7 @@ from lightning_struct.functional.structured.toeplitz import (
     toeplitz_like_matmul,
     toeplitz_like_to_dense,
 )
-from lightning_struct.functional.transforms import (
+from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,
     hankel_like_matmul,
     vandermonde_like_matmul,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster, making_is_faster
-from lightning_struct.functional.transforms import hadamard_transform
+from lightning_struct.functional.structured.transforms import hadamard_transform
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 if TYPE_CHECKING:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
 from lightning_struct.functional.structured.arguments import has_values, require_one_of
 from lightning_struct.functional.structured.cost_model import (
     choose_tridiagonal_method,
     kept_matrix_is_faster,
     method_for_any_operators,
+)
+from lightning_struct.functional.structured.operators import (
+    DisplacementOperator,
+    SubdiagonalOperator,
+    TridiagonalOperator,
 )
 from lightning_struct.functional.structured.prepared import (
     DenseMatrix,

@@ -18,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_struct.functional.operators import DisplacementOperator, SubdiagonalOperator, TridiagonalOperator
+from lightning_struct.functional.structured.operators import (
+    DisplacementOperator,
+    SubdiagonalOperator,
+    TridiagonalOperator,
+)
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
 from lightning_struct.nn.approximation import progress_bar, truncated_factors

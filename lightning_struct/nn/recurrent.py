@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_struct.functional.arguments import is_real
+from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.structured import positive_size

@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_struct.functional.layers import hidden_layers
+from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
 from lightning_struct.nn.hooks import has_state_hooks, take_hooks, weight_makers
@@ -46,8 +46,8 @@ def replace_linear(
     With SGD many classes need a lower learning rate than ``nn.Linear``.
 
     It also replaces layers that were declared by their matrix
-    (:func:`~lightning_struct.functional.layers.register_layer`) or that compute what ``nn.Linear`` does, such as
-    ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
+    (:func:`~lightning_struct.functional.layers.registry.register_layer`) or that compute what ``nn.Linear`` does, such
+    as ``Conv1D`` of transformers. A class derived from ``nn.Linear`` whose ``forward`` computes something else stays,
     unless ``include`` has the full name of the layer, or the layer itself. An ``nn.MultiheadAttention`` becomes a
     :class:`~lightning_struct.nn.StructuredAttention`, whose projections can be selected as ``q_proj``, ``k_proj``,
     ``v_proj`` and ``out_proj`` below the name of the attention. A 1 x 1 convolution becomes a

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from lightning_struct.functional.layers import hidden_layers
+from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import why_not_called
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, why_not_linear, why_not_pointwise
 from lightning_struct.nn.frozen import FrozenLinear

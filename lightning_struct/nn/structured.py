@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.arguments import is_integer
-from lightning_struct.functional.finite import NotFinite
+from lightning_struct.functional.checks import NotFinite, is_integer
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, kept_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
 from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.arguments import is_real
-from lightning_struct.functional.layers import kind_of
+from lightning_struct.functional.checks import is_real
+from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear

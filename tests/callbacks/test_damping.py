@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct import LevenbergMarquardtDamping
-from lightning_struct.functional.damping import levenberg_marquardt
-from tests.strategies.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, weights
+from lightning_struct.functional.solvers.damping import levenberg_marquardt
+from tests.mixins.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 

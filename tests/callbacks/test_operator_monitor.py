@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_struct.callbacks import Compression, OperatorMonitor
 from lightning_struct.callbacks.operator_monitor import plot_layer
 from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal, LowRank
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 
 class Network(L.LightningModule):

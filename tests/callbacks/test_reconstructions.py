@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lightning_struct.callbacks import PredictionWriter, ReconstructionPlot
 from lightning_struct.callbacks.reconstructions import plot_reconstructions
 from tests.callbacks.growing_batch_size.test_estimators_distributed import two_sharded_processes
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 IMAGES = torch.rand(12, 16, generator=torch.Generator().manual_seed(0))
 

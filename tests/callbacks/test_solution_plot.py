@@ -8,7 +8,7 @@ from lightning_struct.callbacks.solution_plot import plot_solution
 from lightning_struct.data import Heat, PointsDataModule, Poisson
 from lightning_struct.models import PhysicsInformedNetwork
 from tests.data.test_points import Fitted
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 
 def fit(directory, callback, ckpt_path=None, **options):

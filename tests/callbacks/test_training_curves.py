@@ -19,7 +19,7 @@ from lightning_struct.callbacks import (
     training_curves,
 )
 from lightning_struct.nn import LowRank
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 
 class Descent(L.LightningModule):

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 
 from lightning_struct import SHF, ValidationMeritStopping
-from tests.strategies.helpers import (
+from tests.mixins.helpers import (
     Network,
     SHFNetwork,
     draw_loader,

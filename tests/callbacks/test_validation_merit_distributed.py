@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct import ValidationMeritStopping
+from tests.mixins.helpers import SHFNetwork, make_trainer, regression_data
 from tests.processes import two_processes
-from tests.strategies.helpers import SHFNetwork, make_trainer, regression_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")]
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.callbacks import GrowingBatchSize
 from lightning_struct.data import Box, DifferentialEquation, Heat, PointDraws, PointsDataModule, Poisson
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 SQUARE = Box([0.0, 0.0], [1.0, 1.0])
 REGIONS = {"interior": SQUARE, "initial": Box([0.0, 0.0], [1.0, 0.0])}

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from lightning_struct.callbacks import GrowingBatchSize
-from lightning_struct.functional.layer_call import tensors_in
+from lightning_struct.functional.layers.calls import tensors_in
 
 # Trains with these callbacks, and always the same way.
 Train = Callable[[list[Any]], Any]

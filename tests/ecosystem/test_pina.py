@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_struct.functional.layer_call import tensors_in
+from lightning_struct.functional.layers.calls import tensors_in
 from tests.ecosystem.harness import assert_batches_grow, train_thrice
 
 pina = pytest.importorskip("pina")

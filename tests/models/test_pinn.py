@@ -11,8 +11,8 @@ from lightning_struct import SHF
 from lightning_struct.data import Box, Burgers, DifferentialEquation, Heat, PointsDataModule, Poisson
 from lightning_struct.functional import partial_derivatives
 from lightning_struct.models import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
+from tests.mixins.helpers import make_trainer
 from tests.processes import two_processes
-from tests.strategies.helpers import make_trainer
 
 COUNTS = {"interior": 40, "boundary": 20}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.losses import get_loss
+from lightning_struct.functional.jacobian.losses import get_loss
 from tests.cases import dense_jacobian, flat, gaussian, trainable  # noqa: F401  # gaussian: for the tests beside
 
 

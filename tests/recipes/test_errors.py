@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from lightning_struct.functional.finite import NotFinite
+from lightning_struct.functional.checks import NotFinite
 from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.recipes import curves_autoencoder, mnist_fnn, structured_image
 from lightning_struct.recipes.errors import run_command

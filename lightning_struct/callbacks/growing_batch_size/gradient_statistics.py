@@ -9,7 +9,7 @@ class GradientStatistics:
     """Statistics of the last training step's batch, over all processes, for callbacks that choose the next batch.
 
     A LightningModule offers them by a method ``gradient_statistics() -> GradientStatistics | None`` (None before the
-    first step); :class:`~lightning_struct.strategies.SHFOptimization` has it.
+    first step); :class:`~lightning_struct.mixins.SHFOptimization` has it.
 
     Attributes:
         batch_size: samples in the batch.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
-from lightning_struct.functional.gradient_norms import required_batch_size
+from lightning_struct.functional.layers.gradient_norms import required_batch_size
 
 DEFAULT_GROWTH = 1.005
 

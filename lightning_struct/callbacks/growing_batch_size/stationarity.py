@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_struct.callbacks.growing_batch_size.estimators.faults import LocalFaults
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import local, local_gradient, share
-from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import gradient_scale
 from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights

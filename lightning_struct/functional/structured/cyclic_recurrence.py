@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.denormals import denormals_flushed
+from lightning_struct.functional.torch_helpers import denormals_flushed
 
 
 class CyclicArithmetic(Protocol):

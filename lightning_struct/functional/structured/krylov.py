@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.operators import DisplacementOperator, as_operator
 from lightning_struct.functional.structured.cost_model import factors_are_faster
+from lightning_struct.functional.structured.operators import DisplacementOperator, as_operator
 
 
 def krylov_matrix(op: DisplacementOperator | Tensor, v: Tensor, columns: int | None = None) -> Tensor:

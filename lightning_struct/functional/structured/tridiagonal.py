@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_struct.functional.operators import TridiagonalOperator
 from lightning_struct.functional.structured.arguments import (
     promoted_dtype,
     require_generators,
@@ -36,6 +35,7 @@ from lightning_struct.functional.structured.cyclic_recurrence import (
 )
 from lightning_struct.functional.structured.krylov import krylov_product
 from lightning_struct.functional.structured.opaque import opaque_operator
+from lightning_struct.functional.structured.operators import TridiagonalOperator
 
 METHODS = ("recurrence", "giant_steps")
 """The values of ``method`` besides ``"auto"``."""

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
-from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.layers import plain_name
+from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.optim.rls.gain_limit import GainLimit, largest_gains
 from lightning_struct.optim.rls.norms import StepNorms
 from lightning_struct.optim.rls.weights import TrainedWeight

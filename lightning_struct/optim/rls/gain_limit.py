@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_reduce_together
-from lightning_struct.functional.recursive_least_squares import InverseAutocorrelation
+from lightning_struct.functional.curvature.recursive_least_squares import InverseAutocorrelation
 
 Name = TypeVar("Name", bound=Hashable)
 

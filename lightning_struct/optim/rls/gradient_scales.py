@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_struct.functional.layers import plain_name, plain_named_modules
+from lightning_struct.functional.layers.registry import plain_name, plain_named_modules
 
 
 class GradientScales:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_struct.functional.layers import plain_name
+from lightning_struct.functional.layers.registry import plain_name
 from lightning_struct.optim.requirements import WEIGHTS_ALONE, refuse_replaced
 from lightning_struct.optim.rls.gradient_scales import GradientScales
 from lightning_struct.optim.rls.recorder import InputRecorder

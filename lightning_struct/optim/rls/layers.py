@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.layer_call import LayerCall
-from lightning_struct.functional.layers import Matrix, base_call, kind_of, owned_parameters
-from lightning_struct.functional.per_sample.projections import RecordedCalls, rows_used
+from lightning_struct.functional.layers.calls import LayerCall
+from lightning_struct.functional.layers.per_sample.projections import RecordedCalls, rows_used
+from lightning_struct.functional.layers.registry import Matrix, base_call, kind_of, owned_parameters
 from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
 from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
 from lightning_struct.optim.rls.recurrent import (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_struct.collective import world_size
-from lightning_struct.functional.layers import excluded_modules
+from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.messages import tell
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
@@ -83,7 +83,7 @@ class RLS(torch.optim.Optimizer):
             factor.
         ratio: k > 0.
         forgetting: λ in (0, 1]. Below 1 the growth of P is bounded, see
-            :class:`~lightning_struct.functional.recursive_least_squares.SquareRootInverse`.
+            :class:`~lightning_struct.functional.curvature.recursive_least_squares.SquareRootInverse`.
         gradient_scale: η > 0; or a dict of values by the names of modules, for all layers below them, or of weights.
             The longest matching name counts; without a match η is 1.
         momentum: α in [0, 1).
@@ -99,8 +99,8 @@ class RLS(torch.optim.Optimizer):
             None: the paper's steps, which are not bounded and need inputs in [0, 1], or clipping.
         interval: P is updated once in this many steps, by as much as in all of them.
         form: form of P. ``"full"``: d² numbers for d inputs, as in the paper; ``"low_rank"``: 2rd numbers, see
-            :class:`~lightning_struct.functional.recursive_least_squares.LowRankInverse`; ``"rank1"``: d numbers. None:
-            full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
+            :class:`~lightning_struct.functional.curvature.recursive_least_squares.LowRankInverse`; ``"rank1"``: d
+            numbers. None: full up to 512 inputs (and with ``forgetting`` < 1), else low-rank.
         rank: r of the low-rank form.
         block_size: where P has more rows than this, one for each input and each bias, the full form is block-diagonal,
             in blocks of this size.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.layers import padding
+from lightning_struct.functional.layers.registry import padding
 from lightning_struct.optim.rls.gain_limit import sampled_indices
 
 

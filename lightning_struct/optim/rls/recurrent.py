@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_struct.functional.layer_call import LayerCall
-from lightning_struct.functional.layers import kind_of, recurrent_places
+from lightning_struct.functional.layers.calls import LayerCall
+from lightning_struct.functional.layers.registry import kind_of, recurrent_places
 from lightning_struct.optim.rls.patches import batch_sum
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch import nn
 
-from lightning_struct.functional.layers import (
+from lightning_struct.functional.layers.registry import (
     Matrix,
     excluded_modules,
     hidden_layers,

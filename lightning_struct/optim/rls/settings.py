@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.arguments import is_integer, is_real
+from lightning_struct.functional.checks import is_integer, is_real
 
 # Of an option: whether a number is in it, and its text.
 _Range: TypeAlias = tuple[Callable[[Any], bool], str]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
-from lightning_struct.functional.randomness import normal_numbers
-from lightning_struct.functional.recursive_least_squares import (
+from lightning_struct.functional.curvature.recursive_least_squares import (
     BlockDiagonalInverse,
     FullInverse,
     InverseAutocorrelation,
@@ -21,6 +20,7 @@ from lightning_struct.functional.recursive_least_squares import (
     SquareRootInverse,
     gain,
 )
+from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.torch_internals import current_backward
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.forms import InverseSettings

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
-from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.gauss_newton import linearize
-from lightning_struct.functional.gradient_norms import variance_from_sums
-from lightning_struct.functional.layer_probes import Probe, probe_layers
-from lightning_struct.functional.layers import coupling_layer
-from lightning_struct.functional.losses import GaussNewtonLoss
-from lightning_struct.functional.per_sample.contributions import Uncovered
-from lightning_struct.functional.preconditioner import (
+from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.curvature.preconditioner import (
     empirical_fisher_diagonal,
     fisher_scaling,
     jacobi_scaling,
     random_signs,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.jacobian.gauss_newton import linearize
+from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
+from lightning_struct.functional.layers.gradient_norms import variance_from_sums
+from lightning_struct.functional.layers.per_sample.contributions import Uncovered
+from lightning_struct.functional.layers.probes import Probe, probe_layers
+from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.functional.randomness import random_state, restored_random_state
-from lightning_struct.functional.stateless import call_with
-from lightning_struct.functional.vectors import inner
+from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.torch_helpers import call_with
 from lightning_struct.optim.shf.buffers import BufferUpdates, versions
 from lightning_struct.optim.shf.objective import FlatWeights, Objective
 from lightning_struct.optim.shf.samples import Samples
@@ -298,7 +298,7 @@ class BatchModel:
         """Records of S times random signs back-propagated through ``layers``: this process's rows of A, chunk by chunk.
 
         Args:
-            layers, parameters: passed to :func:`~lightning_struct.functional.layer_probes.probe_layers`.
+            layers, parameters: passed to :func:`~lightning_struct.functional.layers.probes.probe_layers`.
             seed: seed of the random signs.
         """
         signs = self._random_signs(seed)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_struct.functional.damping import MAX_DAMPING, levenberg_marquardt
-from lightning_struct.functional.gradient_norms import required_batch_size
-from lightning_struct.functional.least_squares import RightPreconditioner
+from lightning_struct.functional.layers.gradient_norms import required_batch_size
+from lightning_struct.functional.solvers.damping import MAX_DAMPING, levenberg_marquardt
+from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.optim.shf.settings import Settings, damped_space
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.kronecker import second_moments, squared_shares
-from lightning_struct.functional.kronecker_roots import (
+from lightning_struct.functional.curvature.kronecker import second_moments, squared_shares
+from lightning_struct.functional.curvature.kronecker_roots import (
     DiagonalRoot,
     KroneckerRoot,
     diagonal_root,
@@ -21,9 +21,9 @@ from lightning_struct.functional.kronecker_roots import (
     unchecked_diagonal_root,
     unchecked_kronecker_root,
 )
-from lightning_struct.functional.layers import LayerKind, called_layers, kind_of, owned_parameters
-from lightning_struct.functional.per_sample.contributions import Contribution
-from lightning_struct.functional.per_sample.rules import has_rule
+from lightning_struct.functional.layers.per_sample.contributions import Contribution
+from lightning_struct.functional.layers.per_sample.rules import has_rule
+from lightning_struct.functional.layers.registry import LayerKind, called_layers, kind_of, owned_parameters
 
 # The layers that use a parameter, with its name below each of them.
 Users: TypeAlias = frozenset[tuple[nn.Module, str]]

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce_together
-from lightning_struct.functional.kronecker_roots import DiagonalRoot, KroneckerRoot, NotPositiveDefinite, with_inverses
-from lightning_struct.functional.layers import excluded_modules
-from lightning_struct.functional.per_sample.contributions import Contribution
+from lightning_struct.functional.curvature.kronecker_roots import (
+    DiagonalRoot,
+    KroneckerRoot,
+    NotPositiveDefinite,
+    with_inverses,
+)
+from lightning_struct.functional.layers.per_sample.contributions import Contribution
+from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.memory import bytes_as_text, check_memory, table
 from lightning_struct.optim.messages import warn
 from lightning_struct.optim.shf.batch_model import BatchModel

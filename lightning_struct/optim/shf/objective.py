@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce
-from lightning_struct.functional.evaluation import in_eval_mode
-from lightning_struct.functional.losses import GaussNewtonLoss
+from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import RandomState, restored_random_state
-from lightning_struct.functional.stateless import call_with
-from lightning_struct.functional.vectors import inner
+from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.torch_helpers import call_with, in_eval_mode
 from lightning_struct.optim.shf.samples import Samples, arguments
 
 Batches: TypeAlias = Sequence[tuple[Any, Tensor]]

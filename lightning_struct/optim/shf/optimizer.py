@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.least_squares import RightPreconditioner
-from lightning_struct.functional.losses import GaussNewtonLoss, get_loss
-from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, get_loss
+from lightning_struct.functional.residuals.residuals import LeastSquares
+from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.optim.messages import warn
 from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import (
@@ -47,9 +47,9 @@ class SHF(torch.optim.Optimizer):
             Its weights are float32 or float64.
         loss: ``"mse"``: ½‖outputs - targets‖², averaged over samples; ``"cross_entropy"``: of logits;
             ``"binary_cross_entropy"``: of logits, one for each of two classes, labels or pixels; an object with the
-            methods of :class:`~lightning_struct.functional.losses.GaussNewtonLoss`; or ``"least_squares"``, for a
-            module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of their
-            blocks. With residuals, arguments without a meaning are refused; ``settings`` has the others.
+            methods of :class:`~lightning_struct.functional.jacobian.losses.GaussNewtonLoss`; or ``"least_squares"``,
+            for a module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of
+            their blocks. With residuals, arguments without a meaning are refused; ``settings`` has the others.
         damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the square root of the largest eigenvalue of the
             Gauss-Newton matrix of the first batch; with residuals a tenth of the largest singular value.
         drop: factor of λ if ρ > ``upper``, and divisor if ρ < ``lower``, where ρ is the true reduction of the loss over
@@ -60,10 +60,11 @@ class SHF(torch.optim.Optimizer):
         min_damping: lower bound on λ. The paper's 0; chosen: λ₁ times the square root of the dtype's epsilon.
         max_damping: upper bound on λ. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
         damping_rule: ``"levenberg_marquardt"``: by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain
-            of a step the next batch shows, see :func:`~lightning_struct.functional.damping.next_batch_rule`. Steps that
-            fit the noise of their batch are shortened. λ falls if the next batch confirms full steps, or if short ones
-            fit little of their own batch, and rises if these fit much of it, or if ρ < ``lower``. A step that raises
-            the loss of the next batch by more than a tenth, and by more than it lowered its own, is taken back.
+            of a step the next batch shows, see :func:`~lightning_struct.functional.solvers.damping.next_batch_rule`.
+            Steps that fit the noise of their batch are shortened. λ falls if the next batch confirms full steps, or if
+            short ones fit little of their own batch, and rises if these fit much of it, or if ρ < ``lower``. A step
+            that raises the loss of the next batch by more than a tenth, and by more than it lowered its own, is taken
+            back.
         solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of Martens
             (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
             The paper's ``"lsmr"``; chosen ``"cg"``, with residuals from the sizes.
@@ -329,7 +330,7 @@ class SHF(torch.optim.Optimizer):
 
         That takes another pass through the network in each step, where this is no chain of Linear and elementwise
         layers. If not, the variance is estimated from the two halves of the batch, and scatters more. True with
-        ``single_samples`` and with residuals. :class:`~lightning_struct.strategies.SHFOptimization` sets it beside
+        ``single_samples`` and with residuals. :class:`~lightning_struct.mixins.SHFOptimization` sets it beside
         ``GrowingBatchSize``, which decides by the variance.
         """
         return self._steps.exact_variance

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import all_reduce, rank
-from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.layer_call import rows_of_arguments
-from lightning_struct.functional.losses import (
+from lightning_struct.functional.jacobian.losses import (
     BinaryCrossEntropy,
     CrossEntropy,
     GaussNewtonLoss,
@@ -22,7 +20,9 @@ from lightning_struct.functional.losses import (
     derivative_error,
     transpose_error,
 )
+from lightning_struct.functional.layers.calls import rows_of_arguments
 from lightning_struct.functional.randomness import seeded
+from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
 from lightning_struct.optim.messages import tell, warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.buffers import BufferUpdates

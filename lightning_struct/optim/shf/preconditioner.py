@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.errors import first_line
-from lightning_struct.functional.layers import coupling_layer
-from lightning_struct.functional.least_squares import RightPreconditioner
-from lightning_struct.functional.losses import GaussNewtonLoss
+from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
+from lightning_struct.functional.layers.registry import coupling_layer
+from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.kronecker import BlockPreconditioner, Factors, KroneckerFactors, averaged
 from lightning_struct.optim.shf.objective import FlatWeights

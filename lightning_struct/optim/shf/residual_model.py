@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_gather_rows, all_reduce, rank, world_size
-from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.gauss_newton import linearize
-from lightning_struct.functional.jacobians import DenseJacobian, Jacobian, JacobianForm, jacobian_form, matrix_form
+from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.jacobian.gauss_newton import linearize
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
-from lightning_struct.functional.residual_rows import BatchResiduals, RowRecords
-from lightning_struct.functional.residuals import LeastSquares
+from lightning_struct.functional.residuals.jacobians import (
+    DenseJacobian,
+    Jacobian,
+    JacobianForm,
+    jacobian_form,
+    matrix_form,
+)
+from lightning_struct.functional.residuals.residual_rows import BatchResiduals, RowRecords
+from lightning_struct.functional.residuals.residuals import LeastSquares
+from lightning_struct.functional.solvers.vectors import inner
 from lightning_struct.functional.torch_internals import tree_leaves
-from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.objective import FlatWeights
 from lightning_struct.optim.shf.samples import arguments
 

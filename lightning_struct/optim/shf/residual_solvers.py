@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_gather_unequal, all_reduce, world_size
-from lightning_struct.functional.factored_least_squares import FactoredLeastSquares, GramLeastSquares
-from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.jacobians import JacobianForm, matrix_form
-from lightning_struct.functional.projected_least_squares import ProjectedLeastSquares
+from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.residuals.jacobians import JacobianForm, matrix_form
+from lightning_struct.functional.solvers.factored_least_squares import FactoredLeastSquares, GramLeastSquares
+from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
 from lightning_struct.optim.memory import check_memory, fits_memory
 from lightning_struct.optim.shf.residual_model import Products, ResidualModel, RowProducts
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_struct.collective import rank
 from lightning_struct.functional.randomness import seeded
-from lightning_struct.functional.residual_rows import RowRecords
-from lightning_struct.functional.residuals import LeastSquares
-from lightning_struct.functional.vectors import inner
+from lightning_struct.functional.residuals.residual_rows import RowRecords
+from lightning_struct.functional.residuals.residuals import LeastSquares
+from lightning_struct.functional.solvers.vectors import inner
 from lightning_struct.optim.messages import tell, warn
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.collective import all_gather_rows, rank
-from lightning_struct.functional.finite import NotFinite
-from lightning_struct.functional.layer_call import rows_of_arguments, tensors_in
+from lightning_struct.functional.checks import NotFinite
+from lightning_struct.functional.layers.calls import rows_of_arguments, tensors_in
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from lightning_struct.functional.arguments import is_integer, is_real
-from lightning_struct.functional.damping import MAX_DAMPING, check_levenberg_marquardt
-from lightning_struct.functional.gauss_newton import BACKENDS
-from lightning_struct.functional.least_squares import RightPreconditioner
+from lightning_struct.functional.checks import is_integer, is_real
+from lightning_struct.functional.jacobian.gauss_newton import BACKENDS
+from lightning_struct.functional.solvers.damping import MAX_DAMPING, check_levenberg_marquardt
+from lightning_struct.functional.solvers.least_squares import RightPreconditioner
 
 SOLVERS = ("lsmr", "lsqr", "cg", "exact")
 PRECONDITIONERS = ("diagonal", "diagonal_sum", "fisher", "kronecker")

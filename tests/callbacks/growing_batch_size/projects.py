@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_struct import GrowingBatchSize, LDRSubdiagonal
 from lightning_struct.nn import StructuredLSTM
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 SAMPLES, FIRST, MOST = 40, 4, 16
 EPOCHS = 2

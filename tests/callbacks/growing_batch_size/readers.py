@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize
-from lightning_struct.strategies import GradientStatistics
-from tests.strategies.helpers import make_trainer
+from lightning_struct.mixins import GradientStatistics
+from tests.mixins.helpers import make_trainer
 
 WARNINGS_OF_READERS = [
     pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_pair, statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import GAN, PROJECTS, Regressor, regression, seed
-from tests.strategies.helpers import make_trainer, weights
+from tests.mixins.helpers import make_trainer, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),

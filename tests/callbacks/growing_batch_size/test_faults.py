@@ -20,7 +20,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators import samples_in
 from lightning_struct.callbacks.growing_batch_size.estimators.layers import SampleGradients
 from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
 from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, regression
-from tests.strategies.helpers import make_trainer, weights
+from tests.mixins.helpers import make_trainer, weights
 
 EPOCHS = 3
 

@@ -45,7 +45,7 @@ from tests.callbacks.growing_batch_size.projects import (
     tokens,
     variance_ratio,
 )
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 pytestmark = WARNINGS_OF_PROJECTS
 

@@ -36,7 +36,7 @@ from tests.callbacks.growing_batch_size.projects import (
     seed,
     squared_errors,
 )
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 pytestmark = WARNINGS_OF_PROJECTS
 

@@ -14,8 +14,8 @@ from lightning_struct import GrowingBatchSize, ValidationMeritStopping
 from lightning_struct.callbacks.growing_batch_size import next_batch_size
 from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.functional import required_batch_size
-from lightning_struct.strategies import GradientStatistics
-from tests.strategies.helpers import (
+from lightning_struct.mixins import GradientStatistics
+from tests.mixins.helpers import (
     Network,
     SHFNetwork,
     draw_loader,

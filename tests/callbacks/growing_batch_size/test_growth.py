@@ -31,7 +31,7 @@ from tests.callbacks.growing_batch_size.readers import (
     loader,
     numbers,
 )
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 pytestmark = WARNINGS_OF_READERS
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale, learning_rate_factor
-from lightning_struct.strategies import GradientStatistics
+from lightning_struct.mixins import GradientStatistics
 from tests.callbacks.growing_batch_size.projects import Regressor, Stream, regression
 from tests.callbacks.growing_batch_size.test_growth import Growing
-from tests.strategies.helpers import SHFNetwork, draw_loader, make_trainer
+from tests.mixins.helpers import SHFNetwork, draw_loader, make_trainer
 
 RATE = 0.1
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_struct import GrowingBatchSize
 from tests.callbacks.growing_batch_size.projects import regression
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),

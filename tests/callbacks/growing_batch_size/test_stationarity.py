@@ -13,7 +13,7 @@ from lightning_struct.callbacks.growing_batch_size.stationarity import (
     StationarityTest,
     window_length,
 )
-from tests.strategies.helpers import make_trainer
+from tests.mixins.helpers import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from lightning_struct.functional.operators import TridiagonalOperator
+from lightning_struct.functional.structured.operators import TridiagonalOperator
 from lightning_struct.functional.structured.tridiagonal import (
     choose_tridiagonal_method,
     tridiagonal_matmul,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_struct.functional.gradient_norms import per_sample_gradient_norms
+from lightning_struct.functional.layers.gradient_norms import per_sample_gradient_norms
 from lightning_struct.optim import RLS
 from lightning_struct.optim.rls.recurrent import LevelByLevel
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.damping import ScaledDamping, next_batch_rule
-from lightning_struct.functional.losses import SquaredError
+from lightning_struct.functional.jacobian.losses import SquaredError
+from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
 from lightning_struct.optim import memory
 from lightning_struct.optim.shf import SHF, StepReport, kronecker
 from tests.cases import First, SelfAttention, flat, gaussian, mlp

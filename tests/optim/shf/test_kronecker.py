@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_struct.functional.kronecker_roots import KroneckerRoot
+from lightning_struct.functional.curvature.kronecker_roots import KroneckerRoot
 from lightning_struct.optim import SHF, StepReport, memory
 from lightning_struct.optim.shf.kronecker import BlockPreconditioner, Factors, KroneckerFactors
 from tests.cases import CASES, Case, First, flat, mlp, shared_layer_mlp, trainable

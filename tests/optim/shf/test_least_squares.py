@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
-from lightning_struct.functional.residual_rows import RowRecords
+from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
 from lightning_struct.optim import SHF
 from lightning_struct.optim.shf.residual_model import ResidualModel, RowProducts

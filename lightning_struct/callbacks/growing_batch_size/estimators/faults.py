@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.collective import all_gather_objects, all_reduce
-from lightning_struct.functional.errors import first_line
+from lightning_struct.functional.checks import first_line
 
 
 class Unmeasurable(Exception):

@@ -22,7 +22,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_parts
 from lightning_struct.collective import world_size
-from lightning_struct.functional.per_sample.contributions import at_least_float32
+from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale

@@ -1,0 +1,1 @@
+"""Preconditioners, Kronecker factors, and the inverses of recursive least squares."""

@@ -1,0 +1,1 @@
+"""Derivatives of a network: its linearization, losses, and derivatives in its inputs."""

@@ -1,0 +1,77 @@
+"""Where the samples are in what a layer reads and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.layers.calls import LayerCall, admissible_sizes
+from lightning_struct.functional.layers.per_sample.contributions import Uncovered
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """Place of the n samples: their ``dimension``. If that is 0 and larger than n, consecutive rows belong to one
+    sample, or those of which ``sample_of_row`` says so.
+    """
+
+    samples: int
+    dimension: int
+    leading: int
+    sample_of_row: Tensor | None = None
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """(n, positions, *features) of (*leading, *features); zeros where a sample has fewer rows than another."""
+        features = tensor.shape[self.leading :]
+        if self.sample_of_row is not None:
+            rows = tensor.reshape(tensor.shape[0], -1, *features)
+            counts = torch.bincount(self.sample_of_row, minlength=self.samples)
+            order = self.sample_of_row.argsort(stable=True)
+            first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # of the rows of its sample, in that order
+            place = torch.arange(len(order), device=order.device) - first
+            padded = rows.new_zeros(self.samples, int(counts.max()), *rows.shape[1:])
+            padded[self.sample_of_row[order], place] = rows[order]
+            return padded.flatten(1, 2)
+        tensor = tensor if self.dimension == 0 else tensor.movedim(self.dimension, 0)
+        return tensor.reshape(self.samples, -1, *features)
+
+
+def sample_layout(size: Sequence[int], leading: int, call: LayerCall, *, groups: bool = True) -> SampleLayout:
+    """Layout of the samples among the first ``leading`` dimensions of an input of this size; see
+    :func:`~lightning_struct.functional.layers.per_sample.rules.contributions`.
+
+    Raises:
+        Uncovered: in none of them, or it cannot be told in which.
+    """
+    if leading < 1:
+        raise Uncovered(f"it read a tensor of shape {tuple(size)}, which has no dimension of samples")
+    check_decided(size, leading, call)
+    admissible = admissible_sizes(call.samples)
+    if admissible is None:
+        return SampleLayout(size[0], 0, leading)
+    for dimension in range(min(leading, 2)):
+        if size[dimension] in admissible:
+            return SampleLayout(size[dimension], dimension, leading)
+    if len(admissible) == 1 and (sample_of_row := call.rows.get(size[0])) is not None:
+        return SampleLayout(admissible[0], 0, leading, sample_of_row)
+    if groups and len(admissible) == 1 and size[0] % admissible[0] == 0:
+        return SampleLayout(admissible[0], 0, leading)
+    numbers = " or ".join(map(str, admissible))
+    raise Uncovered(f"it read a tensor of shape {tuple(size)}, in which no dimension is that of {numbers} samples")
+
+
+def check_decided(size: Sequence[int], leading: int, call: LayerCall) -> None:
+    """Raise where either of the first two dimensions, of the ``leading`` ones, may be that of the samples.
+
+    Raises:
+        Uncovered: the call is ambiguous, and both have a size that n may have.
+    """
+    admissible = admissible_sizes(call.samples)
+    if call.ambiguous and leading > 1 and admissible is not None and set(size[:2]) <= set(admissible):
+        raise Uncovered(
+            f"it has a tensor of shape {tuple(size)}, of which either of the first two dimensions may be that of the "
+            "samples, as the module has layers with batch_first=False"
+        )

@@ -1,0 +1,562 @@
+"""Recording of per-sample squared gradient norms by hooks, during one ordinary forward and backward pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
+from lightning_struct.functional.layers.per_sample.awaited import AwaitedCall, awaited_call
+from lightning_struct.functional.layers.per_sample.checksums import Checksums, checksum_of_shares, checksums
+from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
+from lightning_struct.functional.layers.per_sample.inner_calls import InnerCalls, has_inner_calls
+from lightning_struct.functional.layers.per_sample.projections import RecordedCalls, is_recorded, parameter_uses
+from lightning_struct.functional.layers.per_sample.rules import (
+    contributions,
+    draws_random_numbers,
+    has_rule,
+    runs_again,
+)
+from lightning_struct.functional.layers.per_sample.vmapped import CannotRunAgain
+from lightning_struct.functional.layers.registry import base_call, couples_samples, owned_parameters
+from lightning_struct.functional.randomness import (
+    RandomState,
+    isolated_host_generators,
+    random_state,
+    restored_random_state,
+)
+from lightning_struct.functional.torch_internals import current_backward
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_DIFFERENTIATED_TWICE = "it is differentiated twice, as by a penalty on gradients"
+
+
+@dataclass
+class ParameterNorms:
+    """Measured norms of one parameter.
+
+    Attributes:
+        name: qualified name in the module.
+        parameter: the parameter.
+        squared_norms: (n_b,) for each backward pass b since its gradient was last set to None, ‖cᵢ‖² of the samples'
+            shares of the gradient, at least float32.
+        passes: a number for each of them, the same for all parameters and rising.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    squared_norms: list[Tensor] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+
+
+class GradientNormRecorder:
+    """Measures, in ordinary forward and backward passes, each sample's share of the gradient of each parameter.
+
+    The share cᵢ of sample i is what it adds to ``parameter.grad``: Σᵢ cᵢ is what one backward pass adds. A parameter
+    may be used by several layers, and a layer called several times: the shares of one backward pass are summed before
+    their norms are taken. Further backward passes are further samples, until the gradient is None again. What does not
+    reach ``.grad`` is not measured, such as ``torch.autograd.grad`` in the inputs.
+
+    Measured is what is used inside the ``forward`` of the layer that owns the parameter. A layer whose type has no rule
+    is run again in the backward pass under ``torch.func.vmap``, which is named in one warning; batch normalisation in
+    training gets one too. Parameters that cannot be measured are *uncovered*. With ``check`` so are those whose
+    gradients turn out to come, in part, from elsewhere.
+
+    The inputs of the layers are kept until the graph is freed, also within checkpointed parts.
+
+    Args:
+        module: a plain module, not a wrapper that replaces it when it is called.
+        samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input. May
+            be set before each forward pass. See
+            :func:`~lightning_struct.functional.layers.per_sample.rules.contributions`.
+        probes: if not None, norms that are expensive are estimated by so many random projections, without bias; see
+            :func:`~lightning_struct.functional.layers.per_sample.contributions.squared_norms`.
+        uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out. Then
+            an error within a hook does not end the pass either: it makes the parameters of its layer uncovered.
+        check: keep what :meth:`verify` needs. May be set before each backward pass.
+        seed: of the random projections.
+        part: (r, P): of the samples of P processes together, these are the r-th and every P-th after it. Then the
+            random projections are those that one process would take.
+
+    Attributes:
+        samples, check: as above.
+        rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such
+            as nodes and edges of graphs; see
+            :func:`~lightning_struct.functional.layers.per_sample.graphs.rows_of_graphs`.
+        ambiguous: whether layers are uncovered that read tensors of which the first two dimensions both have a size
+            that n may have; else the first is taken.
+
+    Raises:
+        ValueError: ``uncovered`` is neither ``"raise"`` nor ``"skip"``; ``probes`` is below 1.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with GradientNormRecorder(model) as recorder:
+        ...     model(torch.ones(4, 3)).square().sum().backward()
+        >>> [(norms.name, norms.squared_norms[0].shape) for norms in recorder.results()]
+        [('weight', torch.Size([4])), ('bias', torch.Size([4]))]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        samples: Samples = None,
+        probes: int | None = None,
+        uncovered: Literal["raise", "skip"] = "raise",
+        check: bool = False,
+        seed: int = 0,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        if uncovered not in ("raise", "skip"):
+            raise ValueError(f"uncovered must be 'raise' or 'skip', got {uncovered!r}")
+        if probes is not None and probes < 1:
+            raise ValueError(f"probes must be at least 1, or None for exact norms, got {probes}")
+        self.samples = samples
+        self.rows: Mapping[int, Tensor] = {}
+        self.ambiguous = False
+        self.check = check
+        self._module, self._probes, self._raises, self._seed = module, probes, uncovered == "raise", seed
+        self._names: dict[nn.Parameter, str] = {}
+        self._layers: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._watched: set[nn.Parameter] = set()
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._projection_seed, self._part = seed, part
+        self._random_states: dict[nn.Module, RandomState] = {}
+        self._watching: dict[nn.Module, RecordedCalls | InnerCalls] = {}
+        self._rerunning = False
+        self._warned: set[str] = set()
+        self._without_rule: dict[nn.Module, str] = {}
+        self._failed: dict[nn.Module, str] = {}
+        self._faults: dict[nn.Parameter, str] = {}
+        self._arrived: dict[nn.Parameter, _Arrived] = {}
+        self._measured: dict[nn.Parameter, _Measured] = {}
+        self._uncovered: dict[nn.Parameter, str] = {}
+        self._differentiated_twice: set[nn.Parameter] = set()
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def attach(self) -> None:
+        """Hook the layers and parameters of the module.
+
+        Raises:
+            RuntimeError: they are hooked already.
+        """
+        if self._handles:
+            raise RuntimeError("the recorder is attached already: remove() it first")
+        self._names = {parameter: name for name, parameter in self._module.named_parameters()}
+        for name, layer in self._module.named_modules():
+            if "parametrizations" in name.split("."):
+                continue  # its parameters belong to the layer that they parametrize
+            parameters = owned_parameters(layer)
+            if not has_rule(layer):  # a weight that a layer below it has too is used there
+                children = (child for name, child in layer.named_children() if name != "parametrizations")
+                below = {parameter for child in children for parameter in child.parameters()}
+                parameters = {name: parameter for name, parameter in parameters.items() if parameter not in below}
+            if not parameters:
+                continue
+            self._layers[layer] = parameters
+            if not has_rule(layer) and not _is_of_this_package(layer):
+                self._without_rule[layer] = f"{name or 'the module'} ({type(layer).__name__})"
+            with self._excused(parameters.values()):  # a ScriptModule takes no hooks
+                self._hook(layer)
+        for parameter in self._names:
+            self._watch(parameter)
+
+    def _hook(self, layer: nn.Module) -> None:
+        before: Callable[..., None] | None = None
+        after, ends_what_began = self._after_forward, False
+        if has_rule(layer) and is_recorded(layer):
+            before, after, ends_what_began = self._before_projections, self._after_projections, True
+        elif has_rule(layer) and has_inner_calls(layer):
+            before, after, ends_what_began = self._before_inner_calls, self._after_inner_calls, True
+        elif has_rule(layer) and runs_again(layer):
+            before = self._before_forward
+        if before is not None:
+            self._handles.append(layer.register_forward_pre_hook(self._guarded(before), with_kwargs=True))
+        self._handles.append(
+            layer.register_forward_hook(self._guarded(after), with_kwargs=True, always_call=ends_what_began)
+        )
+
+    def remove(self) -> None:
+        """Take the hooks away. What was measured stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()
+        self._layers.clear()
+        self._faults.clear()
+        self._arrived.clear()
+        self._random_states.clear()
+        for watching in self._watching.values():
+            watching.__exit__()
+        self._watching.clear()
+
+    def results(self) -> list[ParameterNorms]:
+        """Norms of each parameter that got a gradient and is covered, in the order of the module.
+
+        Raises:
+            ValueError: parameters are uncovered; all are named, with the reasons.
+        """
+        if self._raises and self._uncovered:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.uncovered.items())
+            raise ValueError(f"per-sample gradient norms cannot be measured of {reasons}")
+        return [
+            ParameterNorms(name, parameter, list(measured.squared_norms), list(measured.passes))
+            for parameter, name in self._names.items()
+            if parameter not in self._uncovered and (measured := self._measured.get(parameter)) is not None
+        ]
+
+    @property
+    def uncovered(self) -> dict[str, str]:
+        """Reasons by the names of the parameters whose gradients were not measured."""
+        return {name: self._uncovered[p] for p, name in self._names.items() if p in self._uncovered}
+
+    def reseed(self, seed: int) -> None:
+        """Let the random projections, from the next one on, be those of another seed."""
+        self._projection_seed = seed
+        self._generators.clear()
+
+    def reset(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget what was measured, of all parameters or these, as where their gradients are filled with zeros."""
+        for parameter in self._names if parameters is None else parameters:
+            self._measured.pop(parameter, None)
+            self._uncovered.pop(parameter, None)
+
+    def checksums(self) -> dict[str, Checksums]:
+        """Checksums of the covered parameters' ``.grad`` as it is now, by name, to be compared with what was measured.
+
+        Left out are parameters without gradient, or of which a backward pass was made without ``check``.
+        """
+        return {self._names[parameter]: sums for parameter, sums in self._checksums_of(self._names)}
+
+    def verify(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Mark as uncovered every parameter whose gradient is not the sum of the shares that were measured.
+
+        Args:
+            parameters: those that are looked at; all if None.
+        """
+        for parameter, sums in self._checksums_of(self._names if parameters is None else parameters):
+            if sums.relative_error > sums.tolerance:
+                self.mark_uncovered(
+                    parameter,
+                    "its gradient is not the sum of the samples' shares: it is used outside of its own layer, "
+                    "penalised in the loss, differentiated twice, or was changed after the backward pass",
+                )
+
+    def _checksums_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Checksums]]:
+        for parameter in parameters:
+            gradient, measured = parameter.grad, self._measured.get(parameter)
+            if gradient is None or measured is None or measured.checksum is None or parameter in self._uncovered:
+                continue
+            yield parameter, checksums(parameter, measured.checksum, measured.squared_norms, self._seed)
+
+    def mark_uncovered(self, parameter: nn.Parameter, reason: str) -> None:
+        """Leave the parameter out of the results until its gradient is None again."""
+        self._uncovered[parameter] = reason
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    # Hooks are functions, not methods: a copy of the module, as an average of its weights, must not copy the recorder.
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def guarded(layer: nn.Module, *args: Any) -> None:
+            with self._excused(self._layers.get(layer, {}).values()):
+                hook(layer, *args)
+
+        return guarded
+
+    @contextmanager
+    def _excused(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """After an error the parameters are uncovered until :meth:`remove`; it is raised where that is asked for."""
+        try:
+            yield
+        except Exception as error:
+            if self._raises:
+                raise
+            for parameter in parameters:
+                self._faults.setdefault(parameter, f"to measure it fails ({first_line(error)})")
+
+    def _is_measured(self, layer: nn.Module) -> bool:
+        return layer in self._layers and not self._rerunning and torch.is_grad_enabled()
+
+    def _of_pass(self) -> dict[str, Any]:
+        """What a layer's call of this pass is told of the samples."""
+        return {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
+
+    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_measured(layer) and draws_random_numbers(layer):
+            self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
+
+    def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        state = self._random_states.pop(layer, None) if self._random_states else None
+        if self._is_measured(layer):
+            self._await(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), state)
+
+    def _await(self, call: LayerCall, state: RandomState | None) -> None:
+        """Await the cotangents of the outputs of a call."""
+        measured = set(self._layers[call.layer].values())
+        present = owned_parameters(call.layer)  # under other names where the layer has been pruned since
+        trainable = {name: p for name, p in present.items() if p in measured and p.requires_grad}
+        tensors = tensors_in(call.outputs)
+        differentiable = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and not tensor.is_leaf]
+        if not trainable or not differentiable:
+            return
+        for parameter in trainable.values():
+            if parameter not in self._watched:
+                self._watch(parameter)
+        if couples_samples(call.layer):
+            self._warn_once(
+                "batch normalisation in training couples the samples of a batch through their statistics: of the "
+                "layers before it, what is measured is each sample's share of the gradient, and not its own gradient"
+            )
+        awaited = awaited_call(call, trainable, state)
+        number = len(tensors)
+        if number == 1:
+            tensors[0].register_hook(lambda cotangent: self._arrive(awaited, [cotangent]))
+            return
+
+        def arrive(cotangents: Sequence[Tensor | None]) -> None:
+            every: list[Tensor | None] = [None] * number
+            for i, cotangent in zip(differentiable, cotangents, strict=True):
+                every[i] = cotangent
+            self._arrive(awaited, every)
+
+        register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
+
+    def _before_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_measured(layer):
+            self._watching[layer] = InnerCalls(layer).__enter__()
+
+    def _after_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        inner = self._end_watching(layer, outputs)
+        if inner is None:
+            return
+        for call, state in inner.calls:
+            self._await(replace(call, **self._of_pass()), state)
+        if not inner.calls:
+            self._await(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), None)
+
+    def _before_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_measured(layer):
+            self._watching[layer] = RecordedCalls().__enter__()
+
+    def _after_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        recording = self._end_watching(layer, outputs)
+        if recording is None:
+            return
+        for parameter in self._layers[layer].values():
+            self._watch(parameter)
+        call = base_call(LayerCall(layer, args, kwargs, **self._of_pass()))
+        for edge, use in parameter_uses(call, recording.calls):
+            # Neither what is awaited nor its hook may hold the graph, which holds the hook.
+            without_tensors = LayerCall(layer, **self._of_pass())
+            awaited = AwaitedCall(without_tensors, use.parameters, current_backward(), use=use)
+            edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
+
+    def _end_watching(self, layer: nn.Module, outputs: Any) -> Any:
+        """What was watched of a call; None where nothing was, or where the call has failed."""
+        watching = self._watching.pop(layer, None)
+        if watching is not None:
+            watching.__exit__()
+        return None if outputs is None else watching
+
+    def _arrive_at_node(self, awaited: AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
+        if cotangents[output] is not None:
+            self._arrive(awaited, [cotangents[output]])
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: AwaitedCall, cotangents: list[Tensor | None]) -> None:
+        """The cotangents of a layer's outputs are known; those of its parameters are about to be."""
+        if self._rerunning or not self._handles:
+            return
+        if torch.is_grad_enabled():
+            self._differentiated_twice.update(call.parameters.values())
+            return
+        backward = current_backward()
+        shares: dict[str, Contribution] = {}
+        reason: str | None = None
+        with self._excused(call.parameters.values()):
+            try:
+                shares = self._contributions(call, cotangents)
+            except Uncovered as problem:
+                reason = str(problem)
+        if not self._faults.keys().isdisjoint(call.parameters.values()):
+            return
+        for name, parameter in call.parameters.items():
+            arrived = self._arrived.get(parameter)
+            if arrived is None or arrived.backward != backward:
+                outer = backward if call.backward == -1 else call.backward
+                arrived = self._arrived[parameter] = _Arrived(backward, outer, parameter.grad is None)
+            arrived.calls.append(call)
+            arrived.reason = arrived.reason or reason
+            if reason is None:
+                arrived.shares.append(shares[name])
+
+    def _contributions(self, awaited: AwaitedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+        call = replace(awaited.call, cotangents=cotangents)
+        if call.layer in self._failed:
+            raise Uncovered(self._failed[call.layer])
+        parameters = awaited.parameters
+        if any(parameter.is_complex() for parameter in parameters.values()):
+            raise Uncovered("it is complex")
+        has_samples = any(cotangent is not None and cotangent.numel() for cotangent in cotangents)
+        if not has_samples and any(parameter.numel() for parameter in parameters.values()):
+            return {name: Dense(p.detach().new_zeros(0, *p.shape)) for name, p in parameters.items()}
+        if awaited.use is not None:
+            return awaited.use.contributions(call.cotangent, call.samples)
+        if awaited.rerun is None:
+            return contributions(call)
+        device, dtype, enabled = awaited.rerun.autocast
+        state = awaited.rerun.random_state
+        self._rerunning = True
+        try:
+            with (
+                torch.autocast(device, dtype, enabled, cache_enabled=False),
+                nullcontext() if state is None else restored_random_state(state),
+                isolated_host_generators(),
+            ):
+                shares = contributions(call)
+        except CannotRunAgain as reason:
+            self._failed[call.layer] = str(reason)
+            raise
+        finally:
+            self._rerunning = False
+        if call.layer in self._without_rule:
+            names = [name for layer, name in self._without_rule.items() if layer not in self._failed]
+            self._warn_once(
+                "these layers have no rule for per-sample gradients (see register_layer) and are run again under "
+                f"torch.func.vmap, which takes longer: {', '.join(names)}"
+            )
+        return shares
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Be told when the gradient of ``parameter`` has been accumulated, once for each backward pass."""
+        if parameter in self._watched or not parameter.requires_grad or is_lazy(parameter):
+            return
+        self._watched.add(parameter)
+        hook = parameter.register_post_accumulate_grad_hook(lambda parameter: self._after_accumulation(parameter))
+        self._handles.append(hook)
+
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        if self._rerunning:
+            return
+        if parameter not in self._faults:
+            with self._excused([parameter]):
+                self._accumulate(parameter)
+        if parameter in self._faults:
+            self.mark_uncovered(parameter, self._faults[parameter])
+
+    def _accumulate(self, parameter: nn.Parameter) -> None:
+        arrived = self._arrived.pop(parameter, None)
+        if arrived is None or arrived.backward != current_backward():
+            twice = parameter in self._differentiated_twice
+            self._differentiated_twice.discard(parameter)
+            self.mark_uncovered(parameter, _DIFFERENTIATED_TWICE if twice else "it is used outside of its own layer")
+            return
+        if arrived.fresh:
+            self.reset([parameter])
+        measured = self._measured.setdefault(parameter, _Measured())
+        reason = arrived.reason
+        if parameter in self._differentiated_twice:
+            self._differentiated_twice.discard(parameter)
+            reason = _DIFFERENTIATED_TWICE
+        elif arrived.outer in measured.passes:
+            reason = "it is used in more than one part with reentrant checkpoints"
+        elif any(parameter in call.accumulated for call in arrived.calls) and not arrived.fresh:
+            reason = (
+                "two backward passes went through the same forward pass: its samples' shares of both belong together"
+            )
+        for call in arrived.calls:
+            call.accumulated.add(parameter)
+        if reason is None:
+            try:
+                norms = self._norms(arrived, parameter.device)
+            except Uncovered as problem:
+                reason = str(problem)
+        if reason is not None:
+            self.mark_uncovered(parameter, reason)
+            return
+        measured.squared_norms.append(norms)
+        measured.passes.append(arrived.outer)
+        self._add_checksum(parameter, measured, arrived.shares)
+
+    def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
+        """Squared norms over all uses.
+
+        Uses with different sample counts (allowed only if ``samples`` lists several sizes) are of different samples.
+        """
+        shares, may_be = arrived.shares, arrived.calls[0].call.samples
+        options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
+        sizes = sorted({share.samples for share in shares}) if len(shares) > 1 else []
+        if len(sizes) < 2 or not isinstance(may_be, Collection) or not set(sizes) <= set(may_be):
+            return squared_norms(shares, **options)
+        groups = [[share for share in shares if share.samples == size] for size in sizes]
+        return torch.cat([squared_norms(group, **options) for group in groups])
+
+    def _add_checksum(self, parameter: nn.Parameter, measured: _Measured, shares: Sequence[Contribution]) -> None:
+        if not self.check:
+            measured.checksum = None
+            return
+        if measured.checksum is None and len(measured.passes) > 1:
+            return  # earlier passes were not checked
+        total = checksum_of_shares(parameter, shares, self._seed)
+        measured.checksum = total if measured.checksum is None else measured.checksum + total
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._projection_seed)
+        return self._generators[device]
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+@dataclass
+class _Arrived:
+    """Shares of a parameter's gradient that have arrived before it is accumulated.
+
+    ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient
+    was None.
+    """
+
+    backward: int
+    outer: int
+    fresh: bool
+    calls: list[AwaitedCall] = field(default_factory=list)
+    shares: list[Contribution] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass
+class _Measured:
+    squared_norms: list[Tensor] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    checksum: Tensor | None = None
+
+
+def _is_of_this_package(layer: nn.Module) -> bool:
+    """Whether a layer without a rule is one of ours: no user is asked to declare those."""
+    return type(layer).__module__.partition(".")[0] == __name__.partition(".")[0]

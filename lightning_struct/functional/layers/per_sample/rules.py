@@ -1,0 +1,339 @@
+"""Rules for each sample's share of the gradients that one call of a layer gives its parameters, by layer type.
+
+A rule reads each sample's share off the layer's inputs and the cotangents of its outputs. A layer without a rule is run
+again, see :mod:`~lightning_struct.functional.layers.per_sample.vmapped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_struct.functional.layers.calls import LayerCall
+from lightning_struct.functional.layers.kinds import ElementwiseForm, Rule
+from lightning_struct.functional.layers.per_sample.contributions import (
+    Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    Uncovered,
+    at_least_float32,
+    row_norms,
+)
+from lightning_struct.functional.layers.per_sample.convolution import Convolution, pad_argument
+from lightning_struct.functional.layers.per_sample.layout import sample_layout
+from lightning_struct.functional.layers.per_sample.recurrent import cell_contributions, recurrent_contributions
+from lightning_struct.functional.layers.per_sample.rerun import has_active_dropout
+from lightning_struct.functional.layers.per_sample.vmapped import contributions_by_vmap
+from lightning_struct.functional.layers.recognition import run_with
+from lightning_struct.functional.layers.registry import (
+    base_call,
+    has_plain_parameters,
+    kind_of,
+    owned_parameters,
+    padding,
+)
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def contributions(call: LayerCall) -> dict[str, Contribution]:
+    """Each sample's share of the gradients that one call of a layer gives its own parameters.
+
+    The samples are sought in the dimensions of the layer's input in this order:
+
+    1. the first dimension, if its size may be n;
+    2. the second, of what is read with the sequence first, if its size may be n;
+    3. the first again, if the call says of so many rows which sample each is of;
+    4. the first again, if its size is a multiple k·n: then each k rows in a row belong to one sample.
+
+    Batch normalisation in training couples the samples; there the share is what the sample adds to the gradient, the
+    statistics of the batch being as they are.
+
+    Args:
+        call: of any layer. Layers that are run again must find the autocast state of the call and, where
+            :func:`draws_random_numbers`, the random generators as they were before it.
+
+    Returns:
+        By the name of the parameter below the layer; of all that are trainable.
+
+    Raises:
+        Uncovered: the shares of the samples cannot be told apart.
+        ValueError: a rule that was declared did not return one contribution for each trainable parameter.
+    """
+    layer = call.layer
+    reader = _reader(layer)
+    if reader is None:
+        return contributions_by_vmap(call)
+    if reader.declared:
+        return _checked(layer, reader.rule(call))
+    try:
+        of_base = base_call(call)
+    except ValueError as problem:
+        if reader.recognized:  # by its calls without further arguments
+            return contributions_by_vmap(call)
+        raise Uncovered(f"its call cannot be read: {problem}") from problem
+    return reader.rule(of_base)
+
+
+def has_rule(layer: nn.Module) -> bool:
+    """Whether the shares are read off without another run under ``torch.func.vmap``."""
+    return _reader(layer) is not None
+
+
+def runs_again(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` runs the layer again."""
+    reader = _reader(layer)
+    return reader is None or reader.runs_again
+
+
+def may_run_again(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` runs the layer again, or would where its rule does not know an argument."""
+    reader = _reader(layer)
+    return reader is None or reader.runs_again or reader.recognized
+
+
+def draws_random_numbers(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` runs the layer again, with the random generators as before the call."""
+    reader = _reader(layer)
+    return reader is not None and reader.runs_again and has_active_dropout(layer)
+
+
+def compares_outputs(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` needs the outputs as they were after the call."""
+    return not has_rule(layer) or draws_random_numbers(layer)
+
+
+def keeps_outputs(layer: nn.Module) -> bool:
+    """Whether :func:`contributions` needs the outputs at all."""
+    reader = _reader(layer)
+    return reader is None or reader.runs_again or reader.declared or reader.recognized
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """The rule of a layer.
+
+    Attributes:
+        rule: the rule.
+        runs_again: it runs the layer again, which is a recurrent one and may have dropout inside.
+        declared: by :func:`~lightning_struct.functional.layers.kinds.register_layer`.
+        recognized: by what the layer computed.
+    """
+
+    rule: Rule
+    runs_again: bool = False
+    declared: bool = False
+    recognized: bool = False
+
+
+def _reader(layer: nn.Module) -> _Reader | None:
+    kind = kind_of(layer)
+    if kind is None or not has_plain_parameters(layer, kind):
+        return None
+    if kind.rule is not None:
+        return _Reader(kind.rule, declared=True)
+    if kind.forms is not None:
+        return _Reader(partial(_elementwise, forms=kind.forms), recognized=True)
+    reader = None if kind.base is None else _READERS.get(kind.base)
+    if reader is None or not kind.recognized:
+        return reader
+    return replace(reader, recognized=True)
+
+
+def _checked(layer: nn.Module, shares: dict[str, Contribution]) -> dict[str, Contribution]:
+    """The shares that a declared rule returned, if they are complete."""
+    expected = {name: tuple(p.shape) for name, p in owned_parameters(layer).items() if p.requires_grad}
+    found = {name: tuple(share.shape) for name, share in shares.items() if name in expected}
+    if found != expected:
+        raise ValueError(
+            f"the rule declared for {type(layer).__name__} returned contributions of the shapes {found}; its trainable "
+            f"parameters have {expected}"
+        )
+    return {name: shares[name] for name in expected}
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def _affine(call: LayerCall) -> dict[str, Contribution]:
+    """The rule of ``nn.Linear`` and of every layer that was declared by a matrix."""
+    kind = kind_of(call.layer)
+    assert kind is not None
+    (matrix,) = kind.matrices(call.layer)
+    inputs = call.input
+    layout = sample_layout(inputs.shape, inputs.ndim - 1, call)
+    delta = layout.arranged(call.cotangent)
+    norms = row_norms(delta) if delta.shape[1] == 1 else None
+    shares: dict[str, Contribution] = {}
+    if call.trains(matrix.weight):
+        if matrix.transposed:
+            shares[matrix.weight] = Outer(delta, layout.arranged(inputs))
+        else:
+            shares[matrix.weight] = Outer(layout.arranged(inputs), delta, cotangent_norms=norms)
+    if matrix.bias is not None and call.trains(matrix.bias):
+        shares[matrix.bias] = Dense(at_least_float32(delta).sum(1) if norms is None else delta.squeeze(1), norms)
+    return shares
+
+
+def _embedding(call: LayerCall) -> dict[str, Contribution]:
+    layer, indices, delta = call.layer, call.input, call.cotangent
+    # One dimension that is not n counts positions, most likely, and the table's rows were spread over the samples.
+    layout = sample_layout(indices.shape, indices.ndim, call, groups=indices.ndim > 1)
+    if layer.padding_idx is not None:
+        delta = delta.masked_fill((indices == layer.padding_idx)[..., None], 0)
+    if layer.scale_grad_by_freq:
+        delta = delta / torch.bincount(indices.flatten())[indices][..., None].to(delta.dtype)
+    return {"weight": Lookup(layout.arranged(indices), layout.arranged(delta), layer.num_embeddings)}
+
+
+def _convolution(call: LayerCall) -> dict[str, Contribution]:
+    layer, inputs, pads = call.layer, call.input, padding(call.layer)
+    if layer.padding_mode != "zeros":
+        inputs = F.pad(inputs, pad_argument(pads), layer.padding_mode)
+        pads = [(0, 0)] * len(pads)
+    return _of_convolution(call, inputs, pads, transposed=False)
+
+
+def _transposed_convolution(call: LayerCall) -> dict[str, Contribution]:
+    """Its weight has the gradient of a convolution's that reads the cotangents and has the inputs for cotangents."""
+    return _of_convolution(call, call.input, padding(call.layer), transposed=True)
+
+
+def _of_convolution(
+    call: LayerCall, inputs: Tensor, pads: Sequence[tuple[int, int]], *, transposed: bool
+) -> dict[str, Contribution]:
+    layer, delta = call.layer, call.cotangent
+    dimensions = len(layer.kernel_size)
+    layout = sample_layout(inputs.shape, inputs.ndim - 1 - dimensions, replace(call, rows={}))
+    images, rows = (delta, inputs) if transposed else (inputs, delta)
+    shares: dict[str, Contribution] = {}
+    if call.trains("weight"):
+        frames = inputs.shape[0] // layout.samples
+        kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+        if frames > 1:
+            # The images of one sample are the frames of one film, which a kernel of one frame reads.
+            if dimensions == 3:
+                raise Uncovered(f"it read {frames} volumes for each sample")
+            images, rows = (layout.arranged(tensor).transpose(1, 2) for tensor in (images, rows))
+            kernel, stride, dilation = (1, *kernel), (1, *stride), (1, *dilation)
+            pads = [(0, 0), *pads]
+        shares["weight"] = Convolution(
+            images, rows, kernel, stride, dilation, tuple(pads), layer.groups, tuple(layer.weight.shape)
+        )
+    if call.trains("bias"):
+        shares["bias"] = Dense(at_least_float32(layout.arranged(delta)).flatten(3).sum((1, 3)))
+    return shares
+
+
+def _normalization(call: LayerCall) -> dict[str, Contribution]:
+    layer, base = call.layer, _base(call.layer)
+    inputs, delta = at_least_float32(call.input), at_least_float32(call.cotangent)
+    over_features = base in (nn.LayerNorm, nn.RMSNorm)
+    if over_features:
+        leading = inputs.ndim - _scale(layer).ndim
+    else:
+        leading = 0 if _is_unbatched_instance_norm(base, inputs) else 1
+    layout = sample_layout(inputs.shape, leading, call)
+
+    def share(product: Tensor) -> Dense:
+        gradients = layout.arranged(product).sum(1)
+        return Dense(gradients if over_features else gradients.reshape(*gradients.shape[:2], -1).sum(2))
+
+    shares: dict[str, Contribution] = {}
+    if call.trains("weight"):
+        shares["weight"] = share(_normalized(layer, base, inputs) * delta)
+    if call.trains("bias"):
+        shares["bias"] = share(delta)
+    return shares
+
+
+def _normalized(layer: Any, base: type[nn.Module], inputs: Tensor) -> Tensor:
+    """The inputs as the layer multiplies them by its weight."""
+    eps = layer.eps if hasattr(layer, "eps") else layer.variance_epsilon  # the name in transformers
+    if base is nn.LayerNorm:
+        return F.layer_norm(inputs, _scale(layer).shape, eps=eps)
+    if base is nn.RMSNorm:
+        return F.rms_norm(inputs, _scale(layer).shape, eps=eps)
+    if base is nn.GroupNorm:
+        return F.group_norm(inputs, layer.num_groups, eps=eps)
+    if base in _INSTANCE_NORMS and (layer.training or not layer.track_running_stats):
+        return F.instance_norm(inputs, eps=eps)
+    if base not in _INSTANCE_NORMS and (layer.training or layer.running_mean is None):
+        return F.batch_norm(inputs, None, None, training=True, eps=eps)
+    return F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=eps)
+
+
+def _scale(layer: Any) -> Tensor:
+    """A parameter of the shape that is normalised."""
+    return layer.weight if layer.weight is not None else layer.bias
+
+
+def _is_unbatched_instance_norm(base: type[nn.Module], inputs: Tensor) -> bool:
+    return base in _INSTANCE_NORMS and inputs.ndim == 2 + _INSTANCE_NORMS.index(base)
+
+
+def _base(layer: nn.Module) -> type[nn.Module]:
+    kind = kind_of(layer)
+    assert kind is not None and kind.base is not None
+    return kind.base
+
+
+def _elementwise(call: LayerCall, forms: Mapping[int, ElementwiseForm]) -> dict[str, Contribution]:
+    """The factors of the parameters, by running the layer with all others at zero."""
+    form = forms.get(call.input.ndim)
+    if form is None or len(call.args) + len(call.kwargs) > 1:  # it was recognized by calls with the input alone
+        return contributions_by_vmap(call)
+    layer, inputs, delta = call.layer, at_least_float32(call.input), at_least_float32(call.cotangent)
+    layout = sample_layout(inputs.shape, inputs.ndim - 1 if form.pointwise else 1, call)
+    own = {name: p for name, p in layer._parameters.items() if p is not None}
+    zeros = {name: torch.zeros_like(p, dtype=inputs.dtype) for name, p in own.items()}
+    shares: dict[str, Contribution] = {}
+    with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
+        origin = None if form.vanishes else run_with(layer, zeros, inputs)
+        for name in filter(call.trains, own):
+            product = delta
+            if name not in form.shifts:
+                factor = run_with(layer, {**zeros, name: torch.ones_like(zeros[name])}, inputs)
+                product = delta * (factor if origin is None else factor - origin)
+            gradients = layout.arranged(product).sum(1)
+            if own[name].numel() == 1:
+                gradients = gradients.flatten(1).sum(1)
+            elif form.channels_first:
+                gradients = gradients.flatten(2).sum(2) if gradients.ndim > 2 else gradients
+            else:
+                gradients = gradients.flatten(1, -2).sum(1) if gradients.ndim > 2 else gradients
+            shares[name] = Dense(gradients.reshape(-1, *own[name].shape))
+    return shares
+
+
+def _parametric_relu(call: LayerCall) -> dict[str, Contribution]:
+    slopes, inputs, delta = call.layer.num_parameters, at_least_float32(call.input), at_least_float32(call.cotangent)
+    layout = sample_layout(inputs.shape, max(1, inputs.ndim - 1) if slopes == 1 else 1, call)
+    gradients = layout.arranged(inputs.clamp(max=0) * delta).sum(1)
+    return {"weight": Dense(gradients.reshape(layout.samples, slopes, -1).sum(2))}
+
+
+def _attention(call: LayerCall) -> dict[str, Contribution]:
+    raise Uncovered("its products are seen only while it runs (see projections.py)")
+
+
+# By the base of the kind of layer.
+_READERS: dict[type[nn.Module], _Reader] = {
+    nn.Linear: _Reader(_affine),
+    nn.Embedding: _Reader(_embedding),
+    nn.PReLU: _Reader(_parametric_relu),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Reader(_convolution)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_transposed_convolution)),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
+    **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), _Reader(recurrent_contributions, runs_again=True)),
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), _Reader(cell_contributions)),
+    nn.MultiheadAttention: _Reader(_attention),
+}

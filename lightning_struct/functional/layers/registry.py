@@ -1,0 +1,267 @@
+"""What a layer is: its kind, the parameters and the layers below it that its ``forward`` uses, and its names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_struct.functional.layers.calls import LayerCall
+from lightning_struct.functional.layers.kinds import (
+    LayerKind,
+    Matrix,
+    couples_samples,
+    kind_of_type,
+    nearest_kind,
+    recurrent_places,
+    register_layer,
+    unregister_layer,
+)
+from lightning_struct.functional.layers.recognition import recognized_kind
+
+__all__ = [
+    "LayerKind",
+    "Matrix",
+    "as_linear",
+    "base_call",
+    "called_layers",
+    "couples_samples",
+    "coupling_layer",
+    "excluded_modules",
+    "has_plain_parameters",
+    "hidden_layers",
+    "is_affine",
+    "kind_of",
+    "kind_of_type",
+    "linear_with",
+    "owned_parameters",
+    "padding",
+    "plain_name",
+    "plain_named_modules",
+    "recurrent_places",
+    "register_layer",
+    "unregister_layer",
+]  # fmt: skip
+
+
+def kind_of(layer: nn.Module) -> LayerKind | None:
+    """The kind of the layer's type, of the base whose ``forward`` it has, or by what it computes; None without one.
+
+    Raises:
+        ValueError: the type was declared by a matrix that the layer does not have.
+    """
+    kind = kind_of_type(type(layer))
+    if kind is None:
+        return recognized_kind(layer)
+    if kind.is_affine and kind.declared:
+        for matrix in kind.matrices(layer):
+            _check_matrix(layer, matrix)
+    return kind
+
+
+def _check_matrix(layer: nn.Module, matrix: Matrix) -> None:
+    """Raise unless the layer has the matrix. Pruning leaves other things in place of parameters."""
+    declared = f"{type(layer).__name__} was declared by {matrix}"
+    for name in (matrix.weight, matrix.bias):
+        if name is not None and not hasattr(layer, name):
+            has = ", ".join(name for name, _ in layer.named_parameters(recurse=False)) or "none"
+            raise ValueError(f"{declared}, but has no parameter {name!r}; its own parameters: {has}")
+    weight, bias = (layer._parameters.get(name or "") for name in (matrix.weight, matrix.bias))
+    if weight is None or is_lazy(weight):
+        return
+    if weight.ndim != 2:
+        raise ValueError(
+            f"{declared}, but {matrix.weight!r} has shape {tuple(weight.shape)}: a matrix has 2 dimensions"
+        )
+    outputs = weight.shape[1 if matrix.transposed else 0]
+    if bias is not None and bias.shape != (outputs,):
+        stored = "(in, out)" if matrix.transposed else "(out, in)"
+        raise ValueError(
+            f"{declared}, but {matrix.bias!r} of shape {tuple(bias.shape)} is no bias of {matrix.weight!r}, stored as "
+            f"{stored} = {tuple(weight.shape)}: is it transposed?"
+        )
+
+
+def has_plain_parameters(layer: nn.Module, kind: LayerKind) -> bool:
+    """Whether the layer's own parameters are those of its kind: not parametrized, pruned or joined by others."""
+    return "parametrizations" not in layer._modules and layer._parameters.keys() <= set(kind.parameters(layer))
+
+
+def is_affine(layer: nn.Module) -> bool:
+    """Whether the layer computes what ``nn.Linear`` does, as far as is known, or was declared by its matrix."""
+    kind = kind_of(layer)
+    return kind is not None and kind.is_affine
+
+
+def as_linear(layer: nn.Module) -> nn.Linear:
+    """An ``nn.Linear`` with the weight and the bias of an affine layer, sharing their memory.
+
+    An ``nn.Linear`` is returned itself, whatever its ``forward`` is.
+    """
+    kind = kind_of(layer)
+    if isinstance(layer, nn.Linear) and (kind is None or not kind.declared):
+        return layer
+    assert kind is not None and kind.is_affine
+    (matrix,) = kind.matrices(layer)
+    weight = getattr(layer, matrix.weight)
+    bias = None if matrix.bias is None else getattr(layer, matrix.bias)
+    return linear_with(weight.t() if matrix.transposed else weight, bias, layer.training)
+
+
+def linear_with(weight: Tensor, bias: Tensor | None, training: bool) -> nn.Linear:
+    """An ``nn.Linear`` with this weight (out, in) and bias, parameters or views of them, sharing their memory."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias is not None, device="meta").train(training)
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+    return linear
+
+
+def coupling_layer(module: nn.Module) -> str | None:
+    """The name of the first layer that couples samples of a batch, or its type if it is ``module``; or None."""
+    for name, layer in module.named_modules():
+        if couples_samples(layer):
+            return name or type(layer).__name__
+    return None
+
+
+def hidden_layers(module: nn.Module, *, of_other_forwards: bool = False) -> set[nn.Module]:
+    """Layers from ``module`` down that are never called: others use their parameters, as attention its ``out_proj``.
+
+    Args:
+        module: searched with everything below it.
+        of_other_forwards: also below layers that override the ``forward`` of their kind, which may call them or not.
+    """
+    hidden: set[nn.Module] = set()
+    for layer in module.modules():
+        kind = kind_of(layer)
+        if kind is None and of_other_forwards:
+            kind = nearest_kind(type(layer))
+        if kind is not None:
+            hidden.update(kind.hidden_layers(layer))
+    return hidden
+
+
+def called_layers(module: nn.Module) -> list[nn.Module]:
+    """All modules from ``module`` down but the :func:`hidden_layers`."""
+    hidden = hidden_layers(module)
+    return [layer for layer in module.modules() if layer not in hidden]
+
+
+def owned_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a call of ``layer`` uses itself, by name; not those of layers that it calls."""
+    own = dict(layer.named_parameters(recurse=False))
+    if (parametrizations := getattr(layer, "parametrizations", None)) is not None:
+        own.update(parametrizations.named_parameters("parametrizations"))
+    kind = kind_of(layer)
+    if kind is not None and has_plain_parameters(layer, kind):
+        names = {child: name for name, child in layer.named_modules()}
+        for hidden in kind.hidden_layers(layer):
+            own.update(hidden.named_parameters(names[hidden]))
+    return own
+
+
+def padding(layer: Any) -> list[tuple[int, int]]:
+    """(before, after) of each dimension of a convolution's images."""
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(int(number), int(number)) for number in layer.padding]
+
+
+def base_call(call: LayerCall) -> LayerCall:
+    """The same call with the arguments that the base of the layer's kind takes.
+
+    Raises:
+        ValueError: an argument that the base does not have is given, and is not its default.
+    """
+    kind, forward = kind_of(call.layer), type(call.layer).forward
+    if call.of_base or kind is None or kind.base is None or forward is kind.base.forward:
+        return call
+    known = list(inspect.signature(kind.base.forward).parameters)[1:]
+    signature = inspect.signature(forward)
+    bound = signature.bind(call.layer, *call.args, **call.kwargs).arguments
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            args += value
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            kwargs |= value
+        elif not args and not kwargs:
+            args.append(value)  # the first, whatever its name is
+        elif name in known or not _is(value, parameter.default):
+            kwargs[name] = value
+    if unknown := kwargs.keys() - set(known):
+        raise ValueError(
+            f"{type(call.layer).__name__} is known to be like {kind.base.__name__}, which has no argument "
+            f"{' or '.join(sorted(unknown))}"
+        )
+    return replace(call, args=tuple(args), kwargs=kwargs)
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def plain_name(name: str) -> str:
+    """A name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def plain_named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``module.named_modules()`` without the wrappers of torch.compile."""
+    for name, child in module.named_modules():
+        if not isinstance(getattr(child, "_orig_mod", None), nn.Module):
+            yield plain_name(name + ".")[:-1], child
+
+
+def excluded_modules(
+    module: nn.Module, exclude: Sequence[str | nn.Module], argument: str = "exclude"
+) -> set[nn.Module]:
+    """All modules that are named, with or without ``_orig_mod.``, or given, and those below them.
+
+    Raises:
+        ValueError: one of them is no module of ``module``; the message calls what was given by ``argument``.
+        TypeError: one of them is neither a module nor a name.
+    """
+    by_name, known = dict(plain_named_modules(module)), set(module.modules())
+    several = isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module)
+    excluded: set[nn.Module] = set()
+    for item in exclude if several else [exclude]:
+        if not isinstance(item, str | nn.Module):
+            what = f"{type(item).__name__} {getattr(item, '__name__', '')}".rstrip()
+            raise TypeError(f"{argument} has this {what}, but takes modules or the full names of modules")
+        found = by_name.get(plain_name(item)) if isinstance(item, str) else item
+        if found is None or found not in known:
+            what = repr(item) if isinstance(item, str) else f"this {type(item).__name__}"
+            raise ValueError(
+                f"{argument} has {what}, which is no module of {type(module).__name__}: it takes modules or the full "
+                f"names of modules{_names_instead_of(item, by_name) if isinstance(item, str) else ''}"
+            )
+        excluded.update(found.modules())
+    return excluded
+
+
+def _names_instead_of(pattern: str, names: Iterable[str]) -> str:
+    """The end of a sentence for who has given a pattern, or a part of a name, where a name is wanted; or empty."""
+    there = [name for name in names if name]
+    if not set(pattern) & set("*?["):
+        longer = [name for name in there if name.endswith(f".{pattern}")]
+        return f"; there is {' and '.join(map(repr, longer[:5]))}" if longer else ""
+    matching = [name for name in there if fnmatchcase(name, pattern)]
+    listed = matching or there
+    some = ", ".join(map(repr, listed[:5])) + (", ..." if len(listed) > 5 else "")
+    return f", no patterns; {'it matches' if matching else 'there are'} {some or 'none'}"

@@ -1,0 +1,1 @@
+"""Residuals of a module and the rows of their Jacobian."""

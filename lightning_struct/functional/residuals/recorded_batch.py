@@ -1,0 +1,223 @@
+"""Residuals of a whole batch by a record: a graph of the operations on tensors that a module does for the batch.
+
+The residuals alone are wanted several times in a step. A batch that is as large as the last one is recorded as a whole:
+what the module does in Python, and its own derivatives above all, are then done once, and not in each call.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functionalize
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lightning_struct.functional.checks import first_line
+from lightning_struct.functional.residuals.residuals import residual_blocks
+from lightning_struct.functional.torch_helpers import call_with
+from lightning_struct.functional.torch_internals import tree_flatten, tree_unflatten, writes_in_place
+
+_log = logging.getLogger(__name__)
+# Rounding, in units of the last place of the largest number that took part.
+_ROUNDING = 1e3
+
+Parameters: TypeAlias = Mapping[str, Tensor]
+
+
+class BatchRecords:
+    """Records of a module for whole batches: the last one is kept.
+
+    Args:
+        module: returns residuals.
+
+    Attributes:
+        refused: whether batches cannot be recorded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: dict[str, GraphModule] = {}  # the last one
+        self.refused = False
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy records anew
+        return {**vars(self), "_kept": {}}
+
+    def record_of(
+        self,
+        blocks: Parameters,
+        params: Parameters,
+        args: tuple[Any, ...],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> RecordedBatch | None:
+        """A whole batch, by a record that gives its blocks at ``params``; None where there is none."""
+        if self.refused:
+            return None
+        inputs = BatchInputs(args, next(iter(blocks.values())))
+        sizes = [(tuple(t.shape), t.dtype, t.device) for t in (*inputs.tensors, *blocks.values())]
+        key = f"{inputs.key} {sizes} {self._module.training}"
+        buffers = dict(self._module.named_buffers())
+
+        def fits(whole: RecordedBatch) -> bool:
+            with context():
+                return whole.gives(blocks, params)
+
+        if key in self._kept and fits(whole := RecordedBatch(self._kept[key], inputs, buffers)):
+            return whole
+        self._kept = {}
+        try:
+            with context():
+                graph = _graph_of_batch(self._module, params, buffers, inputs)
+            self.refused = not fits(whole := RecordedBatch(graph, inputs, buffers))
+        except torch.OutOfMemoryError:
+            return None
+        except Exception as error:  # noqa: BLE001  # a module may do anything, and what cannot be recorded is no error
+            _log.info("the operations of a batch cannot be recorded: %s", first_line(error))
+            self.refused = True
+        if self.refused:
+            return None
+        self._kept = {key: graph}
+        return whole
+
+
+class RecordedBatch:
+    """A batch by a graph of operations on (weights, buffers, tensors of the inputs) that returns its blocks."""
+
+    def __init__(self, graph: GraphModule, inputs: BatchInputs, buffers: Parameters) -> None:
+        self._graph, self._inputs, self._buffers = graph, inputs, buffers
+
+    def values(self, params: Parameters) -> dict[str, Tensor]:
+        """The residuals by block."""
+        with torch.no_grad():
+            return self._graph(dict(params), dict(self._buffers), self._inputs.tensors)
+
+    def gives(self, blocks: Parameters, params: Parameters) -> bool:
+        """Whether these are the values of the blocks."""
+        values = self.values(params)
+        return values.keys() == blocks.keys() and all(
+            is_equal_up_to_rounding(
+                values[name],
+                blocks[name],
+                lambda: largest_number(self._graph, params, self._buffers, self._inputs.tensors),
+            )
+            for name in blocks
+        )
+
+
+class BatchInputs:
+    """Tensors among a module's arguments, and which of them have a row for each residual of a block.
+
+    Args:
+        args: the module's arguments: tensors, in any nested sequences and mappings.
+        block: residuals of the block, (n_b, ...).
+
+    Attributes:
+        rows: n_b.
+        tensors: the tensors among the arguments.
+        dims: 0 for each tensor that has n_b rows, None for the others.
+        key: the structure of the arguments and the shapes of single rows.
+    """
+
+    def __init__(self, args: tuple[Any, ...], block: Tensor) -> None:
+        self._leaves, self._structure = tree_flatten(args)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.rows = len(block)
+        self.dims = [0 if t.ndim > 0 and t.shape[:1] == block.shape[:1] else None for t in self.tensors]
+        shapes = [tuple(t.shape[1:]) for t, dim in zip(self.tensors, self.dims, strict=True) if dim == 0]
+        self.key = f"{self._structure} {self.dims} {shapes}"
+
+    def row(self, index: int) -> list[Tensor]:
+        """The tensors of one residual."""
+        return [t[index] if dim == 0 else t for t, dim in zip(self.tensors, self.dims, strict=True)]
+
+    def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The module's arguments with other tensors."""
+        others = iter(tensors)
+        return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in self._leaves], self._structure)
+
+
+def is_equal_up_to_rounding(values: Tensor, block: Tensor, largest: Callable[[], float]) -> bool:
+    """Whether values are those of a block but for rounding.
+
+    Args:
+        values: as many.
+        block: the residuals.
+        largest: the largest number that they were computed from, of which rounding may leave a share where the
+            residuals are small. It is asked only where it matters.
+    """
+    if values.numel() != block.numel():
+        return False
+    difference, eps = (values.view_as(block) - block).abs().max().item(), torch.finfo(block.dtype).eps
+    return difference <= eps**0.5 * block.abs().max().item() or difference <= min(eps**0.5, _ROUNDING * eps) * largest()
+
+
+def largest_number(graph: GraphModule, *args: Any) -> float:
+    """The largest finite number that a graph works with, by its magnitude."""
+    interpreter = _Largest(graph)
+    with torch.no_grad():
+        interpreter.run(*args)
+    return torch.stack(interpreter.largest).max().item()
+
+
+class _Largest(Interpreter):
+    """Runs a graph and keeps the largest number of each tensor."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.largest: list[Tensor] = []
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.users and isinstance(result, Tensor) and result.is_floating_point() and result.numel() > 0:
+            self.largest.append(result.nan_to_num(0.0, 0.0, 0.0).abs().max().float())
+        return result
+
+
+def recorded_graph(
+    function: Callable[[Parameters, Parameters, list[Tensor]], Any],
+    params: Parameters,
+    buffers: Parameters,
+    tensors: list[Tensor],
+) -> GraphModule:
+    """A function as a graph of the operations on tensors that it does for these arguments.
+
+    Args:
+        function: of (weights by name, buffers by name, tensors of the inputs).
+        params: name -> weight.
+        buffers: name -> buffer.
+        tensors: tensors of the inputs.
+    """
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # notes of the tracer about its own deprecations
+        graph = make_fx(function)(dict(params), dict(buffers), tensors)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def without_writes(
+    graph: GraphModule, params: Parameters, buffers: Parameters, tensors: list[Tensor]
+) -> GraphModule | None:
+    """A recorded graph with operations that make new tensors instead of writing to given ones.
+
+    ``vmap`` cannot write a batch to a tensor that has none, as to the state from which a recurrent layer starts.
+
+    Returns:
+        None where the graph has no such operation.
+    """
+    if not any(writes_in_place(node.target) for node in graph.graph.nodes):
+        return None
+    return recorded_graph(functionalize(graph), params, buffers, tensors)
+
+
+def _graph_of_batch(module: nn.Module, params: Parameters, buffers: Parameters, inputs: BatchInputs) -> GraphModule:
+    def batch(params: Parameters, buffers: Parameters, tensors: list[Tensor]) -> Mapping[str, Tensor]:
+        values = {**{key: b.clone() for key, b in buffers.items()}, **params}
+        return residual_blocks(call_with(module, values, inputs.args(tensors)))
+
+    return recorded_graph(batch, params, buffers, inputs.tensors)

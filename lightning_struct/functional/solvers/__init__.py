@@ -1,0 +1,1 @@
+"""Linear solvers, the damping and the length of steps."""

@@ -1,0 +1,155 @@
+"""Preconditioned conjugate gradients with the stopping rule of Martens (2010)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.solvers.least_squares import RightPreconditioner
+from lightning_struct.functional.solvers.vectors import Vector, dot, leaves, norm, structured
+
+
+@dataclass(frozen=True)
+class ConjugateGradientResult:
+    """End of a solve by :func:`conjugate_gradient`.
+
+    Attributes:
+        x: the solution, structured like ``b``.
+        iterations: iterations done; each took one product with B.
+        residual_norm: ‖b - B x‖, by the recurrence.
+        quadratic: ½ xᵀB x - bᵀx, by the recurrence.
+        stop_reason: ``"progress"`` (Martens' rule), ``"residual"``, ``"zero_gradient"`` (the start solves the system),
+            ``"curvature"`` (B is not positive definite along a direction), ``"callback"``, or ``"maxiter"``.
+
+    Example:
+        >>> B = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> result = conjugate_gradient(B.matmul, torch.tensor([2.0, 8.0]), rtol=1e-3)
+        >>> result.iterations, round(result.quadratic, 3), result.stop_reason
+        (2, -9.0, 'residual')
+    """
+
+    x: Any
+    iterations: int
+    residual_norm: float
+    quadratic: float
+    stop_reason: str
+
+
+def conjugate_gradient(
+    matvec: Callable[[Any], Any],
+    b: Vector,
+    *,
+    x0: Vector | None = None,
+    preconditioner: Vector | RightPreconditioner | None = None,
+    maxiter: int = 250,
+    progress_tolerance: float = 5e-4,
+    progress_window: int = 10,
+    rtol: float = 0.0,
+    callback: Callable[[int, Callable[[], Any]], bool | None] | None = None,
+) -> ConjugateGradientResult:
+    """Solve B x = b for a symmetric positive definite B.
+
+    Stops after i steps when the quadratic is negative and has fallen, over the last k = max(``progress_window``, i/10)
+    steps, by less than k times ``progress_tolerance`` of its value (Martens 2010, section 4.4).
+
+    Args:
+        matvec: x -> B x, on tensors or dicts of tensors.
+        b: right-hand side, structured like x.
+        x0: where to start; zero if not given.
+        preconditioner: as for ``lsmr``: c with x = c∘y, or an object with ``solve`` and ``solve_transpose`` for C;
+            residuals are multiplied by C⁻¹C⁻ᵀ.
+        maxiter: bound on the iterations.
+        progress_tolerance: ε of the rule; 0 turns it off.
+        progress_window: the fewest steps that the rule looks back; with a good preconditioner 10 are many.
+        rtol: stop when ‖b - B x‖ <= rtol ‖b‖; in any case when only rounding is left of the residual of the start.
+        callback: as for ``lsmr``.
+
+    Returns:
+        ConjugateGradientResult: solution, iterations, norms and the reason of the stop.
+
+    Raises:
+        ValueError: an option out of range, or a vector of the wrong structure.
+        TypeError: a vector is no tensor, or holds other numbers than float32 and float64.
+        FloatingPointError: a product returned NaN or infinity.
+
+    Example:
+        >>> B = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> conjugate_gradient(B.matmul, torch.tensor([2.0, 8.0])).x.round(decimals=3)
+        tensor([1., 2.])
+    """
+    if progress_window < 1:
+        raise ValueError(f"progress_window must be >= 1, got {progress_window}")
+    if not (maxiter >= 0 and progress_tolerance >= 0 and rtol >= 0):  # nor NaN
+        raise ValueError(
+            f"maxiter, progress_tolerance and rtol must be >= 0, got {maxiter}, {progress_tolerance}, {rtol}"
+        )
+    right, precondition = leaves(b, name="b"), _preconditioning(preconditioner, b)
+    if x0 is None:
+        x, r = [torch.zeros_like(t) for t in right], [t.clone() for t in right]
+    else:
+        x = [t.clone() for t in leaves(x0, b, "x0")]
+        r = [t - p for t, p in zip(right, leaves(matvec(x0), b, "B x0"), strict=True)]
+    y = precondition(r)
+    p, r_y = [t.clone() for t in y], dot(r, y)
+    smallest = rtol * norm(right) if rtol > 0 else 0.0
+    rounding = r_y * max(torch.finfo(t.dtype).eps for t in r) ** 2  # beyond it the recurrence is noise, which may grow
+    values = [0.0 if x0 is None else -0.5 * (dot(r, x) + dot(right, x))]  # B x = b - r
+    iteration, reason = 0, "zero_gradient" if r_y == 0.0 else "maxiter"
+    while reason == "maxiter" and iteration < maxiter:
+        product = leaves(matvec(structured(b, p)), b, "the product with B")
+        curvature = dot(p, product)
+        if not math.isfinite(curvature):
+            raise FloatingPointError(
+                "the product with B holds NaN or infinity; check the data, the weights, the damping"
+            )
+        if curvature <= 0.0:
+            reason = "curvature"
+            break
+        alpha = r_y / curvature
+        values.append(values[-1] - 0.5 * alpha * r_y)  # since p·r = r·y
+        for x_, r_, p_, q in zip(x, r, p, product, strict=True):
+            x_.add_(p_, alpha=alpha)
+            r_.sub_(q, alpha=alpha)
+        iteration += 1
+        if rtol > 0 and norm(r) <= smallest:
+            reason = "residual"
+        elif progress_tolerance > 0 and _has_slowed_down(values, progress_window, progress_tolerance):
+            reason = "progress"
+        stop = callback is not None and callback(iteration, lambda: structured(b, [t.clone() for t in x]))
+        if stop and reason == "maxiter":
+            reason = "callback"
+        if reason != "maxiter" or iteration == maxiter:  # the last step needs no direction for another
+            break
+        y = precondition(r)
+        r_y, previous = dot(r, y), r_y
+        for p_, y_ in zip(p, y, strict=True):
+            p_.mul_(r_y / previous).add_(y_)
+        if r_y <= rounding:
+            reason = "residual"
+    return ConjugateGradientResult(structured(b, x), iteration, norm(r), values[-1], reason)
+
+
+def _preconditioning(
+    preconditioner: Vector | RightPreconditioner | None, b: Vector
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """r -> C⁻¹C⁻ᵀ r."""
+    if preconditioner is None:
+        return lambda r: [t.clone() for t in r]
+    if isinstance(preconditioner, Tensor | Mapping):
+        scale = leaves(preconditioner, b, "preconditioner")
+        return lambda r: [t * c * c for t, c in zip(r, scale, strict=True)]
+    solve_normal: Callable[[Any], Any] = getattr(
+        preconditioner, "solve_normal", lambda r: preconditioner.solve(preconditioner.solve_transpose(r))
+    )
+    return lambda r: leaves(solve_normal(structured(b, r)), b, "what the preconditioner's solve returned")
+
+
+def _has_slowed_down(values: list[float], window: int, tolerance: float) -> bool:
+    """Martens' rule, from the values of the quadratic at the start and after each step."""
+    k = max(window, (len(values) - 1) // 10)
+    return len(values) > k + 1 and values[-1] < 0.0 and (values[-1] - values[-1 - k]) / values[-1] < k * tolerance

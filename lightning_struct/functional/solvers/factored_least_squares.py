@@ -1,0 +1,241 @@
+"""Damped least squares of one matrix: any damping, any right-hand side, any centre.
+
+A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a
+Cholesky factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which
+does no harm where λ is not too small: rounding changes J Jᵀ by about ε σ₁², and the residual r of the solution, J Jᵀ y
+= b - r with y = r/λ², by about ε σ₁²/λ² of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.randomness import normal_numbers
+from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian, lower_gram
+
+_POWER_ITERATIONS = 8
+
+
+class DampedSolver(Protocol):
+    """A solver of min ‖J d - b‖² + λ²‖d‖² for one J (N, P): a :class:`FactoredLeastSquares` is one."""
+
+    def product(self, d: Tensor) -> Tensor:
+        """J d, (N,)."""
+
+    def solve(self, b: Tensor, damping: float) -> Tensor:
+        """The solution d, (P,), for a right-hand side b (N,) and λ."""
+
+
+class _AllDampings(ABC):
+    """min ‖J d - b‖² + λ²‖d - m‖² for one factored J (N, P) and any b, λ > 0 and m: O(N P) each."""
+
+    largest_singular_value: float
+
+    @abstractmethod
+    def coordinates(self, b: Tensor) -> Tensor:
+        """All of b (N,) that the solution depends on, (min(N, P),)."""
+
+    @abstractmethod
+    def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
+        """The solution d, (P,), around m = 0, from the coordinates of the right-hand side."""
+
+    @abstractmethod
+    def product(self, d: Tensor) -> Tensor:
+        """J d, (N,)."""
+
+    def solve(self, b: Tensor, damping: float, center: Tensor | None = None) -> Tensor:
+        """The solution d, (P,), of one damped problem.
+
+        Args:
+            b: right-hand side, (N,).
+            damping: λ.
+            center: m, (P,); zero if not given.
+        """
+        if center is None:
+            return self.solve_coordinates(self.coordinates(b), damping)
+        return center + self.solve_coordinates(self.coordinates(b - self.product(center)), damping)
+
+
+class FactoredLeastSquares(_AllDampings):
+    """min ‖J d - b‖² + λ²‖d - m‖² for one J (N, P) and any b, λ > 0 and m: O(N P) each, after O(N P min(N, P)) once.
+
+    By a QR factorisation of the shorter side of J, and a singular value decomposition of the triangle: of J with N >=
+    P, else of Jᵀ. J itself is kept, not copied.
+
+    Args:
+        jacobian: J, (N, P), float32 or float64, finite.
+
+    Attributes:
+        jacobian: J.
+        singular_values: of J, (min(N, P),), the largest first.
+        largest_singular_value: the first of them.
+
+    Example:
+        >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+        >>> FactoredLeastSquares(jacobian).solve(torch.tensor([2.0, 8.0, 1.0]), damping=2.0).round(decimals=3)
+        tensor([0.5000, 1.6000])
+    """
+
+    def __init__(self, jacobian: Tensor) -> None:
+        self.jacobian = jacobian
+        self._tall = jacobian.shape[0] >= jacobian.shape[1]
+        longer = jacobian if self._tall else jacobian.mT
+        self._reflectors, self._tau = torch.geqrf(longer)
+        side = longer.shape[1]
+        triangle = self._reflectors[:side].triu()
+        self._left, self.singular_values, right = torch.linalg.svd(triangle)
+        self._right = right.mT
+        self.largest_singular_value = self.singular_values[0].item()
+
+    def product(self, d: Tensor) -> Tensor:
+        return self.jacobian @ d
+
+    def coordinates(self, b: Tensor) -> Tensor:
+        """Uᵀ b."""
+        if self._tall:  # J = Q R, R = U S Vᵀ
+            return self._left.mT @ self._apply_q(b, transpose=True)[: self._tau.shape[0]]
+        return self._right.mT @ b  # Jᵀ = Q R, so J = V S (Q U)ᵀ
+
+    def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
+        s = self.singular_values
+        solution = coordinates / (s + damping * (damping / s))  # without squares, which may be out of range
+        if self._tall:
+            return self._right @ solution
+        padded = solution.new_zeros(self.jacobian.shape[1])
+        padded[: len(s)] = self._left @ solution
+        return self._apply_q(padded, transpose=False)
+
+    def _apply_q(self, vector: Tensor, transpose: bool) -> Tensor:
+        return torch.ormqr(self._reflectors, self._tau, vector[:, None], left=True, transpose=transpose)[:, 0]
+
+
+class GramLeastSquares(_AllDampings):
+    """Solver of min ‖J d - b‖² + λ²‖d - m‖² by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
+
+    It has the methods of :class:`FactoredLeastSquares`. It takes O(n²) more memory and n³/3 multiply-adds for a λ, n =
+    min(N, P): several λ cost less than eigenvalues, and far less than a QR and an SVD. The factor of the last λ is
+    kept. The condition of J is squared: solutions lose digits where λ is small, but the residual that they leave hardly
+    changes down to ``smallest_damping``.
+
+    Args:
+        jacobian: J, (N, P), float32 or float64, finite, a matrix or a :class:`~lightning_struct.functional.Jacobian`;
+            its rows here, where they are distributed over processes.
+        rows: N over all processes; if not given, that of ``jacobian``.
+        all_reduce: sums a tensor over processes.
+        all_gather: puts the rows of all processes together, where there are several.
+
+    Attributes:
+        jacobian: J, its rows here.
+        largest_singular_value: an estimate from below, by power iteration.
+        smallest_damping: λ down to which the residual J d - b of a solution d is that of the exact one to a hundredth.
+
+    Raises:
+        torch.linalg.LinAlgError: in a solution, λ far below ``smallest_damping``.
+
+    Example:
+        >>> jacobian = torch.tensor([[2.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+        >>> GramLeastSquares(jacobian).solve(torch.tensor([2.0, 8.0, 1.0]), damping=2.0).round(decimals=3)
+        tensor([0.5000, 1.6000])
+    """
+
+    def __init__(
+        self,
+        jacobian: Tensor | Jacobian,
+        *,
+        rows: int | None = None,
+        all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        all_gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.jacobian = DenseJacobian(jacobian) if isinstance(jacobian, Tensor) else jacobian
+        self._tall = (self.jacobian.shape[0] if rows is None else rows) >= self.jacobian.shape[1]
+        self._all_reduce, self._all_gather = all_reduce, all_gather
+        if self._tall:
+            self._gram = all_reduce(lower_gram(self.jacobian.dense().mT))
+        else:
+            self._wide = self.jacobian if all_gather is None else self.jacobian.gathered(all_gather)
+            self._gram = self._wide.gram_of_rows()
+        self._factor, self._factor_damping = torch.empty_like(self._gram), math.nan
+        # from a vector (P,), so that the order of the rows, as processes share them, makes no difference
+        start = normal_numbers(self.jacobian.shape[1], like=self._gram.new_empty(0, dtype=self.jacobian.dtype))
+        start = start if self._tall else self._wide.product(start)
+        self.largest_singular_value = math.sqrt(_largest_eigenvalue(self._gram, start))
+        self.smallest_damping = self.smallest_share(len(self._gram), self._gram.dtype) * self.largest_singular_value
+
+    @staticmethod
+    def smallest_share(size: int, dtype: torch.dtype) -> float:
+        """``smallest_damping`` over σ₁: rounding, of about √n ε σ₁² for n = ``size`` rows, is small beside λ²."""
+        return math.sqrt(8 * (size + 64) * torch.finfo(dtype).eps)
+
+    def product(self, d: Tensor) -> Tensor:
+        return self.jacobian.product(d)
+
+    def coordinates(self, b: Tensor) -> Tensor:
+        """Jᵀ b, or b where N < P."""
+        if self._tall:
+            return self._all_reduce(self.jacobian.transposed_product(b))
+        return b if self._all_gather is None else self._all_gather(b)
+
+    def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
+        if damping != self._factor_damping:
+            self._factor_damping = math.nan
+            self._factor.copy_(self._gram).diagonal().add_(damping * damping)
+            torch.linalg.cholesky(self._factor, out=self._factor)
+            self._factor_damping = damping
+        solution = torch.cholesky_solve(coordinates[:, None].to(self._factor), self._factor)[:, 0].to(coordinates)
+        return solution if self._tall else self._wide.transposed_product(solution)
+
+
+def _largest_eigenvalue(lower: Tensor, start: Tensor) -> float:
+    """An estimate from below for the symmetric matrix of this lower triangle, by power iteration."""
+    lower, vector = lower.tril(), start.to(lower)
+    largest = lower.new_zeros(())
+    for _ in range(_POWER_ITERATIONS):
+        vector = vector / torch.linalg.vector_norm(vector)
+        product = lower @ vector + lower.mT @ vector - lower.diagonal() * vector
+        largest, vector = torch.dot(vector, product), product
+    return max(largest.item(), 0.0)
+
+
+def geodesic_acceleration(
+    solver: DampedSolver,
+    residual: Tensor,
+    residual_at: Callable[[Tensor], Tensor],
+    velocity: Tensor,
+    damping: float,
+    *,
+    step: float = 0.1,
+) -> Tensor:
+    """The second-order correction a of a Levenberg-Marquardt step v: the weights move by v + a.
+
+    a = -½ (JᵀJ + λ²)⁻¹ Jᵀ r_vv, with the second derivative of the residuals along v from one evaluation,
+    r_vv ≈ (2/h) ((r(w + h v) - r(w))/h - J v) (Transtrum & Sethna 2012, arXiv 1201.5885, section 5).
+
+    Args:
+        solver: of J at w, as a :class:`FactoredLeastSquares`.
+        residual: r(w), (N,).
+        residual_at: d -> r(w + d), (N,).
+        velocity: v, (P,), the step without acceleration.
+        damping: λ of v.
+        step: h.
+
+    Returns:
+        Tensor: a, (P,).
+
+    Example:
+        >>> def residual_at(d):  # r(w) = w² - 1.21 around w = 1
+        ...     return (1 + d) ** 2 - 1.21
+        >>> solver, residual = FactoredLeastSquares(torch.tensor([[2.0]])), residual_at(torch.zeros(1))
+        >>> velocity = solver.solve(-residual, damping=0.01)
+        >>> acceleration = geodesic_acceleration(solver, residual, residual_at, velocity, damping=0.01)
+        >>> 1 + velocity, 1 + velocity + acceleration  # the root is 1.1
+        (tensor([1.1050]), tensor([1.0995]))
+    """
+    slope = (residual_at(step * velocity) - residual) / step
+    curvature = (2.0 / step) * (slope - solver.product(velocity))
+    return solver.solve(curvature, damping).mul_(-0.5)

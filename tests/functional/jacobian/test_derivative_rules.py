@@ -1,0 +1,277 @@
+"""Products with the Jacobian by rules of layers and, where there is none, by torch's kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from lightning_struct.functional import Linearization, linearize
+from lightning_struct.functional.jacobian.derivative_rules import derivative_rules
+from tests.cases import dense_jacobian, flat, gaussian, random_like, trainable
+
+# Recurrent layers
+
+
+class Reader(nn.Module):
+    """All that a recurrent layer returns, after a linear layer: each sample's outputs and its last states."""
+
+    def __init__(
+        self, layer: nn.RNNBase, call: Callable[[nn.RNNBase, Tensor], Any] = lambda layer, x: layer(x)
+    ) -> None:
+        super().__init__()
+        self.before, self.layer, self._call = nn.Linear(3, 3), layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        outputs, states = self._call(self.layer, x if self.layer.batch_first else x.transpose(0, 1))
+        outputs = outputs if self.layer.batch_first else outputs.transpose(0, 1)
+        states = states if isinstance(states, tuple) else (states,)
+        return torch.cat([outputs.flatten(1), *(state.transpose(0, 1).flatten(1) for state in states)], 1)
+
+
+def linearized(module: nn.Module, inputs: Tensor) -> Linearization:
+    return linearize(module, trainable(module), inputs, backend="double_backward")
+
+
+def check_products(module: nn.Module, inputs: Tensor) -> None:
+    """The values and both products against torch's kernels and the dense Jacobian by them."""
+    linearization, jacobian = linearized(module, inputs), dense_jacobian(module, inputs).flatten(0, 1)
+    v, u = random_like(trainable(module)), gaussian(*linearization.outputs.shape, seed=2)
+    torch.testing.assert_close(linearization.outputs, module(inputs).detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(linearization.jvp(v).reshape(-1), jacobian @ flat(v), rtol=0, atol=1e-10)
+    torch.testing.assert_close(flat(linearization.vjp(u)), jacobian.T @ u.reshape(-1), rtol=0, atol=1e-10)
+
+
+def reader(kind: type[nn.RNNBase], call: Any = None, **options: Any) -> Reader:
+    torch.manual_seed(0)
+    layer = kind(3, 4, **options)
+    return (Reader(layer) if call is None else Reader(layer, call)).double()
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_first": True},
+        {"bias": False},
+        {"num_layers": 2, "bidirectional": True},
+        {"num_layers": 2, "dropout": 0.0},
+    ],
+    ids=str,
+)
+def test_products_equal_the_dense_jacobian(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+    check_products(reader(kind, **options), gaussian(2, 3, 3, seed=1))
+
+
+def test_products_of_a_relu_equal_the_dense_jacobian() -> None:
+    check_products(reader(nn.RNN, nonlinearity="relu", bidirectional=True), gaussian(2, 3, 3, seed=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+def test_products_of_a_projection_equal_the_dense_jacobian(options: dict[str, Any]) -> None:
+    check_products(reader(nn.LSTM, proj_size=2, **options), gaussian(2, 3, 3, seed=1))
+
+
+@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_frozen_weights_of_a_layer_are_constants(kind: type[nn.RNNBase], frozen: str) -> None:
+    module = reader(kind)
+    module.layer.get_parameter(frozen).requires_grad_(False)
+    check_products(module, gaussian(2, 3, 3, seed=1))
+
+
+def one_after_another(layer: nn.RNNBase, x: Tensor) -> Any:
+    _, states = layer(x)
+    return layer(x, states)
+
+
+def from_zero(layer: nn.RNNBase, x: Tensor) -> Any:
+    return layer(x, x.new_zeros(1, x.shape[1], layer.hidden_size))
+
+
+def packed(layer: nn.RNNBase, x: Tensor) -> Any:
+    outputs, states = layer(pack_padded_sequence(x, torch.tensor([3, 2])))
+    return pad_packed_sequence(outputs)[0], states
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"), [(nn.LSTM, one_after_another), (nn.GRU, one_after_another), (nn.RNN, from_zero), (nn.GRU, packed)]
+)
+def test_calls_that_have_no_rule_are_those_of_torch(kind: type[nn.RNNBase], call: Any) -> None:
+    check_products(reader(kind, call), gaussian(2, 3, 3, seed=1))
+
+
+def test_a_layer_whose_weights_are_parametrized_is_linearised_in_their_parameters() -> None:
+    module = reader(nn.GRU)
+    weight_norm(module.layer, "weight_hh_l0")
+    check_products(module, gaussian(2, 3, 3, seed=1))
+
+
+def test_dropout_between_levels_keeps_one_mask() -> None:
+    module = reader(nn.LSTM, num_layers=2, dropout=0.5)
+    linearization = linearized(module, gaussian(2, 3, 3, seed=1))
+    v, u = random_like(trainable(module)), gaussian(*linearization.outputs.shape, seed=2)
+    left, right = (u * linearization.jvp(v)).sum(), flat(linearization.vjp(u)) @ flat(v)
+    torch.testing.assert_close(left, right, rtol=1e-10, atol=0)
+
+
+def test_dropout_between_levels_is_that_of_torch() -> None:
+    module, inputs = reader(nn.LSTM, num_layers=2, dropout=0.5), gaussian(2, 3, 3, seed=1)
+    torch.manual_seed(0)
+    linearization = linearized(module, inputs)
+    torch.manual_seed(0)
+    torch.testing.assert_close(linearization.outputs, module(inputs).detach(), rtol=0, atol=1e-12)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    def doubled(layer: nn.RNNBase, x: Tensor) -> Any:
+        outputs, states = layer(x)
+        return outputs.mul_(2.0), states
+
+    check_products(reader(nn.LSTM, doubled), gaussian(2, 3, 3, seed=1))
+
+
+def test_an_input_that_is_changed_afterwards_is_an_error_of_torch() -> None:
+    def overwritten(layer: nn.RNNBase, x: Tensor) -> Any:
+        found = layer(x)
+        x.zero_()
+        return found
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        linearized(reader(nn.GRU, overwritten), gaussian(2, 3, 3, seed=1))
+
+
+def test_a_layer_keeps_its_forward_and_its_hooks() -> None:
+    module, seen = reader(nn.GRU), []
+    module.layer.register_forward_hook(lambda layer, args, output: seen.append(output[0].shape))
+    linearized(module, gaussian(2, 3, 3, seed=1))
+    assert seen == [(3, 2, 4)]
+    assert "forward" not in vars(module.layer)
+
+
+def test_wrong_inputs_get_the_error_of_torch() -> None:
+    with pytest.raises(RuntimeError, match="input.size"):
+        linearized(nn.Sequential(nn.GRU(5, 4)).double(), gaussian(2, 3, 3, seed=1))
+
+
+# Convolutions and normalisations
+
+
+IMAGES = (3, 4, 5, 5)
+LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Conv1d(4, 2, 3, padding=1), (3, 4, 5)),
+    (nn.Conv2d(4, 2, (3, 2), stride=2, dilation=(1, 2), bias=False), IMAGES),
+    (nn.Conv2d(4, 6, 3, groups=2, padding="same"), IMAGES),
+    (nn.Conv2d(4, 2, 2, padding="valid"), IMAGES),
+    (nn.Conv3d(2, 2, 2, padding=1), (3, 2, 2, 2, 2)),
+    (nn.LayerNorm(5), (3, 4, 5)),
+    (nn.LayerNorm((4, 5), bias=False), (3, 4, 5)),
+    (nn.LayerNorm(5, elementwise_affine=False), (3, 4, 5)),
+    (nn.GroupNorm(2, 4), IMAGES),
+    (nn.GroupNorm(4, 4, affine=False), (3, 4)),
+    (nn.BatchNorm1d(4), (6, 4)),
+    (nn.BatchNorm2d(4, affine=False), IMAGES),
+    (nn.BatchNorm2d(4, track_running_stats=False).eval(), IMAGES),
+    (nn.BatchNorm3d(2, momentum=None), (3, 2, 2, 2, 2)),
+    (nn.BatchNorm2d(4).eval(), IMAGES),
+]
+CASES = [
+    pytest.param(layer, shape, id=f"{layer}-{'training' if layer.training else 'eval'}") for layer, shape in LAYERS
+]
+
+
+class Between(nn.Module):
+    """A layer between elementwise functions of parameters, so that its inputs have tangents, too."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(gaussian(*shape[1:], seed=3)), copy.deepcopy(layer).double()
+        for name, tensor in [*self.layer.named_parameters(), *self.layer.named_buffers()]:
+            if tensor.is_floating_point():
+                tensor.data = (
+                    0.5 + gaussian(*tensor.shape, seed=4).abs() if "var" in name else gaussian(*tensor.shape, seed=5)
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x * self.scale).sin()).flatten(1)
+
+
+@pytest.mark.parametrize(("layer", "shape"), CASES)
+def test_products_of_a_layer_equal_the_dense_jacobian(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check_products(Between(layer, shape), gaussian(*shape, seed=1))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize(("layer", "shape"), [LAYERS[0], LAYERS[5], LAYERS[8], LAYERS[10]], ids=str)
+def test_frozen_parameters_of_a_layer_are_constants(layer: nn.Module, shape: tuple[int, ...], frozen: str) -> None:
+    module = Between(layer, shape)
+    module.layer.get_parameter(frozen).requires_grad_(False)
+    check_products(module, gaussian(*shape, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(4, 2, 3, padding=1, padding_mode="reflect"), IMAGES),
+        (nn.Conv1d(4, 2, 2, padding="same"), (3, 4, 5)),
+        (nn.InstanceNorm2d(4, affine=True), IMAGES),
+        (nn.ConvTranspose2d(4, 2, 2), IMAGES),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_layers_that_have_no_rule_are_those_of_torch(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check_products(Between(layer, shape), gaussian(*shape, seed=1))
+
+
+def test_statistics_of_a_batch_are_taken_once() -> None:
+    layer, inputs = nn.BatchNorm1d(4), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    by_torch = copy.deepcopy(layer)
+    by_torch(inputs)
+    with derivative_rules(layer):
+        layer(inputs)
+    for name, buffer in layer.named_buffers():
+        torch.testing.assert_close(buffer, by_torch.get_buffer(name), rtol=0, atol=0)
+
+
+# Where rules are used
+
+
+RULED = [(nn.LSTM(3, 2), (4, 5, 3)), *LAYERS]
+
+
+@pytest.mark.parametrize(("layer", "shape"), RULED, ids=lambda value: str(value))
+def test_a_layer_with_a_rule_is_one_node_within_and_that_of_torch_outside(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    def node() -> str:
+        found = layer(torch.ones(shape, requires_grad=True))
+        return type((found[0] if isinstance(found, tuple) else found).grad_fn).__name__
+
+    outside = node()
+    with derivative_rules(layer):
+        within = node()
+    assert (within, node()) == ("_CallBackward", outside)
+    assert outside != within
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    class Doubled(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    check_products(Between(Doubled(5), (3, 4, 5)), gaussian(3, 4, 5, seed=1))
+
+
+def test_under_autocast_layers_are_those_of_torch() -> None:
+    layer = nn.Conv1d(4, 2, 3)
+    with derivative_rules(layer), torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(3, 4, 5)).dtype == torch.bfloat16

@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_struct.functional import Linearization, linearize
+from lightning_struct.functional.solvers.vectors import inner
+from tests.cases import CASES, Case, dense_jacobian, flat, gaussian, mlp, random_like, shared_layer_mlp, trainable
+
+COVERED = [pytest.param(case, backend, id=f"{case}-{backend}") for case in CASES for backend in case.backends]
+PER_SAMPLE = [
+    pytest.param(case, backend, id=f"{case}-{backend}")
+    for case in CASES
+    if case.per_sample
+    for backend in dict.fromkeys((case.backends[0], "double_backward"))
+]
+
+
+def named(case: Case) -> pytest.param:
+    return pytest.param(case, id=case.name)
+
+
+@cache
+def linearized(case: Case, backend: str) -> tuple[nn.Module, Tensor, Linearization]:
+    """Module, inputs and linearization of a case, made once: recurrent layers and attention take seconds.
+
+    The backend is left to be chosen where it is the one that should be.
+    """
+    module, inputs = case.make()
+    named = None if backend == case.automatic else backend
+    return module, inputs, linearize(module, trainable(module), inputs, backend=named)
+
+
+@pytest.mark.parametrize(("case", "backend"), COVERED)
+def test_products_equal_the_dense_jacobian(case: Case, backend: str) -> None:
+    module, inputs, linearization = linearized(case, backend)
+    jacobian = dense_jacobian(module, inputs).flatten(0, 1)
+    v, u = random_like(trainable(module)), gaussian(*linearization.outputs.shape, seed=2)
+    assert linearization.backend == backend
+    torch.testing.assert_close(linearization.jvp(v).reshape(-1), jacobian @ flat(v), rtol=0, atol=1e-10)
+    torch.testing.assert_close(flat(linearization.vjp(u)), jacobian.T @ u.reshape(-1), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("case", "backend"), PER_SAMPLE)
+def test_per_sample_products_equal_the_dense_jacobian(case: Case, backend: str) -> None:
+    module, inputs, linearization = linearized(case, backend)
+    jacobian = dense_jacobian(module, inputs)
+    u = gaussian(*linearization.outputs.shape, seed=2)
+    gradients = torch.einsum("nop,no->np", jacobian, u.flatten(1))
+    squares = gradients.square()
+    torch.testing.assert_close(flat(linearization.squared_vjp(u)), squares.sum(0), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(linearization.squared_norms(u), squares.sum(1), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", [named(case) for case in CASES])
+def test_the_backend_is_chosen_by_what_covers_the_module(case: Case) -> None:
+    assert linearized(case, case.automatic)[2].backend == case.automatic
+
+
+def test_chunks_leave_what_they_multiply_as_it_is() -> None:
+    linearization = linearize(lambda p, x: p["w"] + x, {"w": torch.zeros(1, 2)}, torch.zeros(3, 2), chunk_size=1)
+    u = torch.ones(3, 2)
+    assert linearization.vjp(u)["w"].tolist() == [[3.0, 3.0]]
+    assert u.eq(1.0).all()
+
+
+@pytest.mark.parametrize("case", [named(c) for c in CASES if c.name in ("mlp", "conv", "lstm", "batch_norm_eval")])
+def test_chunks_give_the_same_products(case: Case) -> None:
+    module, inputs, whole = linearized(case, case.automatic)
+    params = trainable(module)
+    chunked = linearize(module, params, inputs, chunk_size=2)
+    v, u = random_like(params), gaussian(*whole.outputs.shape, seed=2)
+    torch.testing.assert_close(chunked.outputs, whole.outputs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(chunked.jvp(v), whole.jvp(v), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(chunked.vjp(u)), flat(whole.vjp(u)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(chunked.squared_vjp(u)), flat(whole.squared_vjp(u)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(chunked.squared_norms(u), whole.squared_norms(u), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["layer_rules", "linearize", "double_backward"])
+def test_products_are_taken_at_the_given_point_not_at_the_weights_of_the_module(backend: str) -> None:
+    torch.manual_seed(0)
+    module, inputs = mlp().double(), torch.randn(6, 4, dtype=torch.float64)
+    params = random_like(trainable(module))
+    linearization = linearize(module, params, inputs, backend=backend)
+    module.load_state_dict(params)
+    v = random_like(params, seed=2)
+    jacobian = dense_jacobian(module, inputs).flatten(0, 1)
+    torch.testing.assert_close(linearization.jvp(v).reshape(-1), jacobian @ flat(v), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["linearize", "double_backward"])
+def test_a_plain_function_can_be_linearised(backend: str) -> None:
+    def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ params["a"]) * params["b"]
+
+    generator = torch.Generator().manual_seed(0)
+    params = {"a": torch.randn(4, 3, generator=generator), "b": torch.randn(3, generator=generator)}
+    x, v = torch.randn(5, 4, generator=generator), random_like(params)
+    _, expected = torch.func.jvp(lambda p: function(p, x), (params,), (v,))
+    torch.testing.assert_close(linearize(function, params, x, backend=backend).jvp(v), expected)
+
+
+@pytest.mark.parametrize("backend", [None, "double_backward"])
+def test_dropout_keeps_one_mask_in_all_products(backend: str | None) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 2)).double()
+    params, inputs = trainable(module), torch.randn(6, 4, dtype=torch.float64)
+    linearization = linearize(module, params, inputs, backend=backend)
+    v, u = random_like(params), torch.randn(6, 2, dtype=torch.float64)
+    left, right = (u * linearization.jvp(v)).sum(), flat(linearization.vjp(u)) @ flat(v)
+    torch.testing.assert_close(left, right, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["linearize", "double_backward"])
+def test_buffers_are_left_as_they_are(backend: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = {name: b.clone() for name, b in module.named_buffers()}
+    linearization = linearize(module, trainable(module), torch.randn(6, 4), backend=backend)
+    linearization.jvp(trainable(module))
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_layer_rules_see_through_a_forward_of_the_users_own() -> None:
+    class Autoencoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Sequential(nn.Linear(4, 2), nn.Sigmoid()), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(self.encoder(x))
+
+    module = Autoencoder()
+    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
+
+
+@pytest.mark.parametrize("backend", ["layer_rules", "linearize", "double_backward"])
+def test_a_layer_that_is_registered_twice_keeps_its_parameters(backend: str) -> None:
+    module = shared_layer_mlp()
+    own = list(module.parameters())
+    linearization = linearize(module, trainable(module), torch.randn(3, 4), backend=backend)
+    linearization.jvp(trainable(module))
+    linearization.squared_norms(linearization.outputs)
+    assert [id(p) for p in module.parameters()] == [id(p) for p in own]
+
+
+def test_layer_rules_are_used_beside_layers_without_rules_that_are_not_called() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.metric = mlp(), nn.Softmax(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    module = Net()
+    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "layer_rules"
+
+
+def test_layer_rules_are_not_used_where_something_happens_between_the_layers() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 2), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(2 * self.first(x))
+
+    module = Scaled()
+    assert linearize(module, trainable(module), torch.randn(3, 4)).backend == "double_backward"
+
+
+def test_layer_rules_are_not_used_where_a_value_is_changed_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 2), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            hidden.mul_(2)
+            return self.second(hidden)
+
+    module = InPlace()
+    assert linearize(module, trainable(module), torch.randn(3, 4)).backend != "layer_rules"
+
+
+def test_layer_rules_are_not_used_through_layers_without_gradients() -> None:
+    class HalfTrained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                features = self.features(x)
+            return self.head(features)
+
+    module = HalfTrained().double()
+    linearization = linearize(module, trainable(module), torch.ones(5, 3, dtype=torch.float64))
+    assert linearization.backend == "double_backward"
+    products = linearization.vjp(torch.ones(5, 2, dtype=torch.float64))
+    assert not products["features.weight"].any() and products["head.weight"].any()
+
+
+def test_bfloat16_autocast_products_are_near_the_float32_ones() -> None:
+    torch.manual_seed(0)
+    module, inputs = mlp(), torch.randn(6, 4)
+    params = trainable(module)
+    v, u = random_like(params), torch.randn(6, 2)
+    exact = linearize(module, params, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = linearize(module, params, inputs)
+        tangent, gradients = rounded.jvp(v), rounded.vjp(u)
+    assert rounded.backend == "layer_rules"
+    torch.testing.assert_close(tangent.float(), exact.jvp(v), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(flat(gradients), flat(exact.vjp(u)), rtol=0.05, atol=0.05)
+
+
+def test_norms_of_vectors_are_as_exact_under_autocast() -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = inner(x, x)
+    torch.testing.assert_close(value, x.double().square().sum(), rtol=1e-6, atol=0)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    module = mlp()
+    with pytest.raises(ValueError, match="'jax'"):
+        linearize(module, trainable(module), torch.randn(3, 4), backend="jax")
+
+
+def test_layer_rules_by_name_refuse_a_module_they_do_not_cover() -> None:
+    module = nn.Conv1d(3, 2, 2)
+    with pytest.raises(ValueError, match="chain of Linear"):
+        linearize(module, trainable(module), torch.randn(3, 3, 4), backend="layer_rules")
+
+
+def test_a_module_with_everything_frozen_is_an_error() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        linearize(mlp(), {}, torch.randn(3, 4))
+
+
+def test_an_output_that_is_no_tensor_is_an_error_with_the_remedy() -> None:
+    module = nn.RNN(4, 3)
+    with pytest.raises(TypeError, match="wrap it"):
+        linearize(module, trainable(module), torch.randn(3, 2, 4), backend="double_backward")
+
+
+def test_per_sample_products_are_refused_where_the_batch_is_normalised() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    linearization = linearize(module, trainable(module), torch.randn(6, 4))
+    with pytest.raises(ValueError, match="eval mode"):
+        linearization.squared_norms(torch.randn(6, 3))
+
+
+def test_chunks_are_refused_where_the_batch_is_normalised() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="leave chunk_size out"):
+        linearize(module, trainable(module), torch.randn(6, 4), chunk_size=2)
+
+
+def test_an_operation_without_a_second_derivative_is_named() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(5, 3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bag(x)
+
+    module = Bag()
+    linearization = linearize(module, trainable(module), torch.tensor([[0, 1], [2, 3]]))
+    with pytest.raises(ValueError, match=r"_embedding_bag_backward.* by nn\.Embedding and a sum or mean"):
+        linearization.jvp(random_like(trainable(module), seed=0))
+
+
+class OutOfMemory(nn.Linear):
+    """Takes more than there is, in every call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_module_that_runs_out_of_memory_is_not_run_again() -> None:
+    module = OutOfMemory(2, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        linearize(module, trainable(module), torch.ones(3, 2))
+    assert module.calls == 1
+
+
+def test_an_error_of_the_module_is_raised_as_it_is() -> None:
+    class Fails(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            raise RuntimeError("of the module itself")
+
+    module = Fails(2, 2)
+    with pytest.raises(RuntimeError, match="^of the module itself$"):
+        linearize(module, trainable(module), torch.ones(3, 2))
+
+
+def test_a_name_that_the_module_does_not_have_is_refused():
+    module = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="Linear has no wieght: params are named as by named_parameters"):
+        linearize(module, {"weight": module.weight, "wieght": module.weight}, torch.ones(3, 2))
+
+
+def test_parameters_that_are_no_dict_are_refused_with_the_remedy():
+    module = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"as dict\(model.named_parameters\(\)\), got list"):
+        linearize(module, list(module.parameters()), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("backend", ["layer_rules", "double_backward"])
+def test_vectors_of_another_structure_are_refused(backend: str, chunk_size: int | None):
+    module, inputs = torch.nn.Linear(2, 4), torch.ones(3, 2)
+    point = trainable(module)
+    linearization = linearize(module, point, inputs, backend=backend, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match=r"v is a dict with the keys \['weight'\], expected .* \['bias', 'weight'\]"):
+        linearization.jvp({"weight": point["weight"]})
+    with pytest.raises(ValueError, match=r"v is a dict with the keys \['bias', 'more', 'weight'\], expected"):
+        linearization.jvp(point | {"more": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"v has the shapes \[\(4, 2\), \(1,\)\], expected \[\(4, 2\), \(4,\)\]"):
+        linearization.jvp(point | {"bias": torch.ones(1)})
+    with pytest.raises(TypeError, match="v must be a tensor or a dict of tensors, got list"):
+        linearization.jvp(list(point.values()))
+    for product in (linearization.vjp, linearization.squared_vjp, linearization.squared_norms):
+        with pytest.raises(ValueError, match=r"u has the shapes \[\(3, 1\)\], expected \[\(3, 4\)\]"):
+            product(torch.ones(3, 1))
+
+
+def test_the_default_device_of_torch_need_not_be_that_of_the_function():
+    module, inputs = torch.nn.Linear(2, 1), torch.ones(3, 2)
+    with torch.device("meta"):
+        linearization = linearize(module, trainable(module), inputs, backend="linearize")
+    assert torch.equal(linearization.jvp(linearization.vjp(inputs[:, :1])), torch.full((3, 1), 9.0))

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import scipy.sparse.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
+from tests.cases import gaussian
+from tests.optim.shf.waits import waits_of
+
+
+def positive_definite(n: int, seed: int, condition: float = 100.0) -> Tensor:
+    basis = torch.linalg.qr(gaussian(n, n, seed=seed)).Q
+    return basis @ torch.diag(torch.logspace(0, math.log10(condition), n, dtype=torch.float64)) @ basis.T
+
+
+def triangular(n: int, seed: int) -> Tensor:
+    return gaussian(n, n, seed=seed).tril(-1) * 0.3 + torch.diag(gaussian(n, seed=seed + 1).abs() + 1.0)
+
+
+def product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: matrix @ x
+
+
+def quadratic(matrix: Tensor, b: Tensor, x: Tensor) -> float:
+    return (0.5 * x @ matrix @ x - b @ x).item()
+
+
+class Triangular:
+    def __init__(self, matrix: Tensor) -> None:
+        self.inverse = torch.linalg.inv(matrix)
+
+    def solve(self, y: Tensor) -> Tensor:
+        return self.inverse @ y
+
+    def solve_transpose(self, x: Tensor) -> Tensor:
+        return self.inverse.T @ x
+
+
+PRECONDITIONERS = {
+    "none": None,
+    "scale": gaussian(7, seed=50).abs() + 0.2,
+    "object": Triangular(triangular(7, seed=51)),
+}
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+def test_solution_is_that_of_a_dense_solve(preconditioner: Any, started: bool) -> None:
+    matrix, b = positive_definite(7, seed=0), gaussian(7, seed=1)
+    x0 = gaussian(7, seed=2) if started else None
+    result = conjugate_gradient(
+        product(matrix), b, x0=x0, preconditioner=preconditioner, maxiter=100, progress_tolerance=0.0, rtol=1e-13
+    )
+    assert result.stop_reason == "residual"
+    torch.testing.assert_close(result.x, torch.linalg.solve(matrix, b), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4])
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
+def test_iterates_are_those_of_scipy(preconditioner: Any, iterations: int) -> None:
+    matrix, b, x0 = positive_definite(7, seed=3), gaussian(7, seed=4), gaussian(7, seed=5)
+    inverse = torch.eye(7, dtype=torch.float64)
+    if isinstance(preconditioner, Tensor):
+        inverse = torch.diag(preconditioner.square())
+    elif preconditioner is not None:
+        inverse = preconditioner.inverse @ preconditioner.inverse.T
+    result = conjugate_gradient(
+        product(matrix), b, x0=x0, preconditioner=preconditioner, maxiter=iterations, progress_tolerance=0.0
+    )
+    x, _ = scipy.sparse.linalg.cg(
+        matrix.numpy(), b.numpy(), x0.numpy(), rtol=0.0, maxiter=iterations, M=inverse.numpy()
+    )
+    assert (result.iterations, result.stop_reason) == (iterations, "maxiter")
+    torch.testing.assert_close(result.x, torch.from_numpy(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS.values(), ids=PRECONDITIONERS)
+def test_reported_quadratic_and_residual_are_those_of_the_solution_midway(preconditioner: Any) -> None:
+    matrix, b, x0 = positive_definite(7, seed=6), gaussian(7, seed=7), gaussian(7, seed=8)
+    result = conjugate_gradient(product(matrix), b, x0=x0, preconditioner=preconditioner, maxiter=3)
+    assert result.quadratic == pytest.approx(quadratic(matrix, b, result.x), rel=1e-12)
+    assert result.residual_norm == pytest.approx((b - matrix @ result.x).norm().item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_vectors_may_be_dicts_whose_keys_come_in_any_order(scaled: bool) -> None:
+    matrix, b, x0, scale = positive_definite(6, 9), gaussian(6, seed=10), gaussian(6, seed=11), gaussian(6, seed=12)
+
+    def split(x: Tensor, reverse: bool = False) -> dict[str, Tensor]:
+        parts = {"weight": x[:4].view(2, 2), "bias": x[4:]}
+        return dict(reversed(parts.items())) if reverse else parts
+
+    def matvec(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return split(matrix @ torch.cat([x["weight"].reshape(-1), x["bias"]]), reverse=True)
+
+    result = conjugate_gradient(
+        matvec,
+        split(b),
+        x0=split(x0, reverse=True),
+        preconditioner=split(scale.abs() + 0.2, reverse=True) if scaled else None,
+        progress_tolerance=0.0,
+        rtol=1e-13,
+    )
+    assert list(result.x) == ["weight", "bias"]
+    torch.testing.assert_close(result.x, split(torch.linalg.solve(matrix, b)), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("tolerance", "window"), [(5e-4, 10), (5e-3, 10), (0.05, 2)])
+@pytest.mark.parametrize("n", [40, 400])
+def test_martens_rule_stops_where_a_loop_over_the_recorded_quadratics_says(
+    n: int, tolerance: float, window: int
+) -> None:
+    matrix, b = positive_definite(n, seed=13, condition=3e4), gaussian(n, seed=14)
+    values = [0.0]
+
+    def record(iteration: int, solution: Callable[[], Tensor]) -> None:
+        values.append(quadratic(matrix, b, solution()))
+
+    conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=0.0, callback=record)
+
+    def stop() -> int:
+        for i in range(1, len(values)):
+            k = max(window, math.floor(0.1 * i))
+            if i > k and values[i] < 0 and (values[i] - values[i - k]) / values[i] < k * tolerance:
+                return i
+        raise AssertionError("the rule never holds on this problem")
+
+    result = conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=tolerance, progress_window=window)
+    assert (result.iterations, result.stop_reason) == (stop(), "progress")
+
+
+def test_martens_rule_looks_back_a_tenth_of_the_iterations_in_a_long_solve() -> None:
+    """Past iteration 110 the interval is longer than 10; the solve above with 400 unknowns must get there."""
+    matrix, b = positive_definite(400, seed=13, condition=3e4), gaussian(400, seed=14)
+    assert conjugate_gradient(product(matrix), b, maxiter=250, progress_tolerance=5e-4).iterations > 110
+
+
+def test_a_zero_tolerance_turns_martens_rule_off() -> None:
+    """Near convergence rounding makes the quadratic rise a little, which comparing with 0 would take for a stop."""
+    matrix, b = positive_definite(8, seed=3, condition=1e3), gaussian(8, seed=4)
+    result = conjugate_gradient(product(matrix), b, maxiter=40, progress_tolerance=0.0)
+    assert result.stop_reason == "residual"
+
+
+def test_an_indefinite_matrix_ends_with_curvature_and_the_iterate_before_it() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64))
+    iterates: list[Tensor] = []
+    b = torch.tensor([1.0, 1.0, 0.1], dtype=torch.float64)
+    result = conjugate_gradient(product(matrix), b, callback=lambda _, solution: iterates.append(solution()))
+    assert result.stop_reason == "curvature"
+    assert result.iterations == len(iterates) >= 1
+    assert torch.equal(result.x, iterates[-1])
+
+
+def test_a_negative_definite_matrix_returns_the_start() -> None:
+    b = gaussian(4, seed=17)
+    result = conjugate_gradient(lambda x: -x, b)
+    assert (result.stop_reason, result.iterations) == ("curvature", 0)
+    assert torch.equal(result.x, torch.zeros_like(b))
+
+
+@pytest.mark.parametrize("solved", ["zero_b", "exact_start"])
+def test_a_start_that_solves_the_system_is_returned(solved: str) -> None:
+    x0 = torch.tensor([1.0, -2.0], dtype=torch.float64) if solved == "exact_start" else None
+    b = torch.zeros(2, dtype=torch.float64) if x0 is None else 4.0 * x0
+    result = conjugate_gradient(lambda x: 4.0 * x, b, x0=x0)
+    assert (result.stop_reason, result.iterations, result.residual_norm) == ("zero_gradient", 0, 0.0)
+    assert torch.equal(result.x, torch.zeros_like(b) if x0 is None else x0)
+
+
+def test_rtol_ends_the_solve_at_the_first_small_residual() -> None:
+    matrix, b = positive_definite(30, seed=18), gaussian(30, seed=19)
+    small: list[bool] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
+        small.append(bool((b - matrix @ solution()).norm() <= 1e-2 * b.norm()))
+
+    result = conjugate_gradient(product(matrix), b, progress_tolerance=0.0, rtol=1e-2, callback=callback)
+    assert result.stop_reason == "residual"
+    assert small == [False] * (result.iterations - 1) + [True]
+
+
+def test_a_true_value_of_the_callback_ends_the_solve_with_the_iterate_that_it_saw() -> None:
+    matrix, b = positive_definite(9, seed=20), gaussian(9, seed=21)
+    seen: list[Tensor] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> bool:
+        seen.append(solution())
+        return iteration == 3
+
+    result = conjugate_gradient(product(matrix), b, callback=callback)
+    assert (result.stop_reason, result.iterations, len(seen)) == ("callback", 3, 3)
+    assert torch.equal(result.x, seen[-1])
+
+
+def test_what_the_callback_kept_does_not_change_afterwards() -> None:
+    matrix, b = positive_definite(9, seed=20), gaussian(9, seed=21)
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
+        kept.append(solution())
+        copies.append(kept[-1].clone())
+
+    conjugate_gradient(product(matrix), b, maxiter=4, callback=callback)
+    assert len(kept) == 4 and all(torch.equal(a, c) for a, c in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+@pytest.mark.parametrize("condition", [10.0, 1e4])
+def test_the_quadratic_of_a_long_solve_is_that_of_its_solution(
+    condition: float, started: bool, dtype: torch.dtype
+) -> None:
+    matrix, b = positive_definite(200, seed=0, condition=condition), gaussian(200, seed=1)
+    x0 = gaussian(200, seed=2) if started else torch.zeros(200, dtype=torch.float64)
+    result = conjugate_gradient(
+        product(matrix.to(dtype)), b.to(dtype), x0=x0.to(dtype), maxiter=150, progress_tolerance=0.0
+    )
+    exact, eps = quadratic(matrix, b, result.x.double()), torch.finfo(dtype).eps
+    assert abs(result.quadratic - exact) < eps * (100 * abs(exact) + abs(quadratic(matrix, b, x0)))
+
+
+@pytest.mark.parametrize("leaves", [1, 20])
+def test_an_iteration_waits_twice_for_the_device_whatever_the_number_of_tensors(leaves: int) -> None:
+    b = {str(i): gaussian(5, seed=i) for i in range(leaves)}
+    diagonal = {name: t.abs() + 0.5 for name, t in b.items()}
+
+    def matvec(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: diagonal[name] * t for name, t in x.items()}
+
+    def solve(iterations: int) -> None:
+        assert conjugate_gradient(matvec, b, maxiter=iterations, progress_tolerance=1e-30).iterations == iterations
+
+    assert waits_of(lambda: solve(4)) - waits_of(lambda: solve(2)) == 2 * 2
+
+
+def test_maxiter_zero_returns_the_start_and_its_residual() -> None:
+    matrix, b, x0 = positive_definite(5, seed=22), gaussian(5, seed=23), gaussian(5, seed=24)
+    result = conjugate_gradient(product(matrix), b, x0=x0, maxiter=0)
+    assert (result.stop_reason, result.iterations) == ("maxiter", 0)
+    assert torch.equal(result.x, x0)
+    assert result.residual_norm == pytest.approx((b - matrix @ x0).norm().item(), rel=1e-14)
+
+
+def test_arguments_are_left_as_they_were() -> None:
+    matrix, b, x0 = positive_definite(5, seed=22), gaussian(5, seed=23), gaussian(5, seed=24)
+    copies = b.clone(), x0.clone()
+    conjugate_gradient(product(matrix), b, x0=x0)
+    assert torch.equal(b, copies[0]) and torch.equal(x0, copies[1])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_float32_numbers_whose_squares_are_out_of_range_are_solved(scale: float) -> None:
+    matrix, b = positive_definite(6, seed=0), gaussian(6, seed=1)
+    x = conjugate_gradient(product(matrix.float()), (b * scale).float()).x
+    torch.testing.assert_close(x / scale, torch.linalg.solve(matrix, b).float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_product_with_nan_or_infinity_is_an_error(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        conjugate_gradient(lambda x: x * bad, gaussian(4, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"maxiter": -1}, "maxiter.* -1"),
+        ({"progress_tolerance": -1e-3}, "progress_tolerance.* -0.001"),
+        ({"progress_window": 0}, "progress_window must be >= 1, got 0"),
+        ({"rtol": -1e-3}, "rtol.* -0.001"),
+        ({"rtol": math.nan}, "rtol.* nan"),
+        ({"x0": torch.ones(3, dtype=torch.float64)}, r"x0 .*\(3,\).*\(4,\)"),
+        ({"preconditioner": torch.ones(3, dtype=torch.float64)}, r"preconditioner .*\(3,\).*\(4,\)"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        conjugate_gradient(lambda x: x, gaussian(4, seed=0), **options)
+
+
+@given(st.integers(1, 12), st.integers(0, 10_000), st.sampled_from([1.0, 1e2, 1e4]))
+@settings(max_examples=60)
+def test_the_quadratic_falls_at_every_step(n: int, seed: int, condition: float) -> None:
+    matrix, b, x0 = positive_definite(n, seed, condition), gaussian(n, seed=seed + 1), gaussian(n, seed=seed + 2)
+    values = [quadratic(matrix, b, x0)]
+    conjugate_gradient(
+        product(matrix),
+        b,
+        x0=x0,
+        progress_tolerance=0.0,
+        rtol=1e-10,
+        callback=lambda _, solution: values.append(quadratic(matrix, b, solution())),
+    )
+    assert all(later <= earlier + 1e-9 * abs(values[0]) for earlier, later in pairwise(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_solve_ends_where_only_rounding_is_left(dtype):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        A = torch.randn(12, 12, generator=generator, dtype=torch.float64)
+        B, b = (A @ A.T + torch.eye(12)).to(dtype), torch.randn(12, generator=generator, dtype=torch.float64).to(dtype)
+        result = conjugate_gradient(B.matmul, b, maxiter=3000, progress_tolerance=0.0)
+        assert result.stop_reason == "residual" and result.iterations < 200
+        torch.testing.assert_close(B @ result.x, b, rtol=1e-3, atol=1e-3)

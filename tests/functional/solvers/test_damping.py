@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_struct.functional import levenberg_marquardt
+from lightning_struct.functional.solvers.damping import ScaledDamping, check_levenberg_marquardt, next_batch_rule
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (-5.0, 4.0),
+        (0.2499, 4.0),
+        (0.25, 2.0),
+        (0.5, 2.0),
+        (0.75, 2.0),
+        (0.7501, 1.0),
+        (3.0, 1.0),
+        (math.inf, 1.0),
+        (-math.inf, 4.0),
+        (math.nan, 4.0),
+    ],
+)
+def test_damping_rises_below_a_quarter_and_falls_above_three_quarters(ratio: float, expected: float) -> None:
+    assert levenberg_marquardt(2.0, ratio, drop=0.5) == expected
+
+
+def test_thresholds_can_be_moved() -> None:
+    assert levenberg_marquardt(2.0, 0.5, drop=0.5, lower=0.6) == 4.0
+    assert levenberg_marquardt(2.0, 0.5, drop=0.5, upper=0.4) == 1.0
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.0, 1.5), (0.0, 3.0)])
+def test_damping_stays_between_its_bounds(ratio: float, expected: float) -> None:
+    assert levenberg_marquardt(2.0, ratio, drop=0.5, min_damping=1.5, max_damping=3.0) == expected
+
+
+def test_a_drop_of_one_changes_nothing() -> None:
+    assert [levenberg_marquardt(2.0, ratio, drop=1.0) for ratio in (0.0, 0.5, 1.0)] == [2.0, 2.0, 2.0]
+
+
+@given(st.floats(1e-6, 1e6), st.floats(0.5, 1.0))
+def test_a_fall_undoes_a_rise(damping: float, drop: float) -> None:
+    risen = levenberg_marquardt(damping, 0.0, drop=drop)
+    assert levenberg_marquardt(risen, 1.0, drop=drop) == pytest.approx(damping, rel=1e-12)
+
+
+@given(st.floats(1e-6, 1e6), st.floats(-10, 10), st.floats(0, 10), st.floats(0.1, 1.0))
+def test_a_better_ratio_never_gives_more_damping(damping: float, ratio: float, gain: float, drop: float) -> None:
+    worse = levenberg_marquardt(damping, ratio, drop=drop)
+    assert levenberg_marquardt(damping, ratio + gain, drop=drop) <= worse
+
+
+VALID: dict[str, Any] = {"drop": 0.99, "lower": 0.25, "upper": 0.75, "min_damping": 0.0, "max_damping": math.inf}
+
+
+def test_the_paper_s_settings_are_valid() -> None:
+    check_levenberg_marquardt(**VALID)
+
+
+@pytest.mark.parametrize("changed", [{"drop": 1.0}, {"drop": 0.01}, {"lower": 0.75}, {"max_damping": 1e-9}], ids=str)
+def test_settings_at_their_limits_are_valid(changed: dict[str, Any]) -> None:
+    check_levenberg_marquardt(**{**VALID, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"drop": 0.0}, r"drop must be in \(0, 1\], got 0.0"),
+        ({"drop": 1.5}, r"drop must be in \(0, 1\], got 1.5"),
+        ({"drop": math.nan}, "drop .* got nan"),
+        ({"lower": 0.8}, "lower must be <= upper, got 0.8 and 0.75"),
+        ({"min_damping": -1.0}, "min_damping .* got -1.0"),
+        ({"min_damping": 2.0, "max_damping": 1.0}, "got 2.0 and 1.0"),
+        ({"max_damping": 0.0}, "max_damping .* 0.0"),
+    ],
+    ids=str,
+)
+def test_settings_without_meaning_are_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_levenberg_marquardt(**{**VALID, **changed})
+
+
+def test_a_step_scale_grows_where_the_next_batch_shows_more_than_a_quarter_of_it() -> None:
+    now = ScaledDamping(0.4, 2.0)
+    assert next_batch_rule(now, 0.1, 1.0, drop=0.5) == now
+    assert next_batch_rule(now, 0.11, 1.0, drop=0.5).scale > 0.4 > next_batch_rule(now, 0.09, 1.0, drop=0.5).scale
+
+
+@given(st.floats(0.1, 1.0), st.floats(-1.0, 1.0))
+def test_a_step_scale_changes_by_a_fifth_and_stays_in_its_bounds(scale: float, ratio: float) -> None:
+    found = next_batch_rule(ScaledDamping(scale, 2.0), ratio, 1.0, drop=None)
+    assert 0.1 <= found.scale <= 1.0
+    assert abs(math.log(found.scale / scale)) <= 0.2 + 1e-12
+    assert found.damping == 2.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(0.9, 1.0), (0.5, 2.0 * 0.5**0.5), (0.25, 2.0), (0.2, 2.0)],
+    ids=["all", "half", "¼", "less"],
+)
+@pytest.mark.parametrize("fitted", [0.2, 3.0])
+def test_the_damping_falls_at_full_steps_that_the_next_batch_confirms(
+    ratio: float, expected: float, fitted: float
+) -> None:
+    assert next_batch_rule(ScaledDamping(1.0, 2.0), ratio, fitted, drop=0.5).damping == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("fitted", "expected"), [(0.0, -0.2), (0.5, -0.1), (1.0, 0.0), (1.5, 0.1), (2.0, 0.2), (9.0, 0.2)]
+)
+@pytest.mark.parametrize("ratio", [-0.5, 0.0, 0.1])
+def test_the_damping_of_shortened_steps_goes_by_what_they_fit_of_their_own_batch(
+    fitted: float, expected: float, ratio: float
+) -> None:
+    found = next_batch_rule(ScaledDamping(0.1, 2.0), ratio, fitted, drop=0.5)
+    assert math.log2(found.damping / 2.0) == pytest.approx(0.9 * expected)
+    longer = next_batch_rule(ScaledDamping(0.7, 2.0), ratio, fitted, drop=0.5)
+    assert math.log2(longer.damping / 2.0) == pytest.approx(0.3 * expected)
+
+
+def test_the_damping_by_the_next_batch_is_bounded() -> None:
+    assert next_batch_rule(ScaledDamping(1.0, 2.0), 1.0, 1.0, drop=0.5, min_damping=1.5).damping == 1.5
+    assert next_batch_rule(ScaledDamping(0.1, 2.0), 0.0, 9.0, drop=0.5, max_damping=2.1).damping == 2.1

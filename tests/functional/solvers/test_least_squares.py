@@ -1,0 +1,738 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_struct.functional import LeastSquaresResult, lsmr, lsqr
+from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
+from tests.cases import gaussian
+from tests.optim.shf.waits import waits_of
+
+SOLVERS = [pytest.param(lsmr, id="lsmr"), pytest.param(lsqr, id="lsqr")]
+SHAPES = [pytest.param((9, 5), id="tall"), pytest.param((5, 9), id="wide"), pytest.param((6, 6), id="square")]
+Solver = Callable[..., LeastSquaresResult]
+
+
+def operators(matrix: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    return (lambda x: matrix @ x), (lambda u: matrix.T @ u)
+
+
+def dense_solution(
+    matrix: Tensor, b: Tensor, damp: float = 0.0, center: Tensor | None = None, weight: Tensor | None = None
+) -> Tensor:
+    """argmin ‖A x - b‖² + damp² ‖W (x - center)‖² by a dense least-squares solve."""
+    n = matrix.shape[1]
+    below = damp * (torch.eye(n, dtype=matrix.dtype) if weight is None else weight)
+    right = below @ (torch.zeros(n, dtype=matrix.dtype) if center is None else center)
+    return torch.linalg.lstsq(torch.cat([matrix, below]), torch.cat([b, right])).solution
+
+
+class Triangular:
+    """C as an object with the two solves that a solver asks for."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def solve(self, y: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.matrix, y[:, None], upper=False)[:, 0]
+
+    def solve_transpose(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.matrix.T, x[:, None], upper=True)[:, 0]
+
+
+class Identity:
+    def solve(self, y: Any) -> Any:
+        return y
+
+    def solve_transpose(self, x: Any) -> Any:
+        return x
+
+
+def triangular(n: int, seed: int) -> Tensor:
+    return gaussian(n, n, seed=seed).tril(-1) * 0.3 + torch.diag(gaussian(n, seed=seed + 1).abs() + 1.0)
+
+
+# --- against SciPy, iterate by iterate -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("iterations", [1, 2, 3, 5])
+@pytest.mark.parametrize("damp", [0.0, 0.7])
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+def test_lsmr_iterates_and_norms_are_those_of_scipy(
+    shape: tuple[int, int], iterations: int, damp: float, started: bool
+) -> None:
+    matrix, b = gaussian(*shape, seed=0), gaussian(shape[0], seed=1)
+    x0 = gaussian(shape[1], seed=2) if started else None
+    result = lsmr(*operators(matrix), b, damp=damp, x0=x0, maxiter=iterations, atol=0.0, btol=0.0)
+    x, _, done, residual, normal_residual, *_ = scipy.sparse.linalg.lsmr(
+        matrix.numpy(), b.numpy(), damp, 0.0, 0.0, 0.0, iterations, x0=None if x0 is None else x0.numpy()
+    )
+    assert result.iterations == done == iterations
+    np.testing.assert_allclose(result.x.numpy(), x, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        [result.residual_norm, result.normal_residual_norm], [residual, normal_residual], rtol=0, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("iterations", [1, 2, 3, 5])
+@pytest.mark.parametrize("damp", [0.0, 0.7])
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+def test_lsqr_iterates_and_norms_are_those_of_scipy(
+    shape: tuple[int, int], iterations: int, damp: float, started: bool
+) -> None:
+    matrix, b = gaussian(*shape, seed=0), gaussian(shape[0], seed=1)
+    x0 = gaussian(shape[1], seed=2) if started else None
+    result = lsqr(*operators(matrix), b, damp=damp, x0=x0, maxiter=iterations, atol=0.0, btol=0.0)
+    x, _, done, _, residual, _, _, normal_residual, *_ = scipy.sparse.linalg.lsqr(
+        matrix.numpy(), b.numpy(), damp, 0.0, 0.0, 0.0, iterations, x0=None if x0 is None else x0.numpy()
+    )
+    assert result.iterations == done == iterations
+    np.testing.assert_allclose(result.x.numpy(), x, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        [result.residual_norm, result.normal_residual_norm], [residual, normal_residual], rtol=0, atol=1e-10
+    )
+
+
+# --- the first product with the transpose ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("preconditioner", [None, gaussian(5, seed=4).abs() + 0.2, Triangular(triangular(5, seed=5))])
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+@pytest.mark.parametrize("space", ["y", "x"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_known_gradient_saves_the_first_product_with_the_transpose(
+    solver: Solver, preconditioner: Any, started: bool, space: str, dtype: torch.dtype
+) -> None:
+    matrix, b = gaussian(9, 5, seed=0).to(dtype), gaussian(9, seed=1).to(dtype)
+    preconditioner = preconditioner.to(dtype) if isinstance(preconditioner, Tensor) else preconditioner
+    if isinstance(preconditioner, Triangular):
+        preconditioner = Triangular(preconditioner.matrix.to(dtype))
+    x0 = gaussian(5, seed=2).to(dtype) if started else None
+    gradient = matrix.T @ (b if x0 is None else b - matrix @ x0)
+    transposed = 0
+
+    def rmatvec(u: Tensor) -> Tensor:
+        nonlocal transposed
+        transposed += 1
+        return matrix.T @ u
+
+    options = {
+        "damp": 0.7,
+        "x0": x0,
+        "preconditioner": preconditioner,
+        "damping_space": space,
+        "maxiter": 3,
+        "atol": 0.0,
+        "btol": 0.0,
+    }
+    results, counts = [], []
+    for known in (None, gradient):
+        transposed = 0
+        results.append(solver(matrix.matmul, rmatvec, b, gradient=known, **options))
+        counts.append(transposed)
+    assert counts == [4, 3]
+    torch.testing.assert_close(results[1].x, results[0].x)
+    assert results[1].residual_norm == pytest.approx(results[0].residual_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_gradient_of_another_shape_than_the_start_is_refused(solver: Solver) -> None:
+    with pytest.raises(ValueError, match="gradient has the shapes"):
+        solver(
+            *operators(gaussian(9, 5, seed=0)),
+            gaussian(9, seed=1),
+            x0=gaussian(5, seed=2),
+            gradient=gaussian(4, seed=3),
+        )
+
+
+# --- against dense solves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("center", ["start", "origin", "vector"])
+@pytest.mark.parametrize("preconditioned", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("space", ["y", "x"])
+@pytest.mark.parametrize("started", [False, True], ids=["from_zero", "from_x0"])
+def test_solution_is_that_of_the_dense_damped_problem(
+    solver: Solver, shape: tuple[int, int], center: str, preconditioned: bool, space: str, started: bool
+) -> None:
+    matrix, b = gaussian(*shape, seed=3), gaussian(shape[0], seed=4)
+    start = gaussian(shape[1], seed=5) if started else None
+    vector = gaussian(shape[1], seed=6)
+    scale = gaussian(shape[1], seed=7).abs() + 0.2 if preconditioned else None
+    result = solver(
+        *operators(matrix),
+        b,
+        damp=0.8,
+        x0=start,
+        damping_center=vector if center == "vector" else center,
+        preconditioner=scale,
+        damping_space=space,
+        maxiter=100,
+        atol=0.0,
+        btol=0.0,
+    )
+    point = {"start": start, "origin": None, "vector": vector}[center]
+    weight = torch.diag(1.0 / scale) if scale is not None and space == "y" else None
+    expected = dense_solution(matrix, b, 0.8, point, weight)
+    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("center", "space"), [("start", "y"), ("start", "x"), ("origin", "x"), ("vector", "x")], ids="-".join
+)
+def test_solution_with_a_triangular_preconditioner_is_that_of_the_dense_damped_problem(
+    solver: Solver, shape: tuple[int, int], center: str, space: str
+) -> None:
+    matrix, b = gaussian(*shape, seed=8), gaussian(shape[0], seed=9)
+    start, vector, c = gaussian(shape[1], seed=10), gaussian(shape[1], seed=11), triangular(shape[1], seed=12)
+    result = solver(
+        *operators(matrix),
+        b,
+        damp=0.8,
+        x0=start,
+        damping_center=vector if center == "vector" else center,
+        preconditioner=Triangular(c),
+        damping_space=space,
+        maxiter=100,
+        atol=0.0,
+        btol=0.0,
+    )
+    point = {"start": start, "origin": None, "vector": vector}[center]
+    expected = dense_solution(matrix, b, 0.8, point, c if space == "y" else None)
+    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("center", ["start", "origin", "vector"])
+@pytest.mark.parametrize("space", ["y", "x"])
+def test_reported_norms_are_those_of_the_damped_problem_midway(solver: Solver, center: str, space: str) -> None:
+    matrix, b, start = gaussian(9, 6, seed=13), gaussian(9, seed=14), gaussian(6, seed=15)
+    scale, vector = gaussian(6, seed=16).abs() + 0.2, gaussian(6, seed=17)
+    result = solver(
+        *operators(matrix),
+        b,
+        damp=0.8,
+        x0=start,
+        damping_center=vector if center == "vector" else center,
+        preconditioner=scale,
+        damping_space=space,
+        maxiter=3,
+        atol=0.0,
+        btol=0.0,
+    )
+    point = {"start": start, "origin": torch.zeros_like(start), "vector": vector}[center]
+    weight = 1.0 / scale if space == "y" else torch.ones_like(scale)
+    residual = torch.cat([matrix @ result.x - b, 0.8 * weight * (result.x - point)])
+    normal_residual = scale * (torch.cat([matrix, torch.diag(0.8 * weight)]).T @ residual)
+    assert result.residual_norm == pytest.approx(residual.norm().item(), rel=1e-10)
+    assert result.normal_residual_norm == pytest.approx(normal_residual.norm().item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_vectors_may_be_dicts_whose_keys_come_in_any_order(solver: Solver) -> None:
+    matrix, b = gaussian(8, 6, seed=18), gaussian(8, seed=19)
+    start, scale, vector = gaussian(6, seed=20), gaussian(6, seed=21).abs() + 0.2, gaussian(6, seed=22)
+
+    def split(x: Tensor, reverse: bool = False) -> dict[str, Tensor]:
+        parts = {"weight": x[:4].view(2, 2), "bias": x[4:]}
+        return dict(reversed(parts.items())) if reverse else parts
+
+    def joined(x: dict[str, Tensor]) -> Tensor:
+        return torch.cat([x["weight"].reshape(-1), x["bias"]])
+
+    def rows(u: Tensor, reverse: bool = False) -> dict[str, Tensor]:
+        parts = {"first": u[:3], "second": u[3:].view(5, 1)}
+        return dict(reversed(parts.items())) if reverse else parts
+
+    def stacked(u: dict[str, Tensor]) -> Tensor:
+        return torch.cat([u["first"], u["second"].reshape(-1)])
+
+    result = solver(
+        lambda x: rows(matrix @ joined(x), reverse=True),
+        lambda u: split(matrix.T @ stacked(u), reverse=True),
+        rows(b),
+        damp=0.5,
+        x0=split(start),
+        damping_center=split(vector, reverse=True),
+        preconditioner=split(scale, reverse=True),
+        maxiter=100,
+        atol=0.0,
+        btol=0.0,
+    )
+    expected = split(dense_solution(matrix, b, 0.5, vector, torch.diag(1.0 / scale)))
+    assert list(result.x) == ["weight", "bias"]
+    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rank_deficient_system_ends_with_the_correction_of_minimum_norm(
+    solver: Solver, shape: tuple[int, int]
+) -> None:
+    matrix = gaussian(shape[0], 2, seed=23) @ gaussian(2, shape[1], seed=24)
+    b, start = gaussian(shape[0], seed=25), gaussian(shape[1], seed=26)
+    result = solver(*operators(matrix), b, x0=start, maxiter=100, atol=1e-14, btol=0.0)
+    expected = start + torch.linalg.pinv(matrix) @ (b - matrix @ start)
+    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_with_a_preconditioner_it_is_the_correction_of_minimum_norm_in_y(solver: Solver) -> None:
+    matrix = gaussian(6, 2, seed=27) @ gaussian(2, 5, seed=28)
+    b, scale = gaussian(6, seed=29), gaussian(5, seed=30).abs() + 0.2
+    result = solver(*operators(matrix), b, preconditioner=scale, maxiter=100, atol=1e-14, btol=0.0)
+    expected = scale * (torch.linalg.pinv(matrix * scale) @ b)
+    torch.testing.assert_close(result.x, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("rank", [2, 5], ids=["rank_deficient", "full_rank"])
+def test_iterating_far_past_convergence_keeps_the_solution(solver: Solver, rank: int) -> None:
+    matrix = gaussian(9, rank, seed=31) @ gaussian(rank, 5, seed=32)
+    b = matrix @ gaussian(5, seed=33)
+    result = solver(*operators(matrix), b, maxiter=1000, atol=0.0, btol=0.0)
+    torch.testing.assert_close(result.x, torch.linalg.pinv(matrix) @ b, rtol=0, atol=1e-10)
+
+
+# --- start, stop, and what the caller sees ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_zero_right_hand_side_is_solved_by_the_zero_start(solver: Solver) -> None:
+    result = solver(*operators(gaussian(6, 4, seed=0)), torch.zeros(6, dtype=torch.float64), damp=0.5)
+    assert (result.stop_reason, result.iterations, result.residual_norm) == ("zero_gradient", 0, 0.0)
+    assert torch.equal(result.x, torch.zeros(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_right_hand_side_outside_the_range_is_solved_by_the_zero_start(solver: Solver) -> None:
+    matrix = torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
+    result = solver(*operators(matrix), torch.tensor([0.0, 3.0], dtype=torch.float64))
+    assert (result.stop_reason, result.iterations, result.residual_norm) == ("zero_gradient", 0, 3.0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_maxiter_zero_returns_the_start_and_its_norms(solver: Solver) -> None:
+    matrix, b, start = gaussian(6, 4, seed=0), gaussian(6, seed=1), gaussian(4, seed=2)
+    result = solver(*operators(matrix), b, x0=start, maxiter=0)
+    residual = b - matrix @ start
+    assert (result.stop_reason, result.iterations) == ("maxiter", 0)
+    assert torch.equal(result.x, start)
+    assert result.residual_norm == pytest.approx(residual.norm().item(), rel=1e-14)
+    assert result.normal_residual_norm == pytest.approx((matrix.T @ residual).norm().item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_true_value_of_the_callback_ends_the_solve_with_the_iterate_that_it_saw(solver: Solver) -> None:
+    matrix, b = gaussian(9, 6, seed=0), gaussian(9, seed=1)
+    seen: list[tuple[int, Tensor]] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> bool:
+        seen.append((iteration, solution()))
+        return iteration == 3
+
+    result = solver(*operators(matrix), b, callback=callback)
+    assert (result.stop_reason, result.iterations) == ("callback", 3)
+    assert [iteration for iteration, _ in seen] == [1, 2, 3]
+    assert torch.equal(result.x, seen[-1][1])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "preconditioner", [None, torch.full((6,), 0.5, dtype=torch.float64), Identity()], ids=["none", "scale", "object"]
+)
+def test_what_the_callback_kept_does_not_change_afterwards(solver: Solver, preconditioner: Any) -> None:
+    matrix, b = gaussian(9, 6, seed=0), gaussian(9, seed=1)
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
+        kept.append(solution())
+        copies.append(kept[-1].clone())
+
+    solver(*operators(matrix), b, preconditioner=preconditioner, maxiter=4, callback=callback)
+    assert len(kept) == 4 and all(torch.equal(a, c) for a, c in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_callback_sees_the_last_iterate_of_a_solve_that_converged(solver: Solver) -> None:
+    matrix, b = gaussian(9, 3, seed=0), gaussian(9, seed=1)
+    iterations: list[int] = []
+    result = solver(
+        *operators(matrix), b, maxiter=50, atol=1e-10, callback=lambda iteration, _: iterations.append(iteration)
+    )
+    assert result.stop_reason == "normal_residual" and iterations[-1] == result.iterations < 50
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_atol_ends_an_inconsistent_system_at_the_first_iteration_that_meets_it(solver: Solver) -> None:
+    matrix, b = gaussian(30, 12, seed=0), gaussian(30, seed=1)
+    met: list[bool] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
+        residual = b - matrix @ solution()
+        met.append(bool((matrix.T @ residual).norm() <= 1e-3 * matrix.norm() * residual.norm()))
+
+    result = solver(*operators(matrix), b, maxiter=50, atol=1e-3, btol=0.0, callback=callback)
+    assert result.stop_reason == "normal_residual"
+    # ‖A‖ is estimated from below by the bidiagonalisation, so the stop may come later than the one with ‖A‖ itself.
+    assert met[-1] and result.iterations < 12
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_btol_ends_a_consistent_system_at_the_first_small_residual(solver: Solver) -> None:
+    matrix = gaussian(30, 12, seed=0)
+    b = matrix @ gaussian(12, seed=1)
+    small: list[bool] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
+        small.append(bool((b - matrix @ solution()).norm() <= 1e-2 * b.norm()))
+
+    result = solver(*operators(matrix), b, maxiter=50, atol=0.0, btol=1e-2, callback=callback)
+    assert result.stop_reason == "residual"
+    assert small == [False] * (result.iterations - 1) + [True]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_atol_ends_a_consistent_system_where_a_is_as_exact_as_the_residual_is_small(solver: Solver) -> None:
+    matrix = gaussian(30, 12, seed=0)
+    b = matrix @ gaussian(12, seed=1)
+    result = solver(*operators(matrix), b, maxiter=50, atol=1e-2, btol=0.0)
+    assert result.stop_reason == "residual"
+    assert result.residual_norm <= 1e-2 * matrix.norm() * result.x.norm()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_an_iteration_looks_at_two_numbers(solver: Solver) -> None:
+    """The norms of the two vectors of the bidiagonalisation."""
+    matrix, b = gaussian(30, 12, seed=0), gaussian(30, seed=1)
+
+    def solve(maxiter: int) -> LeastSquaresResult:
+        return solver(*operators(matrix), b, damp=1.0, maxiter=maxiter, atol=1e-8, btol=0.0)
+
+    assert waits_of(lambda: solve(4)) - waits_of(lambda: solve(2)) == 2 * 2
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_damped_system_ends_where_a_is_as_exact_as_the_residual_is_small(solver: Solver) -> None:
+    matrix = gaussian(30, 12, seed=0)
+    b = matrix @ gaussian(12, seed=1)
+    small: list[bool] = []
+
+    def callback(iteration: int, solution: Callable[[], Tensor]) -> None:
+        x = solution()
+        residual = torch.cat([b - matrix @ x, 0.1 * x]).norm()
+        small.append(bool(residual <= 0.1 * matrix.norm() * x.norm()))
+
+    result = solver(*operators(matrix), b, damp=0.1, maxiter=50, atol=0.1, btol=0.0, callback=callback)
+    assert result.stop_reason == "residual"
+    assert small[-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_iterations_are_by_default_at_most_as_many_as_exact_arithmetic_needs(
+    solver: Solver, shape: tuple[int, int]
+) -> None:
+    matrix = gaussian(*shape, seed=0) * torch.logspace(0, -6, shape[1], dtype=torch.float64)
+    result = solver(*operators(matrix), gaussian(shape[0], seed=1), atol=0.0, btol=0.0)
+    assert (result.stop_reason, result.iterations) == ("maxiter", min(shape))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_arguments_are_left_as_they_were(solver: Solver) -> None:
+    matrix, b, start = gaussian(6, 6, seed=0), gaussian(6, seed=1), gaussian(6, seed=2)
+    scale = gaussian(6, seed=3).abs() + 0.2
+    copies = b.clone(), start.clone(), scale.clone()
+    solver(*operators(matrix), b, x0=start, preconditioner=scale, damp=0.5, damping_center="origin")
+    assert all(torch.equal(a, c) for a, c in zip((b, start, scale), copies, strict=True))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_operators_may_return_their_own_argument(solver: Solver) -> None:
+    b = gaussian(6, seed=0)
+    result = solver(lambda x: x, lambda u: u, b, damp=0.5, maxiter=20, atol=0.0, btol=0.0)
+    torch.testing.assert_close(result.x, b / 1.25, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_float32_problem_is_solved_in_float32(solver: Solver) -> None:
+    matrix, b = gaussian(30, 12, seed=0).float(), gaussian(30, seed=1).float()
+    result = solver(*operators(matrix), b, damp=0.5, maxiter=50)
+    assert result.x.dtype == torch.float32
+    torch.testing.assert_close(result.x, dense_solution(matrix.double(), b.double(), 0.5).float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e25])
+@pytest.mark.parametrize("scales_matrix", [False, True])
+def test_float32_numbers_whose_squares_are_out_of_range_are_solved(
+    solver: Solver, scale: float, scales_matrix: bool
+) -> None:
+    matrix, b = gaussian(30, 12, seed=0), gaussian(30, seed=1)
+    expected = dense_solution(matrix, b, 0.0).float()
+    if scales_matrix:
+        x = solver(*operators((matrix * scale).float()), b.float()).x * scale
+    else:
+        x = solver(*operators(matrix.float()), (b * scale).float()).x / scale
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("center", "space"), [("start", "y"), ("origin", "x")], ids="-".join)
+def test_rows_on_several_processes_give_the_solve_of_all_rows(solver: Solver, center: str, space: str) -> None:
+    matrix, b, start = gaussian(9, 5, seed=0), gaussian(9, seed=1), gaussian(5, seed=2)
+    options: dict[str, Any] = {
+        "damp": 0.5,
+        "x0": start,
+        "damping_center": center,
+        "damping_space": space,
+        "preconditioner": gaussian(5, seed=3).abs() + 0.2,
+        "maxiter": 4,
+        "atol": 0.0,
+        "btol": 0.0,
+    }
+    shards = (slice(0, 2), slice(2, 9))
+    slots: list[Tensor | None] = [None, None]
+    barrier = Barrier(2, timeout=30)
+
+    def solve(rank: int) -> LeastSquaresResult:
+        def all_reduce(t: Tensor) -> Tensor:
+            slots[rank] = t
+            barrier.wait()
+            total = slots[0] + slots[1]  # type: ignore[operator]
+            barrier.wait()
+            return total
+
+        rows = matrix[shards[rank]]
+        return solver(
+            lambda x: rows @ x,
+            lambda u: all_reduce(rows.T @ u),
+            b[shards[rank]],
+            all_reduce=all_reduce,
+            **options,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(solve, range(2)))
+    whole = solver(*operators(matrix), b, **options)
+    assert torch.equal(results[0].x, results[1].x)
+    torch.testing.assert_close(results[0].x, whole.x, rtol=0, atol=1e-12)
+    assert results[1].residual_norm == pytest.approx(whole.residual_norm, rel=1e-12)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("product", ["matvec", "rmatvec"])
+def test_an_operator_that_returns_nan_or_infinity_is_an_error(solver: Solver, bad: float, product: str) -> None:
+    matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
+    forward, backward = operators(matrix)
+    if product == "matvec":
+        arguments: tuple[Any, Any] = (lambda x: forward(x) * bad, backward)
+    else:
+        arguments = (forward, lambda u: backward(u) * bad)
+    with pytest.raises(FloatingPointError, match="NaN or infinity"):
+        solver(*arguments, b)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_right_hand_side_with_nan_is_an_error(solver: Solver) -> None:
+    b = gaussian(6, seed=1)
+    b[2] = math.nan
+    with pytest.raises(FloatingPointError, match="right-hand side"):
+        solver(*operators(gaussian(6, 4, seed=0)), b)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damp": -1.0}, "damp must be finite and >= 0, got -1.0"),
+        ({"damp": math.nan}, "damp .* got nan"),
+        ({"damp": math.inf}, "damp .* got inf"),
+        ({"damping_space": "z"}, "damping_space must be 'y' or 'x', got 'z'"),
+        ({"damping_center": "end"}, "damping_center .* got 'end'"),
+        ({"maxiter": -1}, "maxiter.* -1"),
+        ({"atol": -1e-3}, "atol.* -0.001"),
+        ({"btol": -1e-3}, "btol.* -0.001"),
+        ({"atol": math.nan}, "atol.* nan"),
+        ({"preconditioner": torch.ones(5, dtype=torch.float64)}, r"preconditioner .*\(5,\).*\(4,\)"),
+        ({"preconditioner": {"a": torch.ones(4, dtype=torch.float64)}}, r"preconditioner .*\['a'\].* a tensor"),
+        ({"damping_center": torch.ones(5, dtype=torch.float64), "damp": 1.0}, r"damping_center .*\(5,\).*\(4,\)"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_option_out_of_range_is_named(solver: Solver, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        solver(*operators(gaussian(6, 4, seed=0)), gaussian(6, seed=1), **options)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_product_of_another_shape_than_b_is_refused_before_it_is_broadcast(solver: Solver) -> None:
+    matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
+    with pytest.raises(ValueError, match=r"product with A .*\(6, 1\).*\(6,\)"):
+        solver(lambda x: (matrix @ x)[:, None], lambda u: matrix.T @ u, b)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_start_of_another_shape_than_the_transposed_product_is_refused(solver: Solver) -> None:
+    matrix, b = gaussian(6, 4, seed=0), gaussian(6, seed=1)
+    with pytest.raises(ValueError, match=r"product with the transpose .*\(4,\).*\(4, 1\)"):
+        solver(lambda x: matrix @ x[:, 0], lambda u: matrix.T @ u, b, x0=gaussian(4, 1, seed=2))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float16, torch.bfloat16], ids=str)
+def test_other_numbers_than_float32_and_float64_are_refused(solver: Solver, dtype: torch.dtype) -> None:
+    matrix = torch.eye(2, dtype=dtype)
+    with pytest.raises(TypeError, match=f"b must hold float32 or float64 numbers, got {dtype}"):
+        solver(*operators(matrix), torch.ones(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("solver", [*SOLVERS, conjugate_gradient])
+def test_an_operator_of_parameters_can_be_solved_with(solver: Any) -> None:
+    matrix = gaussian(5, 5, seed=0)
+    matrix = torch.nn.Parameter(matrix @ matrix.T + torch.eye(5))
+    b = torch.nn.Parameter(gaussian(5, seed=1))
+    products = [matrix.matmul] if solver is conjugate_gradient else [matrix.matmul, matrix.T.matmul]
+    solution = solver(*products, b, x0=torch.zeros(5, dtype=b.dtype)).x
+    assert not solution.requires_grad
+    torch.testing.assert_close(matrix @ solution, b, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_vector_that_is_neither_tensor_nor_dict_is_refused(solver: Solver) -> None:
+    with pytest.raises(TypeError, match="b must be .* list"):
+        solver(*operators(gaussian(2, 2, seed=0)), [1.0, 2.0])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_dict_with_other_names_is_refused_with_both_lists_of_names(solver: Solver) -> None:
+    b = {"first": gaussian(2, seed=0)}
+    with pytest.raises(ValueError, match=r"\['other'\].*\['first'\]"):
+        solver(lambda x: {"other": x}, lambda u: u["first"], b)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_damping_on_y_around_a_point_needs_c_itself_and_says_what_to_do(solver: Solver) -> None:
+    preconditioner = Triangular(triangular(4, seed=2))
+    with pytest.raises(ValueError, match="damping_space='x'"):
+        solver(
+            *operators(gaussian(6, 4, seed=0)),
+            gaussian(6, seed=1),
+            damp=1.0,
+            damping_center=gaussian(4, seed=3),
+            preconditioner=preconditioner,
+        )
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, float]:
+    m, n, seed = draw(st.integers(1, 8)), draw(st.integers(1, 8)), draw(st.integers(0, 10_000))
+    damp = draw(st.sampled_from([0.0, 0.1, 1.0, 10.0]))
+    matrix = gaussian(m, n, seed=seed)
+    if draw(st.booleans()):
+        matrix = matrix * torch.logspace(0, 2, n, dtype=torch.float64)
+    return matrix, gaussian(m, seed=seed + 1), damp
+
+
+def path(solver: Solver, matrix: Tensor, b: Tensor, damp: float) -> tuple[list[Tensor], list[float], list[float]]:
+    """The iterates and the norms, computed from the iterates, of the residual and of the normal residual."""
+    iterates = [torch.zeros(matrix.shape[1], dtype=torch.float64)]
+    solver(
+        *operators(matrix),
+        b,
+        damp=damp,
+        atol=1e-12,
+        btol=1e-12,
+        callback=lambda _, solution: iterates.append(solution()),
+    )
+    residuals = [torch.cat([b - matrix @ x, -damp * x]) for x in iterates]
+    normals = [matrix.T @ r[: b.numel()] + damp * r[b.numel() :] for r in residuals]
+    return iterates, [r.norm().item() for r in residuals], [g.norm().item() for g in normals]
+
+
+def falls(values: list[float], slack: float = 1e-9) -> bool:
+    return all(b <= a + slack * values[0] for a, b in pairwise(values))
+
+
+@given(problems())
+@settings(max_examples=60)
+def test_lsmr_lowers_the_residual_and_the_normal_residual_at_every_step(problem: tuple[Tensor, Tensor, float]) -> None:
+    _, residuals, normals = path(lsmr, *problem)
+    assert falls(residuals) and falls(normals)
+
+
+@given(problems())
+@settings(max_examples=60)
+def test_lsqr_lowers_the_residual_and_the_error_at_every_step(problem: tuple[Tensor, Tensor, float]) -> None:
+    matrix, b, damp = problem
+    iterates, residuals, _ = path(lsqr, *problem)
+    solution = (
+        dense_solution(matrix, b, damp) if damp or matrix.shape[0] >= matrix.shape[1] else torch.linalg.pinv(matrix) @ b
+    )
+    assert falls(residuals) and falls([(x - solution).norm().item() for x in iterates], slack=1e-8)
+
+
+@given(problems(), st.integers(1, 8))
+@settings(max_examples=60)
+def test_at_each_step_lsmr_has_the_lower_normal_residual_and_lsqr_the_lower_residual(
+    problem: tuple[Tensor, Tensor, float], steps: int
+) -> None:
+    (_, lsmr_residuals, lsmr_normals), (_, lsqr_residuals, lsqr_normals) = path(lsmr, *problem), path(lsqr, *problem)
+    k = min(steps, len(lsmr_residuals) - 1, len(lsqr_residuals) - 1)
+    assert lsmr_normals[k] <= lsqr_normals[k] + 1e-9 * lsqr_normals[0]
+    assert lsqr_residuals[k] <= lsmr_residuals[k] + 1e-9 * lsqr_residuals[0]
+
+
+@given(st.integers(2, 8), st.integers(0, 10_000), st.sampled_from([0.1, 1.0, 10.0]), st.integers(1, 4))
+@settings(max_examples=60)
+def test_lsqr_is_conjugate_gradients_on_the_normal_equations(n: int, seed: int, damp: float, steps: int) -> None:
+    matrix, b = gaussian(n + 2, n, seed=seed), gaussian(n + 2, seed=seed + 1)
+    steps = min(steps, n)
+    least_squares = lsqr(*operators(matrix), b, damp=damp, maxiter=steps, atol=0.0, btol=0.0)
+    normal = conjugate_gradient(
+        lambda x: matrix.T @ (matrix @ x) + damp**2 * x, matrix.T @ b, maxiter=steps, progress_tolerance=0.0
+    )
+    torch.testing.assert_close(least_squares.x, normal.x, rtol=1e-8, atol=1e-10)
+
+
+@given(problems(), st.floats(-3, 3))
+@settings(max_examples=40)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_start_is_a_shift_of_the_problem(
+    solver: Solver, problem: tuple[Tensor, Tensor, float], factor: float
+) -> None:
+    matrix, b, damp = problem
+    start = factor * gaussian(matrix.shape[1], seed=99)
+    r0 = b - matrix @ start
+    options = {"damp": damp, "gradient": matrix.T @ r0, "maxiter": 3, "atol": 0.0, "btol": 0.0}  # both round alike
+    shifted = solver(*operators(matrix), b, x0=start, **options)
+    plain = solver(*operators(matrix), r0, **options)
+    torch.testing.assert_close(shifted.x, start + plain.x, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_struct.functional.structured.operators import (
+    DenseOperator,
+    DiagonalOperator,
+    DisplacementOperator,
+    ShiftOperator,
+    SubdiagonalOperator,
+    TransposedOperator,
+    TridiagonalOperator,
+    as_operator,
+)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def subdiagonal(n: int) -> tuple[DisplacementOperator, Tensor]:
+    entries, corner = randn(n - 1), randn(1, seed=1)[0]
+    dense = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n - 1):
+        dense[i + 1, i] = entries[i]
+    dense[0, n - 1] += corner
+    return SubdiagonalOperator(entries, corner), dense
+
+
+def tridiagonal(n: int) -> tuple[DisplacementOperator, Tensor]:
+    below, middle, above, corners = randn(n - 1), randn(n, seed=1), randn(n - 1, seed=2), randn(2, seed=3)
+    dense = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        dense[i, i] += middle[i]
+    for i in range(n - 1):
+        dense[i + 1, i] += below[i]
+        dense[i, i + 1] += above[i]
+    dense[0, n - 1] += corners[0]
+    dense[n - 1, 0] += corners[1]
+    return TridiagonalOperator(below, middle, above, corners), dense
+
+
+def shift(n: int) -> tuple[DisplacementOperator, Tensor]:
+    f = torch.tensor(-0.5, dtype=torch.float64)
+    dense = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n - 1):
+        dense[i + 1, i] = 1.0
+    dense[0, n - 1] += f
+    return ShiftOperator(n, f), dense
+
+
+def diagonal(n: int) -> tuple[DisplacementOperator, Tensor]:
+    return DiagonalOperator(randn(n)), torch.diag(randn(n))
+
+
+def dense(n: int) -> tuple[DisplacementOperator, Tensor]:
+    return DenseOperator(randn(n, n)), randn(n, n)
+
+
+KINDS = [subdiagonal, tridiagonal, shift, diagonal, dense]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_an_operator_is_its_matrix(kind, n):
+    operator, matrix = kind(n)
+    v = randn(2, 3, n, seed=4)
+    assert operator.size == n
+    torch.testing.assert_close(operator.to_dense(), matrix)
+    torch.testing.assert_close(operator.matvec(v), v @ matrix.T)
+    torch.testing.assert_close(operator.rmatvec(v), v @ matrix)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_the_transpose_of_an_operator_is_that_of_its_matrix(kind, n):
+    operator, matrix = kind(n)
+    v = randn(2, 3, n, seed=4)
+    for transposed in (operator.T, TransposedOperator(operator), operator.T.T.T):
+        assert transposed.size == n
+        torch.testing.assert_close(transposed.to_dense(), matrix.T)
+        torch.testing.assert_close(transposed.matvec(v), v @ matrix)
+        torch.testing.assert_close(transposed.rmatvec(v), v @ matrix.T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_differentiable(kind):
+    operator, matrix = kind(5)
+    v, cotangent = randn(2, 5, seed=4).requires_grad_(), randn(2, 5, seed=5)
+    (gradient,) = torch.autograd.grad(operator.matvec(v), v, cotangent)
+    torch.testing.assert_close(gradient, cotangent @ matrix)
+
+
+def test_the_transpose_of_a_complex_operator_is_not_conjugated():
+    operator = TransposedOperator(SubdiagonalOperator(torch.tensor([1j]), torch.tensor(2j)))
+    assert operator.to_dense().tolist() == [[0, 1j], [2j, 0]]
+
+
+def test_a_corner_can_be_a_number():
+    dense = SubdiagonalOperator(randn(3), torch.tensor(2.0, dtype=torch.float64)).to_dense()
+    assert torch.equal(SubdiagonalOperator(randn(3), 2).to_dense(), dense)
+
+
+def test_a_shift_by_a_number_keeps_the_dtype_of_what_it_shifts():
+    assert ShiftOperator(4, 0.5).matvec(randn(4)).dtype == torch.float64
+    assert ShiftOperator(4, 0.5).to_dense().dtype == torch.float32
+
+
+def test_a_matrix_becomes_a_dense_operator_and_an_operator_stays_itself():
+    operator, _ = subdiagonal(3)
+    assert as_operator(operator) is operator
+    assert torch.equal(as_operator(randn(3, 3)).to_dense(), randn(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: SubdiagonalOperator(randn(3, 1), randn(1)[0]), ValueError, r"subdiagonal .*\(3, 1\)"),
+        (lambda: SubdiagonalOperator(randn(3), randn(1)), ValueError, r"corner .*\(1,\)"),
+        (lambda: SubdiagonalOperator(torch.arange(3), randn(1)[0]), TypeError, "subdiagonal .*int64"),
+        (lambda: SubdiagonalOperator(randn(3), None), TypeError, "corner .*NoneType"),
+        (lambda: TridiagonalOperator(randn(3), randn(3), randn(2), randn(2)), ValueError, r"subdiagonal .*\(2,\)"),
+        (lambda: TridiagonalOperator(randn(2), randn(3), randn(3), randn(2)), ValueError, r"superdiagonal .*\(2,\)"),
+        (lambda: TridiagonalOperator(randn(2), randn(3), randn(2), randn(1)), ValueError, r"corners .*\(2,\)"),
+        (lambda: TridiagonalOperator(randn(2), torch.ones(3).int(), randn(2), randn(2)), TypeError, "diagonal .*int32"),
+        (lambda: TridiagonalOperator(randn(0), randn(0), randn(0), randn(2)), ValueError, "diagonal is empty"),
+        (lambda: ShiftOperator(0, 1.0), ValueError, "n must be at least 1, got 0"),
+        (lambda: ShiftOperator(3, torch.tensor(1)), TypeError, "f .*int64"),
+        (lambda: DiagonalOperator(randn(2, 2)), ValueError, r"d .*\(2, 2\)"),
+        (lambda: DiagonalOperator(randn(0)), ValueError, "d is empty"),
+        (lambda: DenseOperator(randn(2, 3)), ValueError, r"square .*\(2, 3\)"),
+        (lambda: as_operator([[1.0]]), TypeError, "matrix .*list"),
+        (lambda: ShiftOperator(3, 1.0).matvec(randn(2, 4)), ValueError, r"size 3 .*\(2, 4\)"),
+        (lambda: DiagonalOperator(randn(3)).rmatvec(randn(1)), ValueError, r"size 3 .*\(1,\)"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

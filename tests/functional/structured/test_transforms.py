@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from lightning_struct.functional.structured import transforms
+from lightning_struct.functional.structured.operators import DiagonalOperator, DisplacementOperator, ShiftOperator
+from lightning_struct.functional.structured.transforms import (
+    cauchy_like_matmul,
+    circulant_matmul,
+    circulant_product,
+    hadamard_transform,
+    hankel_like_matmul,
+    vandermonde_like_matmul,
+)
+
+SHAPES = [(1, 1), (2, 2), (1, 3), (5, 2), (7, 12), (20, 20), (64, 100)]
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def generators(m: int, n: int, r: int = 2) -> tuple[Tensor, Tensor]:
+    return randn(m, r, seed=0), randn(n, r, seed=1)
+
+
+def nodes(n: int, low: float = -1.0) -> Tensor:
+    return torch.linspace(low, low + 1.8, n, dtype=torch.float64)
+
+
+def hadamard(n: int) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < n:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return matrix
+
+
+def circulant(column: Tensor, m: int, n: int) -> Tensor:
+    return torch.stack([torch.stack([column[(i - j) % len(column)] for j in range(n)]) for i in range(m)])
+
+
+def krylov_sum(a: DisplacementOperator, b: DisplacementOperator, G: Tensor, H: Tensor, count: int) -> Tensor:
+    """Σ_{j<count} Aʲ G Hᵀ (Bᵀ)ʲ, of dense matrices."""
+    left, right = a.to_dense().to(G.dtype), b.to_dense().to(G.dtype)
+    return sum(left.matrix_power(j) @ G @ H.mT @ right.mT.matrix_power(j) for j in range(count))
+
+
+def hankel_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
+    G, H = generators(m, n)
+    return [G, H], krylov_sum(ShiftOperator(m, 1.0), ShiftOperator(n, 0.0).T, G, H, min(m, n))
+
+
+def vandermonde_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
+    G, H = generators(m, n)
+    return [nodes(m), G, H], krylov_sum(DiagonalOperator(nodes(m)), ShiftOperator(n, 0.0), G, H, n)
+
+
+def cauchy_like(m: int, n: int) -> tuple[list[Tensor], Tensor]:
+    G, H = generators(m, n)
+    s, t = nodes(m), nodes(n, low=1.1)
+    return [s, t, G, H], (G @ H.mT) / (s[:, None] - t)
+
+
+CLASSES = [
+    pytest.param(hankel_like_matmul, hankel_like, id="hankel"),
+    pytest.param(vandermonde_like_matmul, vandermonde_like, id="vandermonde"),
+    pytest.param(cauchy_like_matmul, cauchy_like, id="cauchy"),
+]
+
+
+@pytest.mark.parametrize(("matmul", "make"), CLASSES)
+def test_a_product_is_that_with_the_matrix_of_the_definition(matmul, make):
+    for m, n in SHAPES:
+        parameters, matrix = make(m, n)
+        x = randn(2, 3, n, seed=2)
+        torch.testing.assert_close(
+            matmul(*parameters, x), x @ matrix.mT, rtol=1e-10, atol=1e-10 * float(matrix.abs().max()), msg=f"{m} x {n}"
+        )
+
+
+@pytest.mark.parametrize(("matmul", "make"), CLASSES)
+def test_any_leading_shape(matmul, make):
+    parameters, matrix = make(4, 6)
+    for shape in [(6,), (0, 6), (1, 6)]:
+        x = randn(*shape, seed=2)
+        torch.testing.assert_close(matmul(*parameters, x), x @ matrix.mT)
+
+
+@pytest.mark.parametrize(("matmul", "make"), CLASSES)
+def test_first_and_second_derivatives(matmul, make):
+    parameters = [parameter.requires_grad_() for parameter in make(3, 4)[0]]
+    inputs = (*parameters, randn(2, 4, seed=2).requires_grad_())
+    assert torch.autograd.gradcheck(matmul, inputs)
+    assert torch.autograd.gradgradcheck(matmul, inputs)
+
+
+@pytest.mark.parametrize(("matmul", "make"), CLASSES)
+def test_gradients_of_each_sample(matmul, make):
+    parameters, _ = make(3, 4)
+    x = randn(5, 4, seed=2)
+
+    def loss(G: Tensor, x: Tensor) -> Tensor:
+        return matmul(*parameters[:-2], G, parameters[-1], x).square().sum()
+
+    each = vmap(grad(loss), (None, 0))(parameters[-2], x)
+    torch.testing.assert_close(each.sum(0), grad(loss)(parameters[-2], x))
+
+
+@pytest.mark.parametrize(("matmul", "make"), CLASSES)
+def test_half_precision_is_computed_in_float32(matmul, make):
+    arguments = [argument.bfloat16() for argument in (*make(5, 7)[0], randn(2, 7, seed=2))]
+    output = matmul(*arguments)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, matmul(*(argument.float() for argument in arguments)).bfloat16())
+
+
+@pytest.mark.parametrize("f", [1.0, -0.5])
+@pytest.mark.parametrize("g", [1.0, -1.0])
+def test_corners_of_the_hankel_like_operators(f, g):
+    G, H = generators(6, 4)
+    matrix = krylov_sum(ShiftOperator(6, f), ShiftOperator(4, g).T, G, H, 4)
+    x = randn(3, 4, seed=2)
+    torch.testing.assert_close(hankel_like_matmul(G, H, x, f, g), x @ matrix.mT)
+
+
+def test_a_vandermonde_matrix_of_any_shape_is_vandermonde_like():
+    for m, n in SHAPES:
+        h = torch.eye(n, 1, dtype=torch.float64)
+        matrix = vandermonde_like_matmul(nodes(m), torch.ones(m, 1, dtype=torch.float64), h, torch.eye(n).double()).mT
+        torch.testing.assert_close(matrix, nodes(m)[:, None] ** torch.arange(n), msg=f"{m} x {n}")
+
+
+def test_a_cauchy_like_product_is_the_same_in_any_number_of_pieces(monkeypatch):
+    parameters, matrix = cauchy_like(20, 7)
+    x = randn(3, 7, seed=2)
+    for entries in (1, 30):
+        monkeypatch.setattr(transforms, "_CAUCHY_ENTRIES", entries)
+        torch.testing.assert_close(cauchy_like_matmul(*parameters, x), x @ matrix.mT)
+
+
+def test_nodes_in_common_are_refused():
+    (s, t, G, H), _ = cauchy_like(3, 4)
+    with pytest.raises(ValueError, match=r"no number in common.* 1\.1"):
+        cauchy_like_matmul(s.index_fill(0, torch.tensor([1]), 1.1), t, G, H, randn(4, seed=2))
+
+
+def test_nodes_in_common_are_let_pass_where_the_check_is_left_out():
+    (s, t, G, H), _ = cauchy_like(3, 4)
+    output = cauchy_like_matmul(s.index_copy(0, torch.tensor([1]), t[:1]), t, G, H, randn(4, seed=2), check_nodes=False)
+    assert output.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 32, 64, 1024, 2048])
+def test_the_hadamard_transform(n):
+    x = randn(2, 3, n, seed=2)
+    expected = x @ hadamard(n)
+    torch.testing.assert_close(hadamard_transform(x), expected, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(hadamard_transform(x, normalize=True), expected / math.sqrt(n), rtol=1e-12, atol=1e-11)
+
+
+def test_the_normalized_hadamard_transform_is_its_own_inverse():
+    x = randn(5, 256, seed=2)
+    torch.testing.assert_close(hadamard_transform(hadamard_transform(x, normalize=True), normalize=True), x)
+
+
+def test_derivatives_of_the_hadamard_transform():
+    x = randn(2, 64, seed=2).requires_grad_()
+    cotangent = randn(2, 64, seed=3)
+    (gradient,) = torch.autograd.grad(hadamard_transform(x), x, cotangent)
+    torch.testing.assert_close(gradient, cotangent @ hadamard(64))
+
+
+def test_the_hadamard_transform_of_half_precision_is_computed_in_float32():
+    x = randn(3, 128, seed=2).bfloat16()
+    torch.testing.assert_close(hadamard_transform(x), hadamard_transform(x.float()).bfloat16())
+
+
+def test_circulant_products():
+    for k, m, n in [(1, 1, 1), (2, 2, 2), (7, 7, 7), (8, 3, 8), (8, 8, 5), (9, 4, 6)]:
+        column, x = randn(k, seed=0), randn(2, 3, n, seed=1)
+        matrix = circulant(column, m, n)
+        torch.testing.assert_close(circulant_matmul(column, x, m), x @ matrix.mT, msg=f"{m} x {n} of {k}")
+    torch.testing.assert_close(circulant_matmul(column, x), x @ circulant(column, 9, 6).mT)
+    assert circulant_matmul(column, x[:0], 4).shape == (0, 3, 4)
+
+
+def test_circulant_products_of_expanded_tensors_and_gradients():
+    column, row = torch.randn(6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
+    y = circulant_matmul(column, row.expand(3, 6))
+    torch.testing.assert_close(y, (row @ circulant(column.detach(), 6, 6).mT).expand(3, 6))
+    y.sum().backward()  # the gradient of y is one number, expanded
+    torch.testing.assert_close(column.grad, 3 * row.sum().expand(6))
+    torch.testing.assert_close(row.grad, 3 * column.sum().expand(1, 6))
+
+
+def test_kept_circulant_products_of_expanded_gradients():
+    column, row = torch.randn(6), torch.randn(2, 6, requires_grad=True)
+    circulant_product(torch.fft.rfft(column), row, 6).sum().backward()
+    torch.testing.assert_close(row.grad, column.sum().expand(2, 6))
+
+
+def test_derivatives_of_circulant_products():
+    inputs = (randn(5, seed=0).requires_grad_(), randn(2, 4, seed=1).requires_grad_())
+    assert torch.autograd.gradcheck(lambda c, x: circulant_matmul(c, x, 3), inputs)
+    assert torch.autograd.gradgradcheck(lambda c, x: circulant_matmul(c, x, 3), inputs)
+
+
+def test_circulant_products_of_half_precision_are_computed_in_float32():
+    column, x = randn(6, seed=0).bfloat16(), randn(2, 6, seed=1).bfloat16()
+    torch.testing.assert_close(circulant_matmul(column, x), circulant_matmul(column.float(), x.float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: hadamard_transform(randn(2, 12, seed=0)), ValueError, r"power of two.*\(2, 12\)"),
+        (lambda: hadamard_transform(torch.tensor(1.0)), ValueError, r"power of two.*\(\)"),
+        (lambda: hadamard_transform(torch.ones(4).long()), TypeError, "int64"),
+        (lambda: circulant_matmul(randn(3, seed=0), randn(4, seed=0)), ValueError, "size 3 has no 3 rows by 4 columns"),
+        (lambda: circulant_matmul(randn(3, seed=0), randn(3, seed=0), 4), ValueError, "no 4 rows"),
+        (lambda: circulant_matmul(randn(3, 3, seed=0), randn(3, seed=0)), ValueError, r"column .*\(3, 3\)"),
+        (lambda: circulant_matmul(randn(3, seed=0) + 0j, randn(3, seed=0)), TypeError, "real.*complex128"),
+        (
+            lambda: vandermonde_like_matmul(nodes(4), *generators(5, 3), randn(3, seed=0)),
+            ValueError,
+            r"nodes must be \(5,\).*\(4,\)",
+        ),
+        (
+            lambda: vandermonde_like_matmul(nodes(5), *generators(5, 3), randn(4, seed=0)),
+            ValueError,
+            r"x must be \(..., 3\)",
+        ),
+        (
+            lambda: cauchy_like_matmul(nodes(1), nodes(3, 1.0), *generators(5, 3), randn(3, seed=0)),
+            ValueError,
+            r"s must be \(5,\).*\(1,\)",
+        ),
+        (
+            lambda: cauchy_like_matmul(nodes(5), nodes(4), *generators(5, 3), randn(3, seed=0)),
+            ValueError,
+            r"t must be \(3,\).*\(4,\)",
+        ),
+        (
+            lambda: cauchy_like_matmul(
+                nodes(5), nodes(3, 1.0), randn(5, 1, seed=0), randn(3, 2, seed=0), randn(3, seed=0)
+            ),
+            ValueError,
+            "columns, got 1 and 2",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

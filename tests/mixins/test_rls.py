@@ -1,0 +1,407 @@
+import functools
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_struct import RLS, RLSOptimization
+from tests.mixins.helpers import (
+    SHFNetwork,
+    draw_loader,
+    make_trainer,
+    regression_data,
+    validation_loader,
+    weights,
+)
+from tests.mixins.rls_helpers import AutomaticNetwork, ManualNetwork, PaperNetwork, squared_error
+
+
+def loader(batch_size=10, dtype=torch.float32):
+    return DataLoader(regression_data(dtype=dtype), batch_size=batch_size)
+
+
+def fit(module, tmp_path, batches=None, **options):
+    trainer = make_trainer(tmp_path, **options)
+    trainer.fit(module, batches or loader(), validation_loader())
+    return trainer
+
+
+def plain_loop(epochs=2, accumulate=1, **options):
+    module = AutomaticNetwork()
+    optimizer = RLS(module, **options)
+    for _ in range(epochs):
+        for i, (inputs, targets) in enumerate(loader()):
+            (squared_error(module(inputs), targets) / accumulate).backward()
+            if (i + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return module
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+def test_training_is_that_of_a_plain_loop(network, tmp_path):
+    module = network(momentum=0.5)
+    trainer = fit(module, tmp_path)
+    assert torch.equal(weights(module), weights(plain_loop(momentum=0.5)))
+    assert trainer.global_step == 12
+
+
+def test_a_module_without_a_training_step_is_trained_by_the_loss_of_the_paper(tmp_path):
+    module = PaperNetwork()
+    trainer = fit(module, tmp_path)
+    assert torch.equal(weights(module), weights(plain_loop(momentum=0.5)))
+    assert "train_loss" in trainer.callback_metrics
+
+
+def test_targets_of_another_shape_are_not_broadcast(tmp_path):
+    inputs, targets = regression_data().tensors
+    with pytest.raises(ValueError, match=r"outputs are \(10, 2\) but targets \(10, 1\)"):
+        fit(PaperNetwork(), tmp_path, DataLoader(TensorDataset(inputs, targets[:, :1]), batch_size=10))
+
+
+def test_gradients_accumulate_in_automatic_optimization(tmp_path):
+    module = AutomaticNetwork()
+    fit(module, tmp_path, accumulate_grad_batches=2)
+    assert torch.equal(weights(module), weights(plain_loop(accumulate=2)))
+
+
+def test_gradients_clipped_by_the_trainer_are_stepped_by(tmp_path):
+    module, inside = AutomaticNetwork(torch.float64), AutomaticNetwork(torch.float64, max_grad_norm=0.1)
+    batches = loader(dtype=torch.float64)
+    for network, options in ((module, {"gradient_clip_val": 0.1}), (inside, {})):
+        make_trainer(tmp_path, **options).fit(network, batches)
+    torch.testing.assert_close(weights(module), weights(inside), rtol=0, atol=1e-12)
+
+
+class Own(RLSOptimization, L.LightningModule):
+    """Defines the training step in the class that has the mixin."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return {"loss": squared_error(self.layers(batch[0]), batch[1])} if batch_idx else None
+
+    def configure_optimizers(self):
+        return RLS(self)
+
+
+def test_an_own_training_step_is_asked_for_the_loss_and_may_skip(tmp_path):
+    module = Own()
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(module, loader())
+    assert (module.steps, trainer.global_step) == (6, 5)
+
+
+@pytest.mark.parametrize(("returned", "kind"), [({"train_loss": torch.ones(())}, "dict"), ({"loss": 1.0}, "float")])
+def test_a_training_step_without_a_loss_is_refused(returned, kind, tmp_path):
+    class WithoutLoss(ManualNetwork):
+        def training_step(self, batch, batch_idx):
+            return returned
+
+    with pytest.raises(MisconfigurationException, match=rf"WithoutLoss.training_step returned a {kind} where .*'loss'"):
+        fit(WithoutLoss(), tmp_path)
+
+
+class Extended(RLSOptimization, AutomaticNetwork):
+    def training_step(self, batch, batch_idx):
+        return 2 * super().training_step(batch, batch_idx)
+
+
+def test_a_training_step_may_extend_that_of_the_base(tmp_path):
+    module, doubled = ManualNetwork(gradient_scale=2.0, max_gain=None), Extended(max_gain=None)
+    fit(module, tmp_path)
+    fit(doubled, tmp_path)
+    torch.testing.assert_close(weights(doubled), weights(module), rtol=0, atol=1e-5)
+
+
+class Derived(Own):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_subclass_may_extend_a_training_step_that_has_the_mixin(tmp_path):
+    module, derived = Own(), Derived()
+    fit(module, tmp_path)
+    fit(derived, tmp_path)
+    assert derived.steps == module.steps
+    assert torch.equal(weights(derived), weights(module))
+
+
+class WithoutIndex(RLSOptimization, AutomaticNetwork):
+    def training_step(self, batch):
+        return super().training_step(batch, 0)
+
+
+def test_a_training_step_may_leave_out_the_index_of_the_batch(tmp_path):
+    module, without = ManualNetwork(), WithoutIndex()
+    fit(module, tmp_path)
+    fit(without, tmp_path)
+    torch.testing.assert_close(weights(without), weights(module), rtol=0, atol=1e-5)
+
+
+def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
+    called = []
+
+    class Hooked(AutomaticNetwork):
+        def setup(self, stage):
+            called.append("setup")
+
+        def on_fit_start(self):
+            called.append("on_fit_start")
+
+    class Trained(RLSOptimization, Hooked):
+        pass
+
+    fit(Trained(), tmp_path, fast_dev_run=1)
+    assert called == ["setup", "on_fit_start"]
+
+
+def schedulers():
+    return {
+        "step": lambda optimizer: {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"},
+        "every fourth step": lambda optimizer: {
+            "scheduler": StepLR(optimizer, 1, 0.5),
+            "interval": "step",
+            "frequency": 4,
+        },
+        "epoch": lambda optimizer: StepLR(optimizer, 1, 0.5),
+    }
+
+
+class Rates(L.Callback):
+    def __init__(self):
+        self.rates = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("name", list(schedulers()))
+def test_schedulers_step_as_in_automatic_optimization(name, tmp_path):
+    of_networks = []
+    for network in (AutomaticNetwork, ManualNetwork):
+        rates = Rates()
+        fit(network(scheduler=schedulers()[name]), tmp_path, callbacks=[rates], max_epochs=3)
+        of_networks.append(rates.rates)
+    assert of_networks[0] == of_networks[1]
+    assert len(set(of_networks[0])) > 1
+
+
+class SkipsTheLast(AutomaticNetwork):
+    def training_step(self, batch, batch_idx):
+        return None if self.trainer.is_last_batch else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", list(schedulers()))
+def test_schedulers_step_where_a_batch_is_skipped(name, tmp_path):
+    class Manual(RLSOptimization, SkipsTheLast):
+        pass
+
+    of_networks = []
+    for network in (SkipsTheLast, Manual):
+        rates = Rates()
+        fit(network(scheduler=schedulers()[name]), tmp_path, callbacks=[rates], max_epochs=3)
+        of_networks.append(rates.rates)
+    assert of_networks[0] == of_networks[1]
+
+
+def test_reduction_on_a_plateau_works_in_automatic_and_is_refused_in_manual_optimization(tmp_path):
+    def scheduler(optimizer):
+        return {"scheduler": ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0), "monitor": "val_loss"}
+
+    trainer = fit(AutomaticNetwork(scheduler=scheduler), tmp_path, max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 1
+    with pytest.raises(MisconfigurationException, match="drops the monitor of ReduceLROnPlateau"):
+        fit(ManualNetwork(scheduler=scheduler), tmp_path)
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def test_averages_of_weights_are_those_that_training_ends_with(tmp_path):
+    """With batch normalisation Lightning makes another epoch, and at its end a step without a backward pass."""
+    module = AutomaticNetwork(exclude=["layers.1"], auxiliary=functools.partial(torch.optim.SGD, lr=0.0))
+    module.layers = normalised()
+    averaging = StochasticWeightAveraging(swa_lrs=[1.0, 0.1], swa_epoch_start=1)
+    trainer = make_trainer(tmp_path, callbacks=[averaging], max_epochs=4, limit_val_batches=0)
+    trainer.fit(module, loader())
+    for layer, average in zip(module.layers, averaging._average_model.layers, strict=True):
+        if isinstance(layer, nn.Linear):
+            assert torch.equal(weights(layer), weights(average))
+
+
+def test_averages_with_batch_normalisation_are_refused_in_manual_optimization(tmp_path):
+    module = ManualNetwork(exclude=["layers.1"], auxiliary=functools.partial(torch.optim.SGD, lr=0.0))
+    module.layers = normalised()
+    with pytest.raises(MisconfigurationException, match="StochasticWeightAveraging ends with an epoch .* trains on"):
+        fit(module, tmp_path, callbacks=[StochasticWeightAveraging(swa_lrs=[1.0, 0.1], swa_epoch_start=1)])
+
+
+def test_learning_rate_monitor_finds_the_groups(tmp_path):
+    module = ManualNetwork(exclude=["layers.2"], auxiliary=functools.partial(torch.optim.Adam, lr=1e-2))
+    monitor = LearningRateMonitor()
+    trainer = make_trainer(tmp_path, callbacks=[monitor], logger=True)
+    trainer.fit(module, loader())
+    assert {name: rates[-1] for name, rates in monitor.lrs.items()} == {"lr-RLS/pg1": 1.0, "lr-RLS/pg2": 1e-2}
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+@pytest.mark.parametrize("stop", [4, 6])
+def test_a_resumed_run_is_bitwise_that_without_a_break(network, stop, tmp_path):
+    def make():
+        return network(
+            torch.float64,
+            momentum=0.5,
+            scheduler=schedulers()["step"],
+            exclude=["layers.2"],
+            auxiliary=functools.partial(torch.optim.Adam, lr=1e-2),
+        )
+
+    def batches():
+        return draw_loader(10, draws=6, dtype=torch.float64)
+
+    whole, stopped, resumed = make(), make(), make()
+    checkpoint = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=stop, save_top_k=-1)
+    options = {"enable_checkpointing": True, "limit_val_batches": 0}
+    make_trainer(tmp_path / "whole", limit_val_batches=0).fit(whole, batches())
+    make_trainer(tmp_path, callbacks=[checkpoint], max_steps=stop, **options).fit(stopped, batches())
+    make_trainer(tmp_path, limit_val_batches=0).fit(resumed, batches(), ckpt_path=tmp_path / "last.ckpt")
+    assert not torch.equal(weights(stopped), weights(whole))
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+def test_mixed_precision_keeps_p_in_float32(network, tmp_path):
+    module, reference = network(), network()
+    start = weights(module)
+    trainer = fit(module, tmp_path, precision="bf16-mixed")
+    fit(reference, tmp_path)
+    state = trainer.optimizers[0].state["rls"]["layers.0.weight"]
+    assert state["P"].dtype == torch.float32 and state["steps"] == 12
+    assert (weights(module) - weights(reference)).norm() <= 0.01 * (weights(reference) - start).norm()
+
+
+def test_hooks_are_gone_after_fit(tmp_path):
+    module = ManualNetwork()
+    fit(module, tmp_path)
+    assert not any(layer._forward_hooks for layer in module.modules())
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+def test_nan_stops_the_run_before_it_reaches_the_weights(network, tmp_path):
+    inputs, targets = regression_data().tensors
+    targets = targets.clone()
+    targets[25, 0] = float("nan")
+    module, batches = network(), DataLoader(TensorDataset(inputs, targets), batch_size=10)
+    with pytest.raises(ValueError, match=r"RLS step 3: NaN or infinity in the gradient of layers.0.weight"):
+        fit(module, tmp_path, batches)
+    reference = network()
+    make_trainer(tmp_path, max_steps=2).fit(reference, batches)
+    assert torch.equal(weights(module), weights(reference))
+
+
+def test_the_batch_of_an_error_is_named(tmp_path):
+    inputs, targets = regression_data().tensors
+    with pytest.raises(ValueError, match="Training batch 0 of epoch 0: RLS step 1"):
+        fit(ManualNetwork(), tmp_path, DataLoader(TensorDataset(inputs / 0, targets), batch_size=10))
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_other_precisions_are_refused(precision, tmp_path):
+    with pytest.raises(MisconfigurationException, match=f"precision='{precision}'"):
+        fit(ManualNetwork(), tmp_path, precision=precision)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    module = ManualNetwork()
+    module.configure_optimizers = lambda: torch.optim.Adam(module.parameters())
+    with pytest.raises(MisconfigurationException, match="exactly one RLS from configure_optimizers, but got Adam"):
+        fit(module, tmp_path)
+
+
+def test_automatic_optimization_is_refused(tmp_path):
+    module = ManualNetwork()
+    module.automatic_optimization = True
+    with pytest.raises(MisconfigurationException, match="sets automatic_optimization=True"):
+        fit(module, tmp_path)
+
+
+@pytest.mark.parametrize("module", [ManualNetwork, SHFNetwork])
+def test_a_training_loader_without_batches_is_refused(module, tmp_path):
+    batches = DataLoader(regression_data(samples=8), batch_size=9, drop_last=True)
+    make_trainer(tmp_path, limit_train_batches=0).fit(module(), batches)
+    with pytest.raises(
+        MisconfigurationException, match=f"{module.__name__} was not trained, .* no batches: .* drop_last"
+    ):
+        make_trainer(tmp_path).fit(module(), batches)
+
+
+def test_a_batch_that_is_no_pair_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="A batch for PaperNetwork is a Tensor, not a pair"):
+        make_trainer(tmp_path).fit(PaperNetwork(), DataLoader(torch.rand(8, 3)))
+
+
+def test_a_module_may_have_a_loss_of_its_own(tmp_path):
+    class WithLoss(ManualNetwork):
+        def _loss(self, *arguments):
+            raise AssertionError("it is the module's own affair")
+
+    make_trainer(tmp_path, max_epochs=1).fit(WithLoss(), loader())
+
+
+def finetuned(network):
+    class Finetuned(network):
+        @property
+        def backbone(self):
+            return self.layers[:2]
+
+    return Finetuned()
+
+
+@pytest.mark.parametrize("network", [AutomaticNetwork, ManualNetwork])
+def test_backbone_finetuning_trains_the_backbone_from_its_epoch_on(network, tmp_path):
+    module, start = finetuned(network), finetuned(network)
+    trainer = fit(module, tmp_path, max_epochs=3, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)])
+    (head, backbone) = trainer.optimizers[0].param_groups
+    assert backbone["params"] == [*module.backbone.parameters()] and backbone["lr"] != head["lr"]
+    states = trainer.optimizers[0].state["rls"]
+    assert (states["layers.2.weight"]["steps"], states["layers.0.weight"]["steps"]) == (18, 6)
+    assert not torch.equal(module.backbone[0].weight, start.backbone[0].weight)
+
+
+class Unfreezing(BackboneFinetuning):
+    """Lightning's own freezes the backbone again when a run is resumed, and leaves it so, whatever the optimizer is."""
+
+    def on_fit_start(self, trainer, pl_module):
+        super().on_fit_start(trainer, pl_module)
+        for group in trainer.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(True)
+
+
+def test_backbone_finetuning_goes_on_bitwise_after_the_backbone_has_been_unfrozen(tmp_path):
+    whole, stopped, resumed = (finetuned(AutomaticNetwork) for _ in range(3))
+    fit(whole, tmp_path, max_epochs=3, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)])
+    fit(stopped, tmp_path, max_epochs=2, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)]).save_checkpoint(
+        tmp_path / "stopped.ckpt"
+    )
+    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[Unfreezing(unfreeze_backbone_at_epoch=1)])
+    trainer.fit(resumed, loader(), validation_loader(), ckpt_path=tmp_path / "stopped.ckpt")
+    assert torch.equal(weights(resumed), weights(whole))

@@ -1,0 +1,516 @@
+import dataclasses
+import logging
+from functools import partial
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_struct import SHF, GrowingBatchSize, LevenbergMarquardtDamping, SHFOptimization, ValidationMeritStopping
+from lightning_struct.mixins import GradientStatistics
+from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+from tests.mixins.helpers import (
+    Network,
+    SHFNetwork,
+    draw_loader,
+    make_trainer,
+    regression_data,
+    validation_loader,
+    weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+class AdamNetwork(Network):
+    """Written for another optimizer."""
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("the step of the other optimizer ran")
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class AutoencoderLike(Network):
+    def inputs_and_targets(self, batch):
+        return batch["inputs"], batch["inputs"][:, :2]
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return {"inputs": torch.full((3,), float(index))}
+
+
+def returns_shf(self):
+    return SHF(self, "mse", damping=1.0, maxiter=12)
+
+
+# What a step does
+
+
+def test_fit_lowers_the_loss(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, max_epochs=8).fit(module, draw_loader(batch_size=40))
+    assert module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
+
+
+def test_two_arguments_fit_and_log_how_the_steps_are_measured(tmp_path):
+    class TwoArguments(SHFNetwork):
+        def configure_optimizers(self):
+            return SHF(self, "mse")
+
+    module = TwoArguments()
+    trainer = make_trainer(tmp_path, max_epochs=6)
+    trainer.fit(module, draw_loader(batch_size=40))
+    assert module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
+    assert {"damping", "step_scale", "next_batch_ratio"} <= set(trainer.logged_metrics)
+
+
+def test_a_step_is_that_of_the_plain_optimizer(tmp_path):
+    module, plain = SHFNetwork(), SHFNetwork()
+    make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader())
+    optimizer = plain.configure_optimizers()
+    for inputs, targets in draw_loader():
+        optimizer.step(inputs=inputs, targets=targets)
+    assert torch.equal(weights(module), weights(plain))
+
+
+def test_each_batch_counts_one_step(tmp_path):
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(SHFNetwork(), draw_loader(draws=5))
+    assert trainer.global_step == 10
+
+
+def test_max_steps_ends_training(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, max_epochs=-1, max_steps=7).fit(module, draw_loader(draws=5))
+    assert len(module.reports) == 7
+
+
+def test_the_hook_is_called_with_each_report(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader(draws=3))
+    assert [report.batch_size for report in module.reports] == [12, 12, 12]
+
+
+def test_outputs_of_a_step_are_the_loss_before_it(tmp_path):
+    class Outputs(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.loss = outputs["loss"]
+
+    callback, module = Outputs(), SHFNetwork()
+    make_trainer(tmp_path, max_steps=1, callbacks=[callback]).fit(module, draw_loader())
+    assert callback.loss.item() == pytest.approx(module.reports[0].loss_before)
+
+
+def test_fast_dev_run_takes_one_step(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, fast_dev_run=True).fit(module, draw_loader(), validation_loader())
+    assert len(module.reports) == 1
+
+
+# What is logged
+
+
+def test_values_of_the_report_are_logged(tmp_path):
+    module = SHFNetwork()
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(module, draw_loader())
+    (report,) = module.reports
+    expected = {
+        "train_loss": report.loss_before,
+        "damping": report.damping,
+        "reduction_ratio": report.reduction_ratio,
+        "solver_iterations": report.solver_iterations,
+        "step_length": report.step_length,
+        "batch_size": report.batch_size,
+        "gradient_variance": report.gradient_variance,
+        "batch_size_predicted": report.predicted_batch_size,
+    }
+    assert {name: value.item() for name, value in trainer.logged_metrics.items()} == pytest.approx(expected)
+
+
+def test_progress_bar_shows_the_essentials(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(SHFNetwork(), draw_loader())
+    assert set(trainer.progress_bar_metrics) == {"train_loss", "damping", "batch_size", "solver_iterations"}
+
+
+def test_what_is_not_defined_is_not_logged(tmp_path):
+    class Normalised(SHFNetwork):
+        def __init__(self):
+            super().__init__(preconditioner=None)
+            self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(Normalised(), draw_loader())
+    assert "train_loss" in trainer.logged_metrics and "gradient_variance" not in trainer.logged_metrics
+
+
+# How a batch is read
+
+
+def test_a_list_of_two_tensors_is_inputs_and_targets():
+    inputs, targets = torch.zeros(2, 3), torch.ones(2, 1)
+    read = SHFNetwork().inputs_and_targets([inputs, targets])
+    assert read[0] is inputs and read[1] is targets
+
+
+def test_the_inputs_of_a_batch_may_be_several(tmp_path):
+    class OfTwo(SHFNetwork):
+        def forward(self, first, second):
+            return super().forward(first + second)
+
+    data = zip(torch.randn(24, 3), torch.randn(24, 3), torch.randn(24, 2), strict=True)
+    loader = DataLoader([([first, second], target) for first, second, target in data], batch_size=12)
+    module = OfTwo()
+    make_trainer(tmp_path, max_epochs=1).fit(module, loader)
+    assert [report.batch_size for report in module.reports] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (torch.zeros(2, 3), "Tensor"),
+        ((torch.zeros(2, 3),), "tuple of Tensor"),
+        ([torch.zeros(2)] * 3, "list of Tensor, Tensor, Tensor"),
+        ((torch.zeros(2), "label"), "tuple of Tensor, str"),
+        ({"inputs": torch.zeros(2)}, "dict"),
+    ],
+)
+def test_other_batches_ask_for_the_method(batch, found):
+    with pytest.raises(MisconfigurationException, match=f"is a {found}, not a pair .* define inputs_and_targets"):
+        SHFNetwork().inputs_and_targets(batch)
+
+
+def test_a_method_that_returns_no_pair_is_an_error_with_the_remedy(tmp_path):
+    class Trained(SHFNetwork):
+        def inputs_and_targets(self, batch):
+            return torch.zeros(2, 3)
+
+    with pytest.raises(MisconfigurationException, match=r"returned a Tensor, not a pair: return \(inputs, targets\)"):
+        make_trainer(tmp_path, max_steps=1).fit(Trained(), DataLoader(Pairs(), batch_size=8))
+
+
+def test_the_method_of_the_module_is_used(tmp_path):
+    class Trained(SHFOptimization, AutoencoderLike):
+        configure_optimizers = returns_shf
+
+    module = Trained()
+    before = weights(module)
+    make_trainer(tmp_path, max_steps=1).fit(module, DataLoader(Pairs(), batch_size=8))
+    assert not torch.equal(weights(module), before)
+
+
+# Modules written for another optimizer
+
+
+def test_a_step_inherited_from_the_base_is_not_run(tmp_path):
+    class Trained(SHFOptimization, AdamNetwork):
+        configure_optimizers = returns_shf
+
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Trained(), draw_loader(draws=2))
+    assert trainer.global_step == 2
+
+
+def test_a_step_in_the_class_itself_is_not_run(tmp_path):
+    class Trained(SHFOptimization, Network):
+        configure_optimizers = returns_shf
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("the step of the other optimizer ran")
+
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Trained(), draw_loader(draws=2))
+    assert trainer.global_step == 2
+
+
+def test_hooks_of_the_module_behind_the_mixin_are_called(tmp_path):
+    called = []
+
+    class Hooked(AdamNetwork):
+        def on_fit_start(self):
+            called.append("on_fit_start")
+
+    class Trained(SHFOptimization, Hooked):
+        configure_optimizers = returns_shf
+
+    make_trainer(tmp_path, fast_dev_run=1).fit(Trained(), draw_loader(draws=2))
+    assert called == ["on_fit_start"]
+
+
+def test_a_mixin_put_last_is_put_first(tmp_path):
+    class Trained(AdamNetwork, SHFOptimization):
+        configure_optimizers = returns_shf
+
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(Trained(), draw_loader(draws=2))
+    assert trainer.global_step == 2
+
+
+def test_a_step_that_is_not_run_is_named(tmp_path, caplog):
+    class Trained(SHFOptimization, Network):
+        configure_optimizers = returns_shf
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("the step of the other optimizer ran")
+
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, max_epochs=2).fit(Trained(), draw_loader(draws=2))
+    assert caplog.text.count("Trained.training_step is not run: SHFOptimization takes the step") == 1
+
+
+def test_hyperparameters_of_the_base_are_saved():
+    class Configured(Network):
+        def __init__(self, width: int, depth: int = 3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Trained(SHFOptimization, Configured):
+        configure_optimizers = returns_shf
+
+    assert dict(Trained(5, depth=2).hparams) == {"width": 5, "depth": 2}
+
+
+# Statistics for callbacks
+
+
+def test_statistics_are_those_of_the_last_report(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, max_epochs=1).fit(module, draw_loader())
+    report = module.reports[-1]
+    assert module.gradient_statistics() == GradientStatistics(
+        12, report.gradient_variance, report.gradient_norm**2, None
+    )
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_variance_is_exact_where_a_growing_batch_goes_by_it(tmp_path, grows):
+    class ByTwoArguments(SHFNetwork):
+        def configure_optimizers(self):
+            return SHF(self, "mse")
+
+    module = ByTwoArguments()
+    callbacks = [GrowingBatchSize()] if grows else []
+    make_trainer(tmp_path, max_steps=1, callbacks=callbacks).fit(module, draw_loader())
+    assert module.shf.exact_variance == grows
+
+
+def test_there_are_no_statistics_before_the_first_step(tmp_path):
+    class Early(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.statistics = pl_module.gradient_statistics()
+
+    early = Early()
+    make_trainer(tmp_path, max_steps=1, callbacks=[early]).fit(SHFNetwork(), draw_loader())
+    assert early.statistics is None
+
+
+# Faults
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_batch_is_named(tmp_path, value):
+    data = regression_data()
+    data.tensors[0][30, 0] = value
+    with pytest.raises(ValueError, match="Training batch 2 of epoch 0: the batch holds NaN or infinity"):
+        make_trainer(tmp_path).fit(SHFNetwork(), DataLoader(data, batch_size=12))
+
+
+def test_a_bad_batch_changes_no_weight(tmp_path):
+    data = regression_data()
+    data.tensors[1][5, 0] = float("nan")
+    module = SHFNetwork()
+    before = weights(module)
+    with pytest.raises(ValueError, match="Training batch 0"):
+        make_trainer(tmp_path).fit(module, DataLoader(data, batch_size=12))
+    assert torch.equal(weights(module), before)
+
+
+def test_another_optimizer_is_refused_by_name(tmp_path):
+    class Trained(SHFOptimization, AdamNetwork):
+        pass
+
+    with pytest.raises(
+        MisconfigurationException, match="needs exactly one SHF from configure_optimizers, but got Adam"
+    ):
+        make_trainer(tmp_path).fit(Trained(), draw_loader())
+
+
+def test_several_optimizers_are_refused_by_name(tmp_path):
+    class Trained(SHFOptimization, Network):
+        def configure_optimizers(self):
+            return [returns_shf(self), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    with pytest.raises(MisconfigurationException, match="exactly one SHF .* but got SHF, SGD"):
+        make_trainer(tmp_path).fit(Trained(), draw_loader())
+
+
+def test_automatic_optimization_is_refused(tmp_path):
+    module = SHFNetwork()
+    module.automatic_optimization = True
+    with pytest.raises(
+        MisconfigurationException, match="sets automatic_optimization=True, but SHFOptimization is manual"
+    ):
+        make_trainer(tmp_path).fit(module, draw_loader())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        LearningRateMonitor,
+        LearningRateFinder,
+        partial(StochasticWeightAveraging, swa_lrs=0.1, swa_epoch_start=1),
+        BackboneFinetuning,
+    ],
+)
+def test_callbacks_that_need_a_learning_rate_are_refused_at_the_start(tmp_path, make):
+    module, steps = SHFNetwork(), []
+    module.on_shf_step = steps.append
+    module.backbone = module.layers
+    with pytest.raises(MisconfigurationException, match="needs the learning rate of an optimizer, and SHF has none"):
+        make_trainer(tmp_path, callbacks=[make()], max_epochs=3).fit(module, draw_loader())
+    assert not steps
+
+
+def test_the_batch_size_is_found_and_training_begins_anew(tmp_path):
+    class Sized(SHFNetwork):
+        batch_size = 4
+
+        def train_dataloader(self):
+            return DataLoader(regression_data(), batch_size=self.batch_size)
+
+    module = Sized()
+    finder = BatchSizeFinder(init_val=4, steps_per_trial=1, max_trials=2)
+    trainer = make_trainer(tmp_path, callbacks=[finder], max_epochs=1)
+    trainer.fit(module, val_dataloaders=validation_loader())
+    assert module.batch_size == 8 and trainer.global_step > 0
+
+
+@pytest.mark.slow
+def test_a_compiled_module_takes_the_steps_of_the_module(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    module, reference = SHFNetwork(), SHFNetwork()
+    make_trainer(tmp_path, max_steps=3).fit(torch.compile(module, backend=backend), draw_loader())
+    make_trainer(tmp_path, max_steps=3).fit(reference, draw_loader())
+    torch.testing.assert_close(weights(module), weights(reference), rtol=0, atol=1e-6)
+    assert len(graphs) < 20
+
+
+# Precision and strategies
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision"),
+    [(lambda: MixedPrecision("16-mixed", "cpu"), "16-mixed"), (HalfPrecision, "16-true"),
+     (partial(HalfPrecision, "bf16-true"), "bf16-true")],
+    ids=["16-mixed", "16-true", "bf16-true"],
+)  # fmt: skip
+def test_half_precision_is_refused(tmp_path, plugin, precision):
+    message = rf"Trainer\(precision='{precision}'\): .* Use 'bf16-mixed', '32-true' or '64-true'"
+    with pytest.raises(MisconfigurationException, match=message):
+        make_trainer(tmp_path, plugins=plugin()).fit(SHFNetwork(), draw_loader())
+
+
+def test_bf16_mixed_trains_float32_weights(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, max_epochs=8, precision="bf16-mixed").fit(module, draw_loader(batch_size=40))
+    assert (
+        weights(module).dtype == torch.float32 and module.reports[-1].loss_after < 0.5 * module.reports[0].loss_before
+    )
+
+
+def test_64_true_trains_in_float64(tmp_path):
+    module = SHFNetwork()
+    make_trainer(tmp_path, max_epochs=8, precision="64-true").fit(module, draw_loader(batch_size=40))
+    assert (
+        weights(module).dtype == torch.float64 and module.reports[-1].loss_after < 0.3 * module.reports[0].loss_before
+    )
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
+def test_strategies_that_shard_the_weights_are_refused_by_name(strategy):
+    trainer = SimpleNamespace(strategy=strategy.__new__(strategy))
+    with pytest.raises(MisconfigurationException, match=f"SHF needs all weights .* {strategy.__name__}"):
+        refuse_sharded_weights(trainer, "SHF")
+
+
+# Resume
+
+
+def fit_with_everything(directory, checkpointing, limits, ckpt_path=None):
+    callbacks = [
+        GrowingBatchSize(max_batch_size=50),
+        LevenbergMarquardtDamping(drop=0.9),
+        ValidationMeritStopping(patience=30, mode="max"),
+        ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **checkpointing),
+    ]
+    logger = CSVLogger(directory.parent, name=directory.name + "_log")
+    module = SHFNetwork()
+    trainer = make_trainer(directory, callbacks=callbacks, logger=logger, enable_checkpointing=True, **limits)
+    trainer.fit(module, draw_loader(), validation_loader(), ckpt_path=ckpt_path)
+    return trainer, module, callbacks
+
+
+def timeless(report):
+    return dataclasses.replace(report, seconds={})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize("limits", [{"max_epochs": 5}, {"max_steps": 25, "max_epochs": -1}], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    ("checkpointing", "step"),
+    [
+        ({"every_n_train_steps": 3}, 3),
+        ({"every_n_train_steps": 13}, 13),
+        ({"every_n_train_steps": 15}, 15),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, 15),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 15),
+    ],
+    ids=[
+        "before the batch grows",
+        "within an epoch",
+        "between batch and validation",
+        "after validation",
+        "after the epoch",
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, checkpointing, step, limits):
+    whole, module, callbacks = fit_with_everything(tmp_path / "whole", checkpointing, limits)
+    resumed, again, again_callbacks = fit_with_everything(
+        tmp_path / "resumed", checkpointing, limits, tmp_path / f"whole/step={step}.ckpt"
+    )
+    assert torch.equal(again.weights_after_step, module.weights_after_step)
+    assert resumed.global_step == whole.global_step == 25
+    assert [timeless(report) for report in again.reports] == [timeless(report) for report in module.reports[step:]]
+    assert again_callbacks[0].state_dict() == callbacks[0].state_dict()
+    merit, merit_again = callbacks[2].state_dict(), again_callbacks[2].state_dict()
+    assert all(torch.equal(merit["best_weights"][k], v) for k, v in merit_again["best_weights"].items())
+    assert all(merit_again[name] == merit[name] for name in ("best_value", "best_step", "wait", "validation"))
+    assert len({report.batch_size for report in module.reports}) > 3, "the batch did not grow: this shows nothing"

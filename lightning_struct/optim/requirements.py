@@ -1,12 +1,18 @@
-"""Requirements of the optimizers on what they are given: the module, its weights, and states."""
+"""Code that both optimizers share: checks of the module and its weights, warnings, and copies of an optimizer."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+# A warning points at the first caller outside of these.
+_PACKAGES = ("lightning_struct", "torch", "lightning", "pytorch_lightning")
 
 # Remedies: of weights in 16 bits, and of the state of another optimizer.
 LOWER_PRECISION = "for lower precision keep float32 weights and use autocast to bfloat16 (bf16-mixed)"
@@ -85,3 +91,23 @@ def refuse_replaced(replaced: Sequence[str], optimizer: str) -> None:
             f"the parameters of the module are others than when {optimizer} was made: {', '.join(replaced[:3])}. Make "
             f"{optimizer} after what replaces or reparametrises them"
         )
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """All attributes except torch's hooks: a copy of the optimizer with its module continues like the original.
+
+    Torch's own ``__getstate__`` leaves out the attributes that a subclass adds.
+    """
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name != "step" and not name.startswith("_optimizer_")  # a scheduler puts its own step there
+    }

@@ -12,9 +12,7 @@ from torch import nn
 
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.registry import excluded_modules
-from lightning_struct.optim.messages import tell
-from lightning_struct.optim.pickling import state_without_hooks
-from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors
+from lightning_struct.optim.requirements import check_module, refuse_distributed_tensors, state_without_hooks
 from lightning_struct.optim.rls.all_weights import (
     check_finite,
     forget_statistics,
@@ -199,7 +197,7 @@ class RLS(torch.optim.Optimizer):
         self._membership = membership
         self._recorder.found_unfrozen = weakref.WeakMethod(self._take_in_unfrozen)
         self._recorder.attach()
-        tell(_log, memory_in_words(self._weights))
+        _log.info(memory_in_words(self._weights))
 
     @classmethod
     def exact(

@@ -19,7 +19,7 @@ from lightning_struct.functional.curvature.kronecker_roots import (
 from lightning_struct.functional.layers.per_sample.contributions import Contribution
 from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.memory import bytes_as_text, check_memory, table
-from lightning_struct.optim.messages import warn
+from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.curvature_blocks import CurvatureBlock, DiagonalBlock, curvature_blocks
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss, get_loss
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
-from lightning_struct.optim.messages import warn
-from lightning_struct.optim.pickling import state_without_hooks
 from lightning_struct.optim.requirements import (
     LOWER_PRECISION,
     check_module,
     refuse_distributed_tensors,
     refuse_lazy,
     refuse_replaced,
+    state_without_hooks,
+    warn,
 )
 from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.objective import Batches

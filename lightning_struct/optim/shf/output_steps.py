@@ -23,7 +23,7 @@ from lightning_struct.functional.jacobian.losses import (
 from lightning_struct.functional.layers.calls import rows_of_arguments
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
-from lightning_struct.optim.messages import tell, warn
+from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
@@ -316,8 +316,7 @@ class OutputSteps:
             s, (smallest, largest) = self.settings, self.settings.damping_bounds
             steps = "step" if s.factor_interval == 1 else f"{s.factor_interval} steps"
             factors = f" (every {steps})" if self.kronecker is not None else ""
-            tell(
-                _log,
+            _log.info(
                 f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
                 f"{model.linearization.backend!r}, damping={first:.3g} in [{smallest:.2g}, {largest:.2g}] "
                 f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}",

@@ -16,7 +16,7 @@ from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.vectors import inner
-from lightning_struct.optim.messages import tell, warn
+from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
@@ -142,8 +142,7 @@ class ResidualSteps:
         else:
             group["warm_start"] = self.settings.grown_warm_start(group["warm_start"])
         if memory["steps"] == 0 and rank() == 0:
-            tell(
-                _log,
+            _log.info(
                 f"SHF chose solver={update.method!r} for {update.model.rows:,} residuals and "
                 f"{len(update.model.weights.vector):,} parameters, damping={report.damping:.3g}",
             )

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 import harness
 from harness import Run
 from lightning_struct.data import MNISTDataModule, USPSDataModule
-from lightning_struct.nn.init import sparse_normal_
+from lightning_struct.nn.baselines import sparse_normal_
 from lightning_struct.optim import RLS, SHF
 
 VALIDATIONS = 15

@@ -8,24 +8,19 @@ from lightning_struct.nn.adapters import (
     merge_adapters,
 )
 from lightning_struct.nn.attention import StructuredAttention
-from lightning_struct.nn.baselines import Circulant, Fastfood, PrunedLinear, reduced_hidden_units
-from lightning_struct.nn.blocks import BlockStructured
-from lightning_struct.nn.butterfly import Butterfly
+from lightning_struct.nn.baselines import Circulant, PrunedLinear, reduced_hidden_units, sparse_normal_
 from lightning_struct.nn.channels import ChannelLinear, PatchLinear
 from lightning_struct.nn.classic import CauchyLike, HankelLike, LowRank, ToeplitzLike, VandermondeLike
 from lightning_struct.nn.compress import compress
-from lightning_struct.nn.convolutions import replace_conv
-from lightning_struct.nn.freezing import freeze
+from lightning_struct.nn.convolutions import BlockStructured, replace_conv
 from lightning_struct.nn.frozen import FrozenLinear
-from lightning_struct.nn.hadamard import RandomizedHadamard
-from lightning_struct.nn.init import sparse_normal_
-from lightning_struct.nn.jacobian import jacobian_norms
-from lightning_struct.nn.layer_structure import apply_structure, layer_structure
+from lightning_struct.nn.hadamard import Fastfood, RandomizedHadamard
+from lightning_struct.nn.layer_structure import apply_structure, freeze, layer_structure
 from lightning_struct.nn.ldr import LDRSubdiagonal, LDRTridiagonal
-from lightning_struct.nn.monarch import Monarch
+from lightning_struct.nn.monarch import Butterfly, Monarch
 from lightning_struct.nn.recurrent import StructuredLSTM
 from lightning_struct.nn.replace import replace_linear
-from lightning_struct.nn.report import replacement_report
+from lightning_struct.nn.report import jacobian_norms, replacement_report
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.nn.updates import AdaptedLinear
 

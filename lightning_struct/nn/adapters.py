@@ -15,11 +15,11 @@ from lightning_struct.nn.attention import PROJECTIONS
 from lightning_struct.nn.channels import CONVOLUTIONS, has_linear_weight, is_pointwise, linear_of
 from lightning_struct.nn.frozen import FrozenLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
-from lightning_struct.nn.parametrizations import add_parametrization, remove_parametrizations
 from lightning_struct.nn.replace import LayerFactory, check_has_shape, check_makes_layers, is_from_linear, set_modules
 from lightning_struct.nn.report import reasons_as_text
 from lightning_struct.nn.selection import Model, Selection, Selector, is_at_or_below
 from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.torch_modules import add_parametrization, remove_parametrizations
 from lightning_struct.nn.updates import AdaptedLinear, Sides, StructuredUpdate, UpdatedWeight, check_options, updated
 
 _log = logging.getLogger(__name__)

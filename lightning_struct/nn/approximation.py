@@ -1,16 +1,33 @@
-"""The search for the member of a class of structured matrices that is nearest to a given matrix."""
+"""The search for the member of a class of structured matrices that is nearest to a given matrix.
+
+Powers of the operators of LDR-SD and LDR-TD make a hard problem of it: an entry of a subdiagonal is a factor of all
+rows below it. Two things help.
+
+- A start from the displacement itself. W - A W Bᵀ = G Hᵀ is linear in each row of A and G for fixed B and H, and in
+  each row of B and H for fixed A and G: small least-squares problems, solved in turn (:func:`fit_subdiagonals`).
+- Coordinates in which a parameter moves few entries. A subdiagonal operator without zeros is A = c D Z D⁻¹ with
+  diagonal D, so M = D_a M' D_b, where M' has shifts for operators. The search goes over D, G' = D⁻¹ G and what is left
+  of A (:class:`BalancedCoordinates`).
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.hub import tqdm
 
-from lightning_struct.functional.structured.operators import SubdiagonalOperator
+from lightning_struct.functional.structured.operators import (
+    DisplacementOperator,
+    SubdiagonalOperator,
+    TridiagonalOperator,
+)
+from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
+from lightning_struct.functional.structured.tridiagonal import tridiagonal_to_dense
 
 
 def relative_error(matrix: Tensor, target: Tensor) -> float:
@@ -110,3 +127,231 @@ def refine_(weights: Sequence[Tensor], to_dense: Callable[[], Tensor], target: T
 def progress_bar(total: int, unit: str) -> Any:
     """tqdm's, on a terminal after some seconds, or what torch has in place of it where that is not installed."""
     return tqdm(total=total, unit=unit, delay=3.0, leave=False, disable=not sys.stderr.isatty())
+
+
+# Singular value decompositions of larger matrices are computed for the leading values alone, at random.
+_LARGEST_DECOMPOSED = 512
+_OVERSAMPLED, _POWERS = 8, 4
+# The largest range of log|d| over the entries d of D in which products with D and its inverse keep digits in float64.
+_LARGEST_LOG_RANGE = 12.0
+
+
+def leading_factors(R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """G (m, rank) and H (n, rank) with G Hᵀ near to R (m, n): nearest if R is small, else by random projections."""
+    if min(R.shape) <= _LARGEST_DECOMPOSED:
+        return truncated_factors(R, rank)
+    basis = torch.linalg.qr(R @ torch.randn(R.shape[1], rank + _OVERSAMPLED, dtype=R.dtype, device=R.device)).Q
+    for _ in range(_POWERS):  # torch.svd_lowrank does the same in ten times the time, through transposed products
+        basis = torch.linalg.qr(R @ torch.linalg.qr((basis.T @ R).T).Q).Q
+    G, H = truncated_factors(basis.T @ R, rank)
+    return basis @ G, H
+
+
+def fit_subdiagonals(
+    W: Tensor, rank: int, a: SubdiagonalOperator, b: SubdiagonalOperator, sweeps: int
+) -> tuple[SubdiagonalOperator, SubdiagonalOperator]:
+    """Lower ‖W - A W Bᵀ - G Hᵀ‖ over A, B, G and H by least squares for A and G, and for B and H, in turn.
+
+    Where it takes longer than some seconds, a progress bar shows the sweeps on a terminal.
+
+    Args:
+        W: (m, n), float64.
+        rank: r, the columns of G and H.
+        a, b: where A and B start; a corner that is zero there remains zero.
+        sweeps: how often both are solved for.
+    """
+    corners = bool(a.corner != 0), bool(b.corner != 0)
+    _, H = leading_factors(W - a.matvec(b.matvec(W).mT).mT, rank)
+    # Read row by row and column by column: no other matrix of that size is made.
+    squares, neighbours = W.square(), W.roll((1, 1), (0, 1)).mul_(W)
+    with progress_bar(sweeps, "sweep") as bar:
+        for _ in range(sweeps):
+            a, G = _fit_rows(W, squares, neighbours, b, H, corners[0])
+            b, H = _fit_rows(W.T, squares.T, neighbours.T, a, G, corners[1])
+            bar.update(1)
+    return a, b
+
+
+def _fit_rows(
+    W: Tensor, squares: Tensor, neighbours: Tensor, b: SubdiagonalOperator, H: Tensor, with_corner: bool
+) -> tuple[SubdiagonalOperator, Tensor]:
+    """The subdiagonal A and the G that minimise ‖W - A W Bᵀ - G Hᵀ‖: for each row one entry of A, and the row of G.
+
+    Args:
+        W: (m, n).
+        squares: those of W.
+        neighbours: (m, n), each entry of W times its upper left neighbour, cyclically.
+        b: B.
+        H: (n, r).
+        with_corner: whether A has a corner.
+    """
+    # Row i of A F, with F = W Bᵀ, is the entry of A times row i - 1 of F, cyclically. F has the columns of W, moved by
+    # one and multiplied by the entries of B: so sums over its rows are products of matrices that are there with
+    # vectors.
+    circle = torch.cat([b.corner.reshape(1), b.subdiagonal])
+    squared = (squares @ circle.square().roll(-1)).roll(1)
+    along = neighbours @ circle
+    cross, own, target = (W @ (circle[:, None] * H).roll(-1, 0)).roll(1, 0), H.T @ H, W @ H
+    if not with_corner:
+        squared[0] = along[0] = 0
+        cross[0] = 0
+    # The row of G is eliminated: what is left of the row above, and of W, when their parts along H are taken away.
+    inverse = torch.linalg.pinv(own, hermitian=True)
+    along_above, along_w = cross @ inverse, target @ inverse
+    remaining = squared - (cross * along_above).sum(1)
+    product = along - (along_above * target).sum(1)
+    determined = remaining > 1e-12 * squared
+    entries = torch.where(determined, product / torch.where(determined, remaining, 1.0), 1.0)
+    if not with_corner:
+        entries[0] = 0
+    return SubdiagonalOperator(entries[1:], entries[0]), along_w - entries[:, None] * along_above
+
+
+class LearnedOperators(Protocol):
+    """What the search reads of a layer: :class:`~lightning_struct.nn.ldr.LearnedOperatorLinear` has it."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def G(self) -> Tensor:
+        """(m, r)."""
+
+    @property
+    def H(self) -> Tensor:
+        """(n, r)."""
+
+    @property
+    def subdiagonal_a(self) -> Tensor:
+        """(m - 1,), of A."""
+
+    @property
+    def subdiagonal_b(self) -> Tensor:
+        """(n - 1,), of B."""
+
+    @property
+    def corner(self) -> str:
+        """``"learned"``, if corners are searched too."""
+
+    @property
+    def operators(self) -> tuple[DisplacementOperator, DisplacementOperator]:
+        """A and B; their entries are those of the layer's parameters, or views of them."""
+
+
+class BalancedCoordinates:
+    """M of a layer as D_a M'(A', B', G', H') D_b, with A' = D_a⁻¹ A D_a of constant subdiagonal, and B' likewise.
+
+    Args:
+        layer: in float64. No entry of its subdiagonals may be zero.
+    """
+
+    def __init__(self, layer: LearnedOperators) -> None:
+        self.layer = layer
+        self._sides = [_Side(*pair) for pair in zip(layer.operators, (layer.G, layer.H), strict=True)]
+
+    @staticmethod
+    def are_exact_for(layer: LearnedOperators) -> bool:
+        """Whether the entries of D range over few orders of magnitude, and none of the subdiagonals' is zero."""
+        return all(
+            bool(log_range(subdiagonal) < _LARGEST_LOG_RANGE)
+            for subdiagonal in (layer.subdiagonal_a.detach(), layer.subdiagonal_b.detach())
+        )
+
+    @property
+    def variables(self) -> list[Tensor]:
+        """What is searched over: leaf tensors."""
+        corners = self.layer.corner == "learned"
+        return [variable for side in self._sides for variable in side.variables(corners)]
+
+    def to_dense(self) -> Tensor:
+        """M, (out_features, in_features), with gradients to the variables."""
+        a, b = self._sides
+        A, B = a.operator(), b.operator()
+        if isinstance(A, TridiagonalOperator) and isinstance(B, TridiagonalOperator):
+            M = tridiagonal_to_dense(A, B, a.generators, b.generators)
+        else:
+            assert isinstance(A, SubdiagonalOperator) and isinstance(B, SubdiagonalOperator)
+            M = subdiagonal_to_dense(A.subdiagonal, A.corner, B.subdiagonal, B.corner, a.generators, b.generators)
+        M = a.scale[:, None] * M * b.scale
+        return M[: self.layer.out_features, : self.layer.in_features]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Set the parameters of the layer to what the variables say."""
+        for side, operator, generators in zip(
+            self._sides, self.layer.operators, (self.layer.G, self.layer.H), strict=True
+        ):
+            side.write(operator, generators)
+
+
+class _Side:
+    """One operator and its generators in balanced coordinates: A = D A' D⁻¹ and G = D G'."""
+
+    def __init__(self, operator: DisplacementOperator, generators: Tensor) -> None:
+        assert isinstance(operator, SubdiagonalOperator | TridiagonalOperator)
+        path = _path(operator.subdiagonal.detach())
+        self._constant = _typical_size(operator.subdiagonal.detach())
+        self._start = path
+        self._moved = torch.ones_like(path)
+        first_by_last = path[0] / path[-1]
+        self.generators = generators.detach() / path[:, None]
+        self._others: list[Tensor]
+        if isinstance(operator, SubdiagonalOperator):
+            self._corners = operator.corner.detach() / first_by_last
+            self._others = []
+        else:
+            self._corners = operator.corners.detach() / torch.stack([first_by_last, 1 / first_by_last])
+            self._others = [operator.diagonal.detach().clone(), operator.superdiagonal.detach() * path[1:] / path[:-1]]
+        for variable in self.variables(corners=True):
+            variable.requires_grad_(True)
+
+    @property
+    def scale(self) -> Tensor:
+        """The entries of D, (n,)."""
+        return self._start * self._moved
+
+    def variables(self, corners: bool) -> list[Tensor]:
+        return [self._moved, self.generators, *self._others, *([self._corners] if corners else [])]
+
+    def operator(self) -> SubdiagonalOperator | TridiagonalOperator:
+        """A'."""
+        subdiagonal = self._constant.expand(len(self._start) - 1)
+        if not self._others:
+            return SubdiagonalOperator(subdiagonal, self._corners)
+        return TridiagonalOperator(subdiagonal, self._others[0], self._others[1], self._corners)
+
+    def write(self, operator: DisplacementOperator, generators: Tensor) -> None:
+        """Set the entries of A and G, in place."""
+        d = self.scale
+        first_by_last = d[0] / d[-1]
+        assert isinstance(operator, SubdiagonalOperator | TridiagonalOperator)
+        operator.subdiagonal.copy_(self._constant * d[1:] / d[:-1])
+        if isinstance(operator, SubdiagonalOperator):
+            operator.corner.copy_(self._corners * first_by_last)
+        else:
+            operator.corners.copy_(self._corners * torch.stack([first_by_last, 1 / first_by_last]))
+            operator.diagonal.copy_(self._others[0])
+            operator.superdiagonal.copy_(self._others[1] * d[:-1] / d[1:])
+        generators.copy_(d[:, None] * self.generators)
+
+
+def _typical_size(subdiagonal: Tensor) -> Tensor:
+    """The geometric mean of the absolute entries, (); 1 where there are none."""
+    return subdiagonal.abs().log().mean().exp() if len(subdiagonal) else subdiagonal.new_ones(())
+
+
+def _path(subdiagonal: Tensor) -> Tensor:
+    """The entries d of D with A = c D Z D⁻¹: cumulative products of the entries over their geometric mean c, (n,)."""
+    return F.pad((subdiagonal / _typical_size(subdiagonal)).cumprod(0), (1, 0), value=1.0)
+
+
+def log_range(subdiagonal: Tensor) -> Tensor:
+    """The range of log|d| over the entries d of that D, () float64: of log|s_1 ... s_k| less its trend.
+
+    It is infinite where an entry is zero.
+    """
+    logarithms = subdiagonal.double().abs().log()
+    if not len(logarithms):
+        return logarithms.new_zeros(())
+    path = F.pad((logarithms - logarithms.mean()).cumsum(0), (1, 0))
+    return torch.where((subdiagonal == 0).any(), torch.inf, path.max() - path.min())

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.layers.registry import linear_with
-from lightning_struct.nn.hooks import take_hooks
-from lightning_struct.nn.tracing import is_traced, whole_call
+from lightning_struct.nn.torch_modules import is_traced, take_hooks, whole_call
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """The names of the layers of :class:`StructuredAttention`."""

@@ -1,26 +1,24 @@
-"""Baselines of Thomas et al. (section 5.1, Tables 1, 8 and 9): circulant, Fastfood, pruning, fewer hidden units."""
+"""Baselines of the papers: circulant and pruned matrices, fewer hidden units, sparse initial weights."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
+from lightning_struct.functional.structured.arguments import computing_dtype
 from lightning_struct.functional.structured.cost_model import (
     LARGEST_KEPT_MATRIX,
     kept_circulant_is_faster,
-    kept_hadamard_matrix_is_faster,
     making_is_faster,
 )
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
 from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
-from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product, hadamard_transform
-from lightning_struct.nn.generators import Init
+from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 
@@ -113,118 +111,6 @@ class Circulant(StructuredLinear):
             torch.arange(size, device=self.column.device) for size in (self.out_features, self.in_features)
         )
         return (rows[:, None] - columns) % self.column.numel()
-
-
-@dataclass(frozen=True)
-class FastfoodFactors:
-    """M = S H G Π H B by its factors: a :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
-
-    Args:
-        S, G, B: (m,), (k,) and (n,), the diagonals.
-        order: (k,), the coordinates that Π picks.
-        length: N, the size of H.
-    """
-
-    S: Tensor
-    G: Tensor
-    B: Tensor
-    order: Tensor
-    length: int
-
-    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
-        return kept_hadamard_matrix_is_faster(m, n, 1, rows)
-
-    def to_dense(self) -> Tensor:
-        """(m, n), by its rows."""
-        rows = hadamard_transform(_filled_up(self.S.diag(), self.length), normalize=True)[:, : len(self.G)] * self.G
-        spread = rows.new_zeros(len(rows), self.length).index_copy(1, self.order, rows)
-        return hadamard_transform(spread, normalize=True)[:, : len(self.B)] * self.B
-
-    def matmul(self, x: Tensor) -> Tensor:
-        spread = hadamard_transform(_filled_up(x * self.B, self.length), normalize=True)
-        mixed = hadamard_transform(_filled_up(spread[..., self.order] * self.G, self.length), normalize=True)
-        return mixed[..., : self.S.shape[0]] * self.S
-
-
-class Fastfood(StructuredLinear):
-    """A layer with M = S H G Π H B: Fastfood with three learned diagonal matrices (Le et al. 2013, Yang et al. 2015).
-
-    B has n entries, S has m, and G has k = max(m, n): 3n if square. H are orthonormal Walsh-Hadamard transforms of the
-    smallest power of two N ≥ k; between them Π picks k of the N coordinates, in an order that is drawn once. Where n, k
-    or m is less than N, vectors are filled up with zeros before a transform, and cut after it.
-
-    Args:
-        in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
-        init: ``"variance"``: B of random signs, G of N(0, 1), S of the lengths of Gaussian vectors (Le et al.), scaled
-            such that the variance of the input is kept; ``"reference"``: with the scale of the authors' code, whose
-            transforms are not normalised: outputs are some 1000 times larger.
-
-    Raises:
-        ValueError: a size is not positive, or ``init`` is unknown.
-
-    Example:
-        >>> layer = Fastfood(100, 50)
-        >>> layer(torch.randn(8, 100)).shape, layer.weight_parameters
-        (torch.Size([8, 50]), 250)
-    """
-
-    weight_names: ClassVar[tuple[str, ...]] = ("S", "G", "B")
-    _places: ClassVar[tuple[str, ...]] = ("order",)
-
-    order: Tensor
-    """(k,) int64, the coordinates that Π picks."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        init: Init = "variance",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        require_one_of("init", init, get_args(Init))
-        self.init = init
-        middle = max(self.in_features, self.out_features)
-        self.length = 1 << (middle - 1).bit_length()
-        self.S = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        self.G = nn.Parameter(torch.empty(middle, device=device, dtype=dtype))
-        self.B = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
-        self.register_buffer("order", torch.empty(middle, device=device, dtype=torch.int64))
-        self.reset_parameters()
-
-    def _draw_weights(self) -> None:
-        """Draw B, G, S and the order."""
-        if self.S.is_meta:  # there are no numbers to draw, and torch has no such distribution there
-            return
-        n, k = self.B.numel(), self.G.numel()
-        self.order.copy_(torch.randperm(self.length, device=self.order.device)[:k])
-        self.B.bernoulli_(0.5).mul_(2).sub_(1)
-        nn.init.normal_(self.G)
-        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n, dtype=computing_dtype(self.S))).sample()
-        self.S.copy_(chi_squared.sqrt() / self.G.norm())
-        if self.init == "reference":
-            self.S.mul_(self.length)
-        else:
-            # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
-            self.S.mul_(self.length / n)
-
-    def _dense(self) -> Tensor:
-        return self._compressed().to_dense() if self.out_features < self.in_features else super()._dense()
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self._compressed().matmul(x)
-
-    def _makes_matrix(self, rows: int) -> bool:
-        return making_is_faster(self.out_features, self.in_features, rows, break_even=512)
-
-    def _keeps_dense(self, batch: int) -> bool:
-        return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, 1, batch)
-
-    def _compressed(self) -> FastfoodFactors:
-        return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
 
 
 @dataclass(frozen=True)
@@ -350,6 +236,37 @@ def reduced_hidden_units(in_features: int, out_features: int, parameters: int, *
     return max(1, math.ceil((positive_size("parameters", parameters) - out_features) / per_unit))
 
 
-def _filled_up(x: Tensor, length: int) -> Tensor:
-    """``x`` with zeros up to a last dimension of ``length``."""
-    return F.pad(x, (0, length - x.shape[-1]))
+def sparse_normal_(weight: Tensor, connections: int, std: float = 1.5) -> Tensor:
+    """Fill ``weight`` in place such that every unit has few, strong incoming connections.
+
+    Of the ``in_features`` weights of each unit, ``min(connections, in_features)`` at random places are drawn from
+    N(0, std²); the rest is zero. Emirahmetoglu & Stewart, equation (9), after Martens, "Deep learning via Hessian-free
+    optimization" (2010). Random numbers come from torch's global generator.
+
+    Args:
+        weight: weight of a linear layer, (out_features, in_features), any floating dtype.
+        connections: nonzero weights into each unit, m_0 of the paper.
+        std: standard deviation of the nonzero weights, sigma of the paper.
+
+    Returns:
+        ``weight``.
+
+    Raises:
+        ValueError: ``weight`` is not a matrix, or ``connections`` or ``std`` is not positive.
+
+    Example:
+        >>> layer = torch.nn.Linear(100, 10)
+        >>> (sparse_normal_(layer.weight, connections=15) != 0).sum(1).tolist()
+        [15, 15, 15, 15, 15, 15, 15, 15, 15, 15]
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be (out_features, in_features), but has shape {tuple(weight.shape)}")
+    if connections < 1:
+        raise ValueError(f"connections must be at least 1, but is {connections}")
+    if not std > 0:
+        raise ValueError(f"std must be positive, but is {std}")
+    in_features = weight.shape[1]
+    zeros = max(in_features - connections, 0)
+    # sparse_ zeroes ceil(sparsity * rows) entries of each column: half an entry below the count is safe from rounding
+    torch.nn.init.sparse_(weight.detach().T, sparsity=(zeros - 0.5) / in_features, std=std)
+    return weight

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_struct.functional.layers.registry import as_linear, is_affine, linear_with, padding
 from lightning_struct.nn.classic import LowRank
 from lightning_struct.nn.frozen import FrozenLinear
-from lightning_struct.nn.tracing import is_traced, whole_call
+from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -19,15 +19,20 @@ from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.functional.torch_helpers import in_eval_mode
 from lightning_struct.nn.approximation import progress_bar
 from lightning_struct.nn.attention import StructuredAttention, called_attention, why_not_called
-from lightning_struct.nn.budget import Option, least_increase, smallest_within
+from lightning_struct.nn.candidates import (
+    Option,
+    least_increase,
+    low_rank_near_outputs,
+    observed_outputs,
+    smallest_within,
+)
 from lightning_struct.nn.channels import as_matrix, in_place_of, why_not_linear
-from lightning_struct.nn.hooks import take_hooks
 from lightning_struct.nn.monarch import Monarch
-from lightning_struct.nn.output_moments import low_rank_near_outputs, observed_outputs
 from lightning_struct.nn.replace import LayerFactory, log_left, put_in_place, replacement, set_modules
 from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.torch_modules import take_hooks
 
 _log = logging.getLogger(__name__)
 

@@ -1,22 +1,136 @@
-"""RandomizedHadamard: a layer of learned diagonals between random Walsh-Hadamard transforms."""
+"""Layers of learned diagonals between Walsh-Hadamard transforms: Fastfood and RandomizedHadamard."""
 
 from __future__ import annotations
 
 import math
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_struct.functional.structured.arguments import computing_dtype, require_one_of
 from lightning_struct.functional.structured.cost_model import kept_hadamard_matrix_is_faster, making_is_faster
 from lightning_struct.functional.structured.transforms import hadamard_transform
+from lightning_struct.nn.classic import Init
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class FastfoodFactors:
+    """M = S H G Π H B by its factors: a :class:`~lightning_struct.functional.structured.prepared.PreparedMatrix`.
+
+    Args:
+        S, G, B: (m,), (k,) and (n,), the diagonals.
+        order: (k,), the coordinates that Π picks.
+        length: N, the size of H.
+    """
+
+    S: Tensor
+    G: Tensor
+    B: Tensor
+    order: Tensor
+    length: int
+
+    def dense_is_faster(self, m: int, n: int, rows: int) -> bool:
+        return kept_hadamard_matrix_is_faster(m, n, 1, rows)
+
+    def to_dense(self) -> Tensor:
+        """(m, n), by its rows."""
+        rows = hadamard_transform(_filled_up(self.S.diag(), self.length), normalize=True)[:, : len(self.G)] * self.G
+        spread = rows.new_zeros(len(rows), self.length).index_copy(1, self.order, rows)
+        return hadamard_transform(spread, normalize=True)[:, : len(self.B)] * self.B
+
+    def matmul(self, x: Tensor) -> Tensor:
+        spread = hadamard_transform(_filled_up(x * self.B, self.length), normalize=True)
+        mixed = hadamard_transform(_filled_up(spread[..., self.order] * self.G, self.length), normalize=True)
+        return mixed[..., : self.S.shape[0]] * self.S
+
+
+class Fastfood(StructuredLinear):
+    """A layer with M = S H G Π H B: Fastfood with three learned diagonal matrices (Le et al. 2013, Yang et al. 2015).
+
+    B has n entries, S has m, and G has k = max(m, n): 3n if square. H are orthonormal Walsh-Hadamard transforms of the
+    smallest power of two N ≥ k; between them Π picks k of the N coordinates, in an order that is drawn once. Where n, k
+    or m is less than N, vectors are filled up with zeros before a transform, and cut after it.
+
+    Args:
+        in_features, out_features, bias, device, dtype: see :class:`StructuredLinear`.
+        init: ``"variance"``: B of random signs, G of N(0, 1), S of the lengths of Gaussian vectors (Le et al.), scaled
+            such that the variance of the input is kept; ``"reference"``: with the scale of the authors' code, whose
+            transforms are not normalised: outputs are some 1000 times larger.
+
+    Raises:
+        ValueError: a size is not positive, or ``init`` is unknown.
+
+    Example:
+        >>> layer = Fastfood(100, 50)
+        >>> layer(torch.randn(8, 100)).shape, layer.weight_parameters
+        (torch.Size([8, 50]), 250)
+    """
+
+    weight_names: ClassVar[tuple[str, ...]] = ("S", "G", "B")
+    _places: ClassVar[tuple[str, ...]] = ("order",)
+
+    order: Tensor
+    """(k,) int64, the coordinates that Π picks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init: Init = "variance",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        require_one_of("init", init, get_args(Init))
+        self.init = init
+        middle = max(self.in_features, self.out_features)
+        self.length = 1 << (middle - 1).bit_length()
+        self.S = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        self.G = nn.Parameter(torch.empty(middle, device=device, dtype=dtype))
+        self.B = nn.Parameter(torch.empty(in_features, device=device, dtype=dtype))
+        self.register_buffer("order", torch.empty(middle, device=device, dtype=torch.int64))
+        self.reset_parameters()
+
+    def _draw_weights(self) -> None:
+        """Draw B, G, S and the order."""
+        if self.S.is_meta:  # there are no numbers to draw, and torch has no such distribution there
+            return
+        n, k = self.B.numel(), self.G.numel()
+        self.order.copy_(torch.randperm(self.length, device=self.order.device)[:k])
+        self.B.bernoulli_(0.5).mul_(2).sub_(1)
+        nn.init.normal_(self.G)
+        chi_squared = torch.distributions.Chi2(torch.full_like(self.S, n, dtype=computing_dtype(self.S))).sample()
+        self.S.copy_(chi_squared.sqrt() / self.G.norm())
+        if self.init == "reference":
+            self.S.mul_(self.length)
+        else:
+            # The variance falls by n/N in the first transform, by ‖G‖²/N in the second, and rises by n/‖G‖² in S.
+            self.S.mul_(self.length / n)
+
+    def _dense(self) -> Tensor:
+        return self._compressed().to_dense() if self.out_features < self.in_features else super()._dense()
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return self._compressed().matmul(x)
+
+    def _makes_matrix(self, rows: int) -> bool:
+        return making_is_faster(self.out_features, self.in_features, rows, break_even=512)
+
+    def _keeps_dense(self, batch: int) -> bool:
+        return kept_hadamard_matrix_is_faster(self.out_features, self.in_features, 1, batch)
+
+    def _compressed(self) -> FastfoodFactors:
+        return FastfoodFactors(self.S, self.G, self.B, self.order, self.length)
 
 
 @dataclass(frozen=True)
@@ -177,3 +291,8 @@ class RandomizedHadamard(StructuredLinear):
         for term in range(self.terms):
             rest = weight - self.to_dense()
             self.G[term] = self._compressed().inner_products(term, rest) / squared_norm
+
+
+def _filled_up(x: Tensor, length: int) -> Tensor:
+    """``x`` with zeros up to a last dimension of ``length``."""
+    return F.pad(x, (0, length - x.shape[-1]))

@@ -14,7 +14,7 @@ from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.replace import LayerFactory, check_makes_layers, is_from_linear
 from lightning_struct.nn.structured import positive_size
-from lightning_struct.nn.tracing import is_traced, whole_call
+from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 Gates = Literal["separate", "joint"]
 State = tuple[Tensor, Tensor]

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from lightning_struct.functional.layers.registry import hidden_layers
 from lightning_struct.nn.attention import StructuredAttention, why_not_called, with_projections
 from lightning_struct.nn.channels import has_linear_weight, in_place_of, is_pointwise, linear_of, why_not_linear
-from lightning_struct.nn.hooks import has_state_hooks, take_hooks, weight_makers
 from lightning_struct.nn.report import note_left, reasons_as_text, reasons_for_left
 from lightning_struct.nn.selection import Model, Selection, Selector
 from lightning_struct.nn.structured import StructuredLinear
+from lightning_struct.nn.torch_modules import has_state_hooks, take_hooks, weight_makers
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lightning_struct.functional.checks import NotFinite, is_integer
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, affine, kept_dense
 from lightning_struct.nn.approximation import best_factor, refine_, relative_error
-from lightning_struct.nn.frozen import FrozenLinear, recorded, refuse_to_be_scripted
-from lightning_struct.nn.kept import KeptMatrix, changes_unseen
-from lightning_struct.nn.tracing import is_traced, whole_call
+from lightning_struct.nn.frozen import FrozenLinear, KeptMatrix, changes_unseen
+from lightning_struct.nn.torch_modules import is_traced, recorded, refuse_to_be_scripted, whole_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self

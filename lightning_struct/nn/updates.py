@@ -15,7 +15,7 @@ from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.functional.structured.arguments import require_one_of
 from lightning_struct.nn.channels import CONVOLUTIONS, linear_of, of_channels
 from lightning_struct.nn.structured import StructuredLinear
-from lightning_struct.nn.tracing import is_traced, whole_call
+from lightning_struct.nn.torch_modules import is_traced, whole_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -28,7 +28,7 @@ from lightning_struct.nn import (
     replace_linear,
     replacement_report,
 )
-from lightning_struct.nn.budget import Option, least_increase
+from lightning_struct.nn.candidates import Option, least_increase
 from lightning_struct.nn.channels import as_matrix, in_place_of
 from lightning_struct.nn.compress import default_candidates
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_struct.nn import LDRSubdiagonal, LDRTridiagonal
-from lightning_struct.nn.operator_search import BalancedCoordinates, leading_factors
+from lightning_struct.nn.approximation import BalancedCoordinates, leading_factors
 from tests.nn.layers import linear_of
 
 CLASSES = [LDRSubdiagonal, LDRTridiagonal]

@@ -104,7 +104,7 @@ def gradient(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def our_iterations(variant: str, model: nn.Module, x: Tensor, y: Tensor, scaled: bool) -> Callable[[int], None]:
     """LSMR as SHF calls it: warm start, damping, and where it is ``scaled`` a diagonal preconditioner."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    rules = nullcontext() if variant in OURS else patch.object(autograd_linearization, "derivative_rules", nullcontext)
+    rules = nullcontext() if variant in OURS else patch.object(autograd_linearization, "layer_derivatives", nullcontext)
     with rules:
         backend = variant.partition(" ")[0]
         batch = BatchModel(model, SquaredError(), weights, x, y, backend=backend, single_samples=scaled)

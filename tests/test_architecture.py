@@ -192,7 +192,7 @@ def private_names_of_torch(tree: ast.Module) -> set[str]:
 
 
 def test_private_names_of_torch_are_used_in_one_file():
-    internals = f"{PACKAGE}.functional.torch_internals"
+    internals = f"{PACKAGE}.functional.torch_tools"
     found = {name: private_names_of_torch(tree) for name, tree in modules().items()}
     assert found.pop(internals), "the one file that uses them is read as such"
     assert {name: names for name, names in found.items() if names} == {}

@@ -15,7 +15,7 @@ from lightning_struct.callbacks.pictures import (
     height_and_width,
     write_at_end_of_fit,
 )
-from lightning_struct.functional.torch_helpers import in_eval_mode
+from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check_counts
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders

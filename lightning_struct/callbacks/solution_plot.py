@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_struct.callbacks.pictures import directory_to_write, draw_curve, new_figure, write_at_end_of_fit
 from lightning_struct.callbacks.runs import Run
-from lightning_struct.functional.torch_helpers import in_eval_mode
+from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 from lightning_struct.utilities.optional import require

@@ -17,8 +17,9 @@ from lightning_struct.functional.layers.gradient_norms import (
     per_sample_gradient_norms,
     required_batch_size,
 )
+from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder, ParameterNorms
-from lightning_struct.functional.layers.registry import Matrix, register_layer, unregister_layer
+from lightning_struct.functional.layers.registry import register_layer, unregister_layer
 from lightning_struct.functional.residuals.jacobians import DenseJacobian, Jacobian
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.solvers.conjugate_gradient import ConjugateGradientResult, conjugate_gradient
@@ -32,6 +33,7 @@ from lightning_struct.functional.solvers.factored_least_squares import (
 from lightning_struct.functional.solvers.least_squares import LeastSquaresResult, RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.solvers.line_search import LineSearchResult, armijo
 from lightning_struct.functional.solvers.projected_least_squares import ProjectedLeastSquares
+from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
 from lightning_struct.functional.structured.displacement import (
     displacement_rank,
     krylov_matrix,
@@ -63,11 +65,7 @@ from lightning_struct.functional.structured.transforms import (
     toeplitz_like_matmul,
     vandermonde_like_matmul,
 )
-from lightning_struct.functional.structured.tridiagonal import (
-    choose_tridiagonal_method,
-    tridiagonal_matmul,
-    tridiagonal_to_dense,
-)
+from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = [
     "BinaryCrossEntropy",

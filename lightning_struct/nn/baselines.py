@@ -16,8 +16,8 @@ from lightning_struct.functional.structured.cost_model import (
     kept_circulant_is_faster,
     making_is_faster,
 )
+from lightning_struct.functional.structured.fourier import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix
-from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
 from lightning_struct.functional.structured.transforms import circulant_matmul, circulant_product
 from lightning_struct.nn.structured import StructuredLinear, positive_size
 

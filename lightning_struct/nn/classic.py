@@ -20,16 +20,14 @@ from lightning_struct.functional.structured.cost_model import (
 )
 from lightning_struct.functional.structured.operators import SubdiagonalOperator
 from lightning_struct.functional.structured.prepared import LeadingSubmatrix, PreparedMatrix, ReversedColumns
-from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
+from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_to_dense
-from lightning_struct.functional.structured.toeplitz import (
-    prepare_toeplitz_like,
-    toeplitz_like_matmul,
-    toeplitz_like_to_dense,
-)
 from lightning_struct.functional.structured.transforms import (
     cauchy_like_matmul,
     hankel_like_matmul,
+    prepare_toeplitz_like,
+    toeplitz_like_matmul,
+    toeplitz_like_to_dense,
     vandermonde_like_matmul,
     vandermonde_like_to_dense,
 )

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.checks import is_real
 from lightning_struct.functional.layers.registry import hidden_layers
-from lightning_struct.functional.torch_helpers import in_eval_mode
+from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.approximation import progress_bar
 from lightning_struct.nn.attention import StructuredAttention, called_attention, why_not_called
 from lightning_struct.nn.candidates import (

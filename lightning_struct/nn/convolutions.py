@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_struct.functional.torch_helpers import in_eval_mode
+from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.nn.channels import CONVOLUTIONS, why_not_patches, why_not_pointwise
 from lightning_struct.nn.replace import (
     LayerFactory,

@@ -11,18 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_struct.functional.structured.arguments import computing_dtype
-from lightning_struct.functional.structured.butterfly import (
+from lightning_struct.functional.structured.cost_model import making_is_faster, monarch_factors_are_faster
+from lightning_struct.functional.structured.monarch import (
+    MonarchFactors,
     Order,
     butterfly_as_monarch,
     butterfly_order,
     butterfly_shapes,
-    nearby_butterfly,
-)
-from lightning_struct.functional.structured.cost_model import making_is_faster, monarch_factors_are_faster
-from lightning_struct.functional.structured.monarch import (
-    MonarchFactors,
     leading_blocks,
     monarch_to_dense,
+    nearby_butterfly,
     nearest_monarch,
 )
 from lightning_struct.nn.approximation import relative_error

@@ -28,7 +28,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_struct import __version__
 from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.callbacks.predictions import PredictionWriter
-from lightning_struct.functional.torch_helpers import denormals_flushed
+from lightning_struct.functional.torch_tools import denormals_flushed
 from lightning_struct.recipes.catalogue import RECIPES, default_config, did_you_mean
 from lightning_struct.recipes.checkpoints import LastCheckpoint, compare_optimizers, keep_what_is_there
 from lightning_struct.recipes.quiet import noise_filtered

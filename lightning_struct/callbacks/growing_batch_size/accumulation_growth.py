@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_struct.callbacks.growing_batch_size.accumulation import check_accumulation
 from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.resizable import rounded_size
-from lightning_struct.functional.torch_internals import tree_leaves
+from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.data_parallel import data_parallel_size
 from lightning_struct.utilities.lengths import known_length

@@ -18,14 +18,14 @@ from torch.fx.experimental.const_fold import split_const_subgraphs
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_struct.functional.jacobian.derivative_rules import derivative_rules
+from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
 from lightning_struct.functional.layers.calls import rows_of_arguments
 from lightning_struct.functional.layers.per_sample.contributions import sample_chunks
 from lightning_struct.functional.layers.registry import coupling_layer
 from lightning_struct.functional.randomness import normal_numbers, random_state, restored_random_state
-from lightning_struct.functional.solvers.vectors import inner
-from lightning_struct.functional.torch_helpers import call_with
+from lightning_struct.functional.torch_tools import call_with
+from lightning_struct.functional.vectors import inner
 
 
 class _Autograd(Linearization):
@@ -126,7 +126,7 @@ class DoubleBackward(_Autograd):
     backend = "double_backward"
 
     def __init__(self, function: nn.Module | Callable[..., Tensor], params: Parameters, args: tuple[Any, ...]) -> None:
-        with derivative_rules(function if isinstance(function, nn.Module) else None):
+        with layer_derivatives(function if isinstance(function, nn.Module) else None):
             super().__init__(function, params, args)
         self._u = torch.zeros_like(self._graph, requires_grad=True)
         with torch.enable_grad():

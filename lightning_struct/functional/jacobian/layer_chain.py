@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
 from lightning_struct.functional.layers.per_sample.contributions import linear_squared_norms, sample_chunks
-from lightning_struct.functional.torch_helpers import call_with
+from lightning_struct.functional.torch_tools import call_with
 
 _ELEMENTWISE = (
     nn.Sigmoid, nn.Tanh, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from lightning_struct.functional.solvers.vectors import checked
+from lightning_struct.functional.vectors import checked
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 

@@ -18,7 +18,7 @@ from lightning_struct.functional.checks import is_integer
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.functional.randomness import random_signs
 from lightning_struct.functional.residuals.residuals import LeastSquares
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 
 
 @runtime_checkable

@@ -2,14 +2,15 @@
 
 A :class:`LayerKind` says which matrices a layer multiplies by, which parameters its ``forward`` uses, and whose rules
 serve it. What is measured of a layer stays where it is measured: RLS reads sums of inputs, gradient norms read
-cotangents too. :func:`register_layer` declares layers that torch does not have.
+cotangents too. :func:`~lightning_struct.functional.layers.registry.register_layer` declares layers that torch does not
+have.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import nn
@@ -19,7 +20,7 @@ from lightning_struct.functional.layers.calls import LayerCall
 if TYPE_CHECKING:
     from lightning_struct.functional.layers.per_sample.contributions import Contribution
 
-Rule: TypeAlias = "Callable[[LayerCall], dict[str, Contribution]]"
+ContributionRule: TypeAlias = "Callable[[LayerCall], dict[str, Contribution]]"
 
 
 class Matrix(NamedTuple):
@@ -73,7 +74,7 @@ class LayerKind:
         parameters: names of the parameters of their own that their ``forward`` uses.
         hidden_layers: layers below them whose parameters their ``forward`` uses without calling them.
         rule: how to read off each sample's share, instead of the rule of ``base``.
-        declared: by :func:`register_layer`; layers are then checked to be what was declared.
+        declared: by ``register_layer``; layers are then checked to be what was declared.
         recognized: by what a layer computed (see :mod:`~lightning_struct.functional.layers.recognition`).
         forms: how the parameters scale and shift the features, by the number of dimensions of the input, for layers
             without matrices that were recognized by that.
@@ -83,7 +84,7 @@ class LayerKind:
     matrices: Callable[[Any], Sequence[Matrix]] = lambda layer: ()
     parameters: Callable[[Any], Collection[str]] = lambda layer: ("weight", "bias")
     hidden_layers: Callable[[Any], Collection[nn.Module]] = lambda layer: ()
-    rule: Rule | None = None
+    rule: ContributionRule | None = None
     declared: bool = False
     recognized: bool = False
     forms: Mapping[int, ElementwiseForm] | None = None
@@ -160,149 +161,9 @@ _COUPLING_OF_TORCH: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.modules.batchnorm._BatchNorm: lambda layer: layer.training or layer.running_mean is None,
 }
 
-# What is declared goes before what torch has.
-_KINDS: ChainMap[type[nn.Module], LayerKind] = ChainMap({}, _OF_TORCH)
-_COUPLING: ChainMap[type[nn.Module], Callable[[Any], bool]] = ChainMap({}, _COUPLING_OF_TORCH)
-
-
-def register_layer(
-    layer_type: type[nn.Module] | None = None,
-    matrix: Matrix | None = None,
-    *,
-    like: type[nn.Module] | None = None,
-    rule: Rule | None = None,
-    couples_samples: bool | Callable[[Any], bool] | None = None,
-) -> Any:
-    """Declare a type of layers, once for per-sample gradient norms, Kronecker factors, RLS and ``replace_linear``.
-
-    Exactly one of ``matrix``, ``like`` and ``rule`` says what a layer of the type computes. The declaration holds for
-    the type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an
-    optimizer or a recorder is made.
-
-    - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
-      dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
-    - ``register_layer(MyLSTM, like=nn.LSTM)``: a call computes what ``nn.LSTM`` computes from the same arguments, with
-      parameters of the same names. Calls with further arguments are left out of the gradient norms.
-    - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's
-      share of the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors
-      are diagonal.
-    - ``@register_layer(like=nn.Linear)`` above a class declares that class.
-
-    Args:
-        layer_type: a subclass of ``nn.Module``.
-        matrix: the weight, a parameter of two dimensions of the layer itself, and its bias, which may be None.
-        like: a type that is known.
-        rule: makes, of a call, one :class:`~lightning_struct.functional.layers.per_sample.contributions.Contribution`
-            for each trainable parameter of the layer itself, by name.
-        couples_samples: whether the outputs of a sample depend on the other samples of the batch, as in batch
-            normalisation; a function of the layer, or one value for all. It may also stand alone.
-
-    Raises:
-        TypeError: ``layer_type`` or ``like`` is no type of modules, ``matrix`` no :class:`Matrix`, ``rule`` not
-            callable.
-        ValueError: several of ``matrix``, ``like`` and ``rule``; ``like`` is a type that is not known; a matrix with
-            groups or with a part of a bias. When a layer of the type is met: its parameters are not those declared.
-
-    Example:
-        >>> import torch
-        >>> class Transposed(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.kernel = torch.nn.Parameter(torch.ones(3, 2))
-        ...     def forward(self, x):
-        ...         return x @ self.kernel
-        >>> register_layer(Transposed, Matrix("kernel", transposed=True))
-        >>> kind_of_type(Transposed).is_affine
-        True
-        >>> unregister_layer(Transposed)
-    """
-    declared = {"matrix": matrix, "like": like, "rule": rule}
-    given = [name for name, value in declared.items() if value is not None]
-    if layer_type is not None and not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
-        raise TypeError(f"register_layer declares a type of nn.Module, got {layer_type!r}: give the class, not a layer")
-    if layer_type is None or (not given and couples_samples is None):
-
-        def decorator(decorated: Any) -> Any:
-            if layer_type is None:
-                register_layer(decorated, matrix, like=like, rule=rule, couples_samples=couples_samples)
-            else:
-                register_layer(layer_type, rule=decorated)
-            return decorated
-
-        return decorator
-    if len(given) > 1:
-        raise ValueError(f"register_layer({layer_type.__name__}) has {' and '.join(given)}: give one of them")
-    kind: LayerKind | None = None
-    if matrix is not None:
-        kind = _affine_kind(matrix)
-    elif like is not None:
-        kind = _like(like)
-    elif rule is not None:
-        if not callable(rule):
-            raise TypeError(f"rule must be a function of a LayerCall, got {rule!r}")
-        kind = LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule, declared=True)
-    unregister_layer(layer_type)
-    if kind is not None:
-        _KINDS[layer_type] = kind
-    if couples_samples is not None:
-        _COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda layer: bool(couples_samples)
-    _forget()
-    return None
-
-
-def unregister_layer(layer_type: type[nn.Module]) -> None:
-    """Take back what :func:`register_layer` declared of a type; nothing if it was not declared.
-
-    Args:
-        layer_type: a subclass of ``nn.Module``.
-
-    Example:
-        >>> class Doubled(nn.Linear):
-        ...     def forward(self, x):
-        ...         return super().forward(2 * x)
-        >>> register_layer(Doubled, like=nn.Linear)
-        >>> unregister_layer(Doubled)
-        >>> kind_of_type(Doubled) is None
-        True
-    """
-    _KINDS.maps[0].pop(layer_type, None)
-    _COUPLING.maps[0].pop(layer_type, None)
-    _forget()
-
-
-# What is derived from the declarations and forgotten with each of them.
-_derived: list[Callable[[], object]] = []
-
-
-def _forget() -> None:
-    for forget in _derived:
-        forget()
-
-
-def when_declared(forget: Callable[[], object]) -> None:
-    """Call ``forget`` after each declaration."""
-    _derived.append(forget)
-
-
-def _affine_kind(matrix: Matrix) -> LayerKind:
-    if not isinstance(matrix, Matrix):
-        raise TypeError(f"matrix must be a Matrix, as Matrix('weight', 'bias'), got {matrix!r}")
-    if matrix.groups != 1 or matrix.bias_rows != slice(None):
-        raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
-    names = [name for name in (matrix.weight, matrix.bias) if name is not None]
-    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
-
-
-def _like(base: type[nn.Module]) -> LayerKind:
-    if not isinstance(base, type):
-        raise TypeError(f"like must be a type that is known, as nn.Linear, got {base!r}")
-    kind = kind_of_type(base)
-    if kind is None:
-        raise ValueError(
-            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix "
-            "or a rule"
-        )
-    return replace(kind, declared=True)
+# Declarations by ``register_layer`` go before those of torch's layers.
+KINDS: ChainMap[type[nn.Module], LayerKind] = ChainMap({}, _OF_TORCH)
+COUPLING: ChainMap[type[nn.Module], Callable[[Any], bool]] = ChainMap({}, _COUPLING_OF_TORCH)
 
 
 _FORWARDS = ("forward", "_conv_forward")
@@ -311,7 +172,7 @@ _FORWARDS = ("forward", "_conv_forward")
 def kind_of_type(layer_type: type[nn.Module]) -> LayerKind | None:
     """The kind of a type, or of the nearest base that has one, if the type has its ``forward``."""
     for base in layer_type.__mro__:
-        if (kind := _KINDS.get(base)) is not None:
+        if (kind := KINDS.get(base)) is not None:
             same = all(getattr(layer_type, name, None) is getattr(base, name, None) for name in _FORWARDS)
             return kind if same else None
     return None
@@ -319,10 +180,10 @@ def kind_of_type(layer_type: type[nn.Module]) -> LayerKind | None:
 
 def nearest_kind(layer_type: type[nn.Module]) -> LayerKind | None:
     """The kind of the nearest base that has one, whatever the type's own ``forward`` is."""
-    return next((_KINDS[base] for base in layer_type.__mro__ if base in _KINDS), None)
+    return next((KINDS[base] for base in layer_type.__mro__ if base in KINDS), None)
 
 
 def couples_samples(layer: nn.Module) -> bool:
     """Whether a sample's outputs depend on the other samples of the batch, as in batch normalisation in training."""
-    couples = next((_COUPLING[base] for base in type(layer).__mro__ if base in _COUPLING), None)
+    couples = next((COUPLING[base] for base in type(layer).__mro__ if base in COUPLING), None)
     return couples is not None and couples(layer)

@@ -14,16 +14,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_struct.functional.layers.calls import LayerCall, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Uncovered
-from lightning_struct.functional.layers.per_sample.projections import (
+from lightning_struct.functional.layers.per_sample.inner_calls import (
     ParameterUse,
     RecordedCalls,
     is_recorded,
     parameter_uses,
 )
-from lightning_struct.functional.layers.per_sample.rules import contributions, draws_random_numbers
+from lightning_struct.functional.layers.per_sample.layer_contributions import contributions, draws_random_numbers
 from lightning_struct.functional.layers.registry import base_call
 from lightning_struct.functional.randomness import RandomState, random_state, restored_random_state
-from lightning_struct.functional.torch_helpers import call_with
+from lightning_struct.functional.torch_tools import call_with
 
 
 class _Probed(NamedTuple):

@@ -30,7 +30,6 @@ from lightning_struct.functional.layers.kinds import (
     Matrix,
     couples_samples,
     nearest_kind,
-    when_declared,
 )
 from lightning_struct.functional.randomness import isolated_host_generators, normal_numbers, seeded
 from lightning_struct.functional.structured.arguments import computing_dtype
@@ -57,7 +56,9 @@ def recognized_kind(layer: nn.Module) -> LayerKind | None:
     return known[key]
 
 
-when_declared(_recognized.clear)
+def forget_recognized() -> None:
+    """Try all layers again, since a type was declared or is no longer."""
+    _recognized.clear()
 
 
 def run_with(

@@ -1,9 +1,9 @@
-"""What a layer is: its kind, the parameters and the layers below it that its ``forward`` uses, and its names."""
+"""Declarations of layers, and questions to a layer: its kind, the parameters that its ``forward`` uses, its names."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,40 +13,142 @@ from torch.nn.parameter import is_lazy
 
 from lightning_struct.functional.layers.calls import LayerCall
 from lightning_struct.functional.layers.kinds import (
+    COUPLING,
+    KINDS,
+    ContributionRule,
     LayerKind,
     Matrix,
     couples_samples,
     kind_of_type,
     nearest_kind,
-    recurrent_places,
-    register_layer,
-    unregister_layer,
 )
-from lightning_struct.functional.layers.recognition import recognized_kind
+from lightning_struct.functional.layers.recognition import forget_recognized, recognized_kind
 
-__all__ = [
-    "LayerKind",
-    "Matrix",
-    "as_linear",
-    "base_call",
-    "called_layers",
-    "couples_samples",
-    "coupling_layer",
-    "excluded_modules",
-    "has_plain_parameters",
-    "hidden_layers",
-    "is_affine",
-    "kind_of",
-    "kind_of_type",
-    "linear_with",
-    "owned_parameters",
-    "padding",
-    "plain_name",
-    "plain_named_modules",
-    "recurrent_places",
-    "register_layer",
-    "unregister_layer",
-]  # fmt: skip
+
+def register_layer(
+    layer_type: type[nn.Module] | None = None,
+    matrix: Matrix | None = None,
+    *,
+    like: type[nn.Module] | None = None,
+    rule: ContributionRule | None = None,
+    couples_samples: bool | Callable[[Any], bool] | None = None,
+) -> Any:
+    """Declare a type of layers, once for per-sample gradient norms, Kronecker factors, RLS and ``replace_linear``.
+
+    Exactly one of ``matrix``, ``like`` and ``rule`` says what a layer of the type computes. The declaration holds for
+    the type and for its subclasses that do not override ``forward``, and replaces an earlier one. Declare before an
+    optimizer or a recorder is made.
+
+    - ``register_layer(Conv1D, Matrix("weight", "bias", transposed=True))``: an affine map y = x Wᵀ + b over the last
+      dimension of the first argument, under these names. It is served wherever ``nn.Linear`` is.
+    - ``register_layer(MyLSTM, like=nn.LSTM)``: a call computes what ``nn.LSTM`` computes from the same arguments, with
+      parameters of the same names. Calls with further arguments are left out of the gradient norms.
+    - ``register_layer(Scale, rule=function)``, or ``@register_layer(Scale)`` above the function: how each sample's
+      share of the gradients follows from a :class:`LayerCall`. RLS does not train such a layer; its Kronecker factors
+      are diagonal.
+    - ``@register_layer(like=nn.Linear)`` above a class declares that class.
+
+    Args:
+        layer_type: a subclass of ``nn.Module``.
+        matrix: the weight, a parameter of two dimensions of the layer itself, and its bias, which may be None.
+        like: a type that is known.
+        rule: makes, of a call, one :class:`~lightning_struct.functional.layers.per_sample.contributions.Contribution`
+            for each trainable parameter of the layer itself, by name.
+        couples_samples: whether the outputs of a sample depend on the other samples of the batch, as in batch
+            normalisation; a function of the layer, or one value for all. It may also stand alone.
+
+    Raises:
+        TypeError: ``layer_type`` or ``like`` is no type of modules, ``matrix`` no :class:`Matrix`, ``rule`` not
+            callable.
+        ValueError: several of ``matrix``, ``like`` and ``rule``; ``like`` is a type that is not known; a matrix with
+            groups or with a part of a bias. When a layer of the type is met: its parameters are not those declared.
+
+    Example:
+        >>> import torch
+        >>> class Transposed(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.kernel = torch.nn.Parameter(torch.ones(3, 2))
+        ...     def forward(self, x):
+        ...         return x @ self.kernel
+        >>> register_layer(Transposed, Matrix("kernel", transposed=True))
+        >>> kind_of_type(Transposed).is_affine
+        True
+        >>> unregister_layer(Transposed)
+    """
+    declared = {"matrix": matrix, "like": like, "rule": rule}
+    given = [name for name, value in declared.items() if value is not None]
+    if layer_type is not None and not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
+        raise TypeError(f"register_layer declares a type of nn.Module, got {layer_type!r}: give the class, not a layer")
+    if layer_type is None or (not given and couples_samples is None):
+
+        def decorator(decorated: Any) -> Any:
+            if layer_type is None:
+                register_layer(decorated, matrix, like=like, rule=rule, couples_samples=couples_samples)
+            else:
+                register_layer(layer_type, rule=decorated)
+            return decorated
+
+        return decorator
+    if len(given) > 1:
+        raise ValueError(f"register_layer({layer_type.__name__}) has {' and '.join(given)}: give one of them")
+    kind: LayerKind | None = None
+    if matrix is not None:
+        kind = _affine_kind(matrix)
+    elif like is not None:
+        kind = _like(like)
+    elif rule is not None:
+        if not callable(rule):
+            raise TypeError(f"rule must be a function of a LayerCall, got {rule!r}")
+        kind = LayerKind(None, parameters=lambda layer: layer._parameters, rule=rule, declared=True)
+    unregister_layer(layer_type)
+    if kind is not None:
+        KINDS[layer_type] = kind
+    if couples_samples is not None:
+        COUPLING[layer_type] = couples_samples if callable(couples_samples) else lambda layer: bool(couples_samples)
+    forget_recognized()
+    return None
+
+
+def unregister_layer(layer_type: type[nn.Module]) -> None:
+    """Take back what :func:`register_layer` declared of a type; nothing if it was not declared.
+
+    Args:
+        layer_type: a subclass of ``nn.Module``.
+
+    Example:
+        >>> class Doubled(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(2 * x)
+        >>> register_layer(Doubled, like=nn.Linear)
+        >>> unregister_layer(Doubled)
+        >>> kind_of_type(Doubled) is None
+        True
+    """
+    KINDS.maps[0].pop(layer_type, None)
+    COUPLING.maps[0].pop(layer_type, None)
+    forget_recognized()
+
+
+def _affine_kind(matrix: Matrix) -> LayerKind:
+    if not isinstance(matrix, Matrix):
+        raise TypeError(f"matrix must be a Matrix, as Matrix('weight', 'bias'), got {matrix!r}")
+    if matrix.groups != 1 or matrix.bias_rows != slice(None):
+        raise ValueError("the matrix of a declared layer has one group and its whole bias; others need a rule")
+    names = [name for name in (matrix.weight, matrix.bias) if name is not None]
+    return LayerKind(nn.Linear, lambda layer: [matrix], lambda layer: names, declared=True)
+
+
+def _like(base: type[nn.Module]) -> LayerKind:
+    if not isinstance(base, type):
+        raise TypeError(f"like must be a type that is known, as nn.Linear, got {base!r}")
+    kind = kind_of_type(base)
+    if kind is None:
+        raise ValueError(
+            f"like={base.__name__}, which is no known layer and was not declared: declare it first, or give a matrix "
+            "or a rule"
+        )
+    return replace(kind, declared=True)
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 
 _BLOCKS = 8  # of rows of a Gram matrix
 # Rows of J Jᵀ that are computed at once from outer products, so that what is multiplied elementwise stays in the

@@ -20,8 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.residuals.residuals import residual_blocks
-from lightning_struct.functional.torch_helpers import call_with
-from lightning_struct.functional.torch_internals import tree_flatten, tree_unflatten, writes_in_place
+from lightning_struct.functional.torch_tools import call_with, tree_flatten, tree_unflatten, writes_in_place
 
 _log = logging.getLogger(__name__)
 # Rounding, in units of the last place of the largest number that took part.

@@ -36,8 +36,7 @@ from lightning_struct.functional.residuals.recorded_batch import (
 )
 from lightning_struct.functional.residuals.residuals import residual_blocks
 from lightning_struct.functional.residuals.weight_products import Example, WeightProducts
-from lightning_struct.functional.torch_helpers import call_with
-from lightning_struct.functional.torch_internals import tree_leaves
+from lightning_struct.functional.torch_tools import call_with, tree_leaves
 
 # Numbers and rows of the Jacobian that are computed at once: their intermediate values take several times as much
 # memory, and pass the processor's caches sooner where the rows are short.

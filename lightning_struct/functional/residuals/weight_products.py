@@ -17,7 +17,7 @@ from torch.func import vjp, vmap
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.shape_prop import ShapeProp
 
-from lightning_struct.functional.torch_internals import tree_leaves, tree_map
+from lightning_struct.functional.torch_tools import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _SAME, _TURNED = (_aten.alias.default,), (_aten.t.default, _aten.transpose.int)

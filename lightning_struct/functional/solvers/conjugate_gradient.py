@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner
-from lightning_struct.functional.solvers.vectors import Vector, dot, leaves, norm, structured
+from lightning_struct.functional.vectors import Vector, dot, leaves, norm, structured
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.solvers.vectors import Vector, float32_holds, leaves, norm, squared_norm, structured
+from lightning_struct.functional.vectors import Vector, float32_holds, leaves, norm, squared_norm, structured
 
 
 class RightPreconditioner(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_struct.functional.solvers.vectors import float32_holds, inner
+from lightning_struct.functional.vectors import float32_holds, inner
 
 _CHECK_EVERY = 10
 # Vectors that a basis has room for at first; then for twice as many, and so on.

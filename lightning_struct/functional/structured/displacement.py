@@ -26,7 +26,6 @@ from lightning_struct.functional.structured.arguments import (
     require_generators,
     require_vectors,
 )
-from lightning_struct.functional.structured.krylov import krylov_matrix, krylov_product, krylov_rows
 from lightning_struct.functional.structured.operators import (
     DiagonalOperator,
     DisplacementOperator,
@@ -35,9 +34,12 @@ from lightning_struct.functional.structured.operators import (
     TransposedOperator,
     TridiagonalOperator,
     as_operator,
+    krylov_matrix,
+    krylov_product,
+    krylov_rows,
 )
 from lightning_struct.functional.structured.subdiagonal import subdiagonal_matmul, subdiagonal_to_dense
-from lightning_struct.functional.structured.toeplitz import toeplitz_like_matmul
+from lightning_struct.functional.structured.transforms import toeplitz_like_matmul
 from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 __all__ = ["displacement_rank", "krylov_matrix", "ldr_matmul", "ldr_to_dense", "sylvester_displacement"]

@@ -16,10 +16,10 @@ The paper needs log₂ n levels of transforms (Theorem 1); this is one level. Th
   and keeps for its backward pass the spectra that it has computed;
 - its derivatives where those are differentiated again, :func:`_gradients`, and along tangents, :func:`_tangent`: the
   same formulas by operations that are differentiable themselves;
-- under compilers and ``vmap``, :func:`~.scaled_toeplitz_spectra.plain_product`, by such operations too;
-- for weights that do not change, :class:`~.scaled_toeplitz_spectra.ScaledToeplitzSpectra`, from spectra that are kept:
+- under compilers and ``vmap``, :func:`~.spectra.plain_product`, by such operations too;
+- for weights that do not change, :class:`~.spectra.ScaledToeplitzSpectra`, from spectra that are kept:
   for many rows an autograd function in x alone;
-- and for square ones of them :class:`~.half_length.HalfLengthProducts`, by complex transforms of half the length.
+- and for square ones of them :class:`~.fourier.HalfLengthProducts`, by complex transforms of half the length.
 """
 
 from __future__ import annotations
@@ -31,21 +31,19 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.structured.arguments import has_values
-from lightning_struct.functional.structured.generator_spectra import (
+from lightning_struct.functional.structured.spectra import (
     GeneratorSpectra,
-    by_side,
-    extended,
-    middle_scale,
-    transformed_length,
-)
-from lightning_struct.functional.structured.scaled_toeplitz_spectra import (
     ScaledToeplitzSpectra,
+    by_side,
     chunk_sizes,
+    extended,
     filled_up_middle,
     joined,
     keep_freed_memory,
+    middle_scale,
     parts,
     product_in_place,
+    transformed_length,
 )
 
 

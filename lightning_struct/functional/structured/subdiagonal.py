@@ -41,14 +41,12 @@ from lightning_struct.functional.structured.cost_model import (
     kept_matrix_is_faster,
     method_for_any_operators,
 )
-from lightning_struct.functional.structured.krylov import subdiagonal_krylov_rows
-from lightning_struct.functional.structured.krylov_tree import KrylovTree
-from lightning_struct.functional.structured.opaque import opaque_operator
+from lightning_struct.functional.structured.operators import subdiagonal_krylov_rows
 from lightning_struct.functional.structured.prepared import DenseMatrix, PreparedMatrix, kept_dense
 from lightning_struct.functional.structured.scaled_toeplitz import scaled_toeplitz_matmul
-from lightning_struct.functional.structured.scaled_toeplitz_spectra import ScaledToeplitzSpectra
-from lightning_struct.functional.structured.similarity import Similarity
-from lightning_struct.functional.structured.stein import stein_matrix
+from lightning_struct.functional.structured.spectra import ScaledToeplitzSpectra, Similarity
+from lightning_struct.functional.structured.subdiagonal_exact import KrylovTree, stein_matrix
+from lightning_struct.functional.torch_tools import opaque_operator
 
 SUBDIAGONAL_METHODS = ("scaled", "scaled_float64", "dense", "tree", "krylov")
 """The values of ``method`` besides ``"auto"``, in the order of their numbers in checkpoints."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.layers.calls import LayerCall
-from lightning_struct.functional.layers.per_sample.projections import RecordedCalls, rows_used
-from lightning_struct.functional.layers.registry import Matrix, base_call, kind_of, owned_parameters
+from lightning_struct.functional.layers.kinds import Matrix
+from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls, rows_used
+from lightning_struct.functional.layers.registry import base_call, kind_of, owned_parameters
 from lightning_struct.optim.rls.gain_limit import sample_rows, sample_size
 from lightning_struct.optim.rls.patches import batch_sum, patch_sample, patch_sum
 from lightning_struct.optim.rls.recurrent import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.functional.torch_internals import norms_of_each
+from lightning_struct.functional.torch_tools import norms_of_each
 from lightning_struct.optim.rls.weights import TrainedWeight, WeightNorms
 
 

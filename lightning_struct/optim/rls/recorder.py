@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.layers.calls import LayerCall, tensors_in
-from lightning_struct.functional.torch_internals import current_backward, is_functorch_wrapped_tensor
+from lightning_struct.functional.torch_tools import current_backward, is_functorch_wrapped_tensor
 from lightning_struct.optim.rls.layers import LayerReader
 from lightning_struct.optim.rls.selection import WeightTable
 from lightning_struct.optim.rls.statistics import Arrival

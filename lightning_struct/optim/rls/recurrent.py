@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_struct.functional.layers.calls import LayerCall
-from lightning_struct.functional.layers.registry import kind_of, recurrent_places
+from lightning_struct.functional.layers.kinds import recurrent_places
+from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.optim.rls.patches import batch_sum
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch import nn
 
+from lightning_struct.functional.layers.kinds import Matrix
 from lightning_struct.functional.layers.registry import (
-    Matrix,
     excluded_modules,
     hidden_layers,
     is_affine,

@@ -21,7 +21,7 @@ from lightning_struct.functional.curvature.recursive_least_squares import (
     gain,
 )
 from lightning_struct.functional.randomness import normal_numbers
-from lightning_struct.functional.torch_internals import current_backward
+from lightning_struct.functional.torch_tools import current_backward
 from lightning_struct.optim.rls.factored_gradient import factored_gradient
 from lightning_struct.optim.rls.forms import InverseSettings
 from lightning_struct.optim.rls.gain_limit import (

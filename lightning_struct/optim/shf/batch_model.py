@@ -15,7 +15,6 @@ from lightning_struct.functional.curvature.preconditioner import (
     empirical_fisher_diagonal,
     fisher_scaling,
     jacobi_scaling,
-    random_signs,
     randomized_gauss_newton_diagonal,
 )
 from lightning_struct.functional.jacobian.gauss_newton import linearize
@@ -24,9 +23,9 @@ from lightning_struct.functional.layers.gradient_norms import variance_from_sums
 from lightning_struct.functional.layers.per_sample.contributions import Uncovered
 from lightning_struct.functional.layers.probes import Probe, probe_layers
 from lightning_struct.functional.layers.registry import coupling_layer
-from lightning_struct.functional.randomness import random_state, restored_random_state
-from lightning_struct.functional.solvers.vectors import inner
-from lightning_struct.functional.torch_helpers import call_with
+from lightning_struct.functional.randomness import random_signs, random_state, restored_random_state
+from lightning_struct.functional.torch_tools import call_with
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.buffers import BufferUpdates, versions
 from lightning_struct.optim.shf.objective import FlatWeights, Objective
 from lightning_struct.optim.shf.samples import Samples

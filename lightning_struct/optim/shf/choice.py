@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_struct.functional.randomness import normal_numbers
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.kronecker import KroneckerFactors

@@ -21,9 +21,10 @@ from lightning_struct.functional.curvature.kronecker_roots import (
     unchecked_diagonal_root,
     unchecked_kronecker_root,
 )
+from lightning_struct.functional.layers.kinds import LayerKind
 from lightning_struct.functional.layers.per_sample.contributions import Contribution
-from lightning_struct.functional.layers.per_sample.rules import has_rule
-from lightning_struct.functional.layers.registry import LayerKind, called_layers, kind_of, owned_parameters
+from lightning_struct.functional.layers.per_sample.layer_contributions import has_rule
+from lightning_struct.functional.layers.registry import called_layers, kind_of, owned_parameters
 
 # The layers that use a parameter, with its name below each of them.
 Users: TypeAlias = frozenset[tuple[nn.Module, str]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_struct.functional.solvers.factored_least_squares import geodesic_acceleration
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.residual_model import ResidualModel
 from lightning_struct.optim.shf.residual_solvers import ResidualSolver
 

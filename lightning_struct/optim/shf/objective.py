@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_struct.collective import all_reduce
 from lightning_struct.functional.jacobian.losses import GaussNewtonLoss
 from lightning_struct.functional.randomness import RandomState, restored_random_state
-from lightning_struct.functional.solvers.vectors import inner
-from lightning_struct.functional.torch_helpers import call_with, in_eval_mode
+from lightning_struct.functional.torch_tools import call_with, in_eval_mode
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.samples import Samples, arguments
 
 Batches: TypeAlias = Sequence[tuple[Any, Tensor]]

@@ -25,8 +25,8 @@ from lightning_struct.functional.residuals.jacobians import (
 )
 from lightning_struct.functional.residuals.residual_rows import BatchResiduals, RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
-from lightning_struct.functional.solvers.vectors import inner
-from lightning_struct.functional.torch_internals import tree_leaves
+from lightning_struct.functional.torch_tools import tree_leaves
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.objective import FlatWeights
 from lightning_struct.optim.shf.samples import arguments
 

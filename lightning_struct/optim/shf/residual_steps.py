@@ -15,7 +15,7 @@ from lightning_struct.collective import rank
 from lightning_struct.functional.randomness import seeded
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.functional.residuals.residuals import LeastSquares
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals

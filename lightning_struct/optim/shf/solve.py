@@ -15,7 +15,7 @@ from lightning_struct.collective import all_reduce
 from lightning_struct.functional.solvers.conjugate_gradient import conjugate_gradient
 from lightning_struct.functional.solvers.least_squares import RightPreconditioner, lsmr, lsqr
 from lightning_struct.functional.solvers.line_search import armijo
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.merit import MeritStopping

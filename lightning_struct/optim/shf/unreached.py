@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.randomness import isolated_host_generators
-from lightning_struct.functional.torch_helpers import call_with
+from lightning_struct.functional.torch_tools import call_with
 
 
 def called_without_gradients(

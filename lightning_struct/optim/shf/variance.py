@@ -11,7 +11,7 @@ from lightning_struct.functional.layers.per_sample.contributions import Contribu
 from lightning_struct.functional.layers.probes import probe_layers
 from lightning_struct.functional.layers.registry import called_layers, owned_parameters
 from lightning_struct.functional.randomness import RandomState, restored_random_state
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.samples import Samples
 
 

@@ -12,9 +12,9 @@ from lightning_struct.functional.curvature.preconditioner import (
     empirical_fisher_diagonal,
     fisher_scaling,
     jacobi_scaling,
-    random_signs,
     randomized_gauss_newton_diagonal,
 )
+from lightning_struct.functional.randomness import random_signs
 from tests.cases import dense_jacobian, flat, trainable
 
 BACKENDS = ["layer_rules", "linearize", "double_backward"]

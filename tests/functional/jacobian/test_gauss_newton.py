@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional import Linearization, linearize
-from lightning_struct.functional.solvers.vectors import inner
+from lightning_struct.functional.vectors import inner
 from tests.cases import CASES, Case, dense_jacobian, flat, gaussian, mlp, random_like, shared_layer_mlp, trainable
 
 COVERED = [pytest.param(case, backend, id=f"{case}-{backend}") for case in CASES for backend in case.backends]

@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_struct.functional import GradientNormRecorder, linearize, per_sample_gradient_norms, register_layer
 from lightning_struct.functional.layers.calls import LayerCall
+from lightning_struct.functional.layers.kinds import Matrix, couples_samples, kind_of_type
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense
-from lightning_struct.functional.layers.per_sample.rules import has_rule
-from lightning_struct.functional.layers.registry import Matrix, couples_samples, kind_of, kind_of_type, unregister_layer
+from lightning_struct.functional.layers.per_sample.layer_contributions import has_rule
+from lightning_struct.functional.layers.registry import kind_of, unregister_layer
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS, SHF
 

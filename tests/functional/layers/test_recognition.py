@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_struct.functional import per_sample_gradient_norms
-from lightning_struct.functional.layers.registry import Matrix, kind_of
+from lightning_struct.functional.layers.kinds import Matrix
+from lightning_struct.functional.layers.registry import kind_of
 from lightning_struct.nn import LowRank, replace_linear
 from lightning_struct.optim import RLS
 from tests.functional.layers.test_layers import Memory

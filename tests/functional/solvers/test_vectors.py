@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_struct.functional.solvers.vectors import dot, inner, norm
+from lightning_struct.functional.vectors import dot, inner, norm
 from tests.cases import gaussian
 from tests.optim.shf.waits import waits_of
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
+from lightning_struct.functional.structured.fourier import as_pair, multiplied, real_irfft, real_rfft
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 30, 49, 128])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_struct.functional.structured.toeplitz import (
+from lightning_struct.functional.structured.transforms import (
     prepare_toeplitz_like,
     toeplitz_like_matmul,
     toeplitz_like_to_dense,

@@ -5,12 +5,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
+from lightning_struct.functional.structured.cost_model import choose_tridiagonal_method
 from lightning_struct.functional.structured.operators import TridiagonalOperator
-from lightning_struct.functional.structured.tridiagonal import (
-    choose_tridiagonal_method,
-    tridiagonal_matmul,
-    tridiagonal_to_dense,
-)
+from lightning_struct.functional.structured.tridiagonal import tridiagonal_matmul, tridiagonal_to_dense
 
 METHODS = ["recurrence", "giant_steps"]
 # Shorter and longer than a giant step, with blocks of one and of two lengths.

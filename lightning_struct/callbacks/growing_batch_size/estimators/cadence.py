@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_struct.functional.torch_internals import numbers_of_outputs
+from lightning_struct.functional.torch_tools import numbers_of_outputs
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

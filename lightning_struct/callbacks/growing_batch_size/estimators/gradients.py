@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.collective import world_size
-from lightning_struct.functional.torch_internals import norms_of_each
+from lightning_struct.functional.torch_tools import norms_of_each
 
 
 def local(tensor: Any) -> Tensor:

@@ -22,11 +22,11 @@ from lightning_struct.callbacks.growing_batch_size.estimators.faults import Loca
 from lightning_struct.callbacks.growing_batch_size.estimators.samples import leading_sizes
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.collective import all_reduce, world_size
-from lightning_struct.functional.layers.per_sample.checksums import Checksums
+from lightning_struct.functional.layers.calls import rows_of_graphs
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
-from lightning_struct.functional.layers.per_sample.graphs import rows_of_graphs
+from lightning_struct.functional.layers.per_sample.layer_contributions import runs_again
+from lightning_struct.functional.layers.per_sample.pass_records import Checksums
 from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder, ParameterNorms
-from lightning_struct.functional.layers.per_sample.rules import runs_again
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights

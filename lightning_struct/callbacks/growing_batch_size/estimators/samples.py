@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_struct.functional.torch_internals import tree_leaves
+from lightning_struct.functional.torch_tools import tree_leaves
 
 
 def samples_in(batch: Any, expected_sizes: list[int]) -> int:

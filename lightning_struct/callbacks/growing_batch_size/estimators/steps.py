@@ -19,7 +19,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
     sum_of_squares,
 )
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
-from lightning_struct.functional.torch_internals import copy_each_, subtract_each_
+from lightning_struct.functional.torch_tools import copy_each_, subtract_each_
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import gradient_scale
 from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights

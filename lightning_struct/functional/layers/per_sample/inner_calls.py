@@ -1,25 +1,258 @@
-"""Calls that a layer's own ``forward`` makes of the ``forward`` of torch's layer that it derives from.
+"""Calls inside of a layer's ``forward``, recorded while it runs.
 
-An ``LSTM`` that takes lengths packs its sequences, calls ``super().forward`` and pads what that returns. What its
-weights multiply is seen in the inner call. While such a layer runs, it is of a type with one more base, right before
-torch's.
+The uses that ``nn.MultiheadAttention`` makes of its parameters are calls of ``torch.nn.functional.linear``, and the
+layer returns none of their outputs. While such a layer runs, that function is replaced by one that also records the
+calls of its thread: no hook of torch reaches them (a ``TorchFunctionMode`` is not active inside of
+``multi_head_attention_forward``, which dispatches on itself), and computing the attention a second time to get at them
+would cost a third of a small transformer's training. Gradient norms, Kronecker factors and RLS all read these calls.
+
+An ``LSTM`` that takes lengths packs its sequences, calls ``super().forward`` and pads the result. The inner call shows
+what its weights multiply. While such a layer runs, its type has one more base, right before torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
-from lightning_struct.functional.layers.calls import LayerCall, tensors_in
-from lightning_struct.functional.layers.per_sample.rerun import has_active_dropout
-from lightning_struct.functional.layers.registry import has_plain_parameters, kind_of
+from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
+from lightning_struct.functional.layers.per_sample.contributions import (
+    Contribution,
+    Dense,
+    Outer,
+    Uncovered,
+    at_least_float32,
+)
+from lightning_struct.functional.layers.per_sample.sample_layout import by_sample, has_active_dropout
+from lightning_struct.functional.layers.registry import has_plain_parameters, kind_of, owned_parameters
 from lightning_struct.functional.randomness import RandomState, random_state
+from lightning_struct.functional.torch_tools import FakeTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class LinearCall(NamedTuple):
+    """One call of ``linear``: ``outputs`` (..., out) of ``inputs`` (..., in)."""
+
+    inputs: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    outputs: Tensor
+
+
+_linear = F.linear
+_lock = threading.Lock()
+_active = 0
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.recordings: list[RecordedCalls] = []
+
+
+_of_thread = _OfThread()
+
+
+class RecordedCalls:
+    """A context in which the calls of ``linear`` that this thread makes are kept.
+
+    Attributes:
+        calls: in their order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[LinearCall] = []
+
+    def __enter__(self) -> Self:
+        global _active, _linear
+        _of_thread.recordings.append(self)
+        with _lock:
+            if _active == 0:
+                _linear = F.linear  # which others may have replaced, too, as DeepSpeed does
+            _active += 1
+            # A compiled graph is broken at each call: what is recorded must not become part of it.
+            F.linear = _outside_of_graphs() if "torch._dynamo" in sys.modules else _recorded_linear
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _active
+        _of_thread.recordings.remove(self)
+        with _lock:
+            _active -= 1
+            if _active == 0:
+                F.linear = _linear
+
+
+def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    outputs = _linear(input, weight, bias)
+    if not isinstance(outputs, FakeTensor):  # torch.compile runs graphs on these before it runs them
+        for recording in _of_thread.recordings:
+            recording.calls.append(LinearCall(input, weight, bias, outputs))
+    return outputs
+
+
+@cache
+def _outside_of_graphs() -> Callable[..., Tensor]:
+    return torch.compiler.disable(_recorded_linear)
+
+
+def is_recorded(layer: nn.Module) -> bool:
+    """Whether the shares of the layer's parameters are read off calls that are recorded while it runs."""
+    kind = kind_of(layer)
+    return kind is not None and kind.base is nn.MultiheadAttention and has_plain_parameters(layer, kind)
+
+
+class ParameterUse(ABC):
+    """One use of parameters of an attention layer.
+
+    Attributes:
+        parameters: those that were used, or parts of which were used, by their names below the layer.
+    """
+
+    parameters: dict[str, nn.Parameter]
+
+    def __init__(self, sequences: int | None) -> None:
+        self._sequences = sequences
+
+    def contributions(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+        """Each sample's share of the gradients that the use gives its parameters.
+
+        Args:
+            cotangent: of what the use computed.
+            samples: n, or the sizes that it may have, as :func:`~.sample_layout.by_sample` takes them.
+
+        Raises:
+            Uncovered: the number of sequences is none that n may have; there is no dimension of sequences.
+        """
+        if self._sequences is None:
+            raise Uncovered("it read one sequence without a batch dimension")
+        return self._shares(cotangent, samples)
+
+    @abstractmethod
+    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]: ...
+
+    def _by_sample(self, tensor: Tensor, samples: Samples) -> Tensor:
+        """(n, positions, features) of (L, N, features) or, time first, (L·N, features)."""
+        return by_sample(tensor.reshape(-1, self._sequences or 1, tensor.shape[-1]).transpose(0, 1), samples)
+
+
+class Projection(ParameterUse):
+    """A product with a weight, to which a bias may be added.
+
+    Args:
+        call: with ``inputs`` (L, N, in) or, time first, (L·N, in).
+        parameters: those of the layer, by name.
+        sequences: N; None if the layer read one sequence without a batch dimension.
+    """
+
+    def __init__(self, call: LinearCall, parameters: Mapping[str, nn.Parameter], sequences: int | None) -> None:
+        super().__init__(sequences)
+        self._inputs, self._rows = call.inputs.detach(), rows_used(call, parameters)
+        self.parameters = {name: parameters[name] for name in self._rows}
+
+    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+        inputs, delta = (self._by_sample(tensor, samples) for tensor in (self._inputs, cotangent))
+        shares: dict[str, Contribution] = {}
+        for name, parameter in self.parameters.items():
+            rows = self._rows[name]
+            if parameter.ndim == 2:
+                whole = rows == slice(0, parameter.shape[0])
+                shape = None if whole else tuple(parameter.shape)
+                shares[name] = Outer(inputs, delta, shape, None if whole else rows)
+            else:
+                gradient = at_least_float32(delta).sum(1)
+                others = (rows.start, parameter.shape[0] - rows.stop)
+                shares[name] = Dense(F.pad(gradient, others) if any(others) else gradient)
+        return shares
+
+
+class AddedRow(ParameterUse):
+    """``bias_k`` or ``bias_v``, of which every sequence gets a copy behind its keys or values: (1, N, features)."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, sequences: int | None) -> None:
+        super().__init__(sequences)
+        self.parameters = {name: parameter}
+
+    def _shares(self, cotangent: Tensor, samples: Samples) -> dict[str, Contribution]:
+        (name,) = self.parameters
+        return {name: Dense(at_least_float32(self._by_sample(cotangent, samples)).sum(1)[:, None, None])}
+
+
+def parameter_uses(call: LayerCall, recorded: Sequence[LinearCall]) -> list[tuple[GradientEdge, ParameterUse]]:
+    """All uses that one call of an attention layer made of its trainable parameters.
+
+    Args:
+        call: of the layer.
+        recorded: the calls of ``linear`` in it.
+
+    Returns:
+        With each use the edge of the graph where the gradient of what it computed arrives. An edge keeps its part of
+        the graph alive.
+    """
+    query = call.argument(0, "query")
+    sequences = query.shape[0 if call.layer.batch_first else 1] if query.ndim == 3 else None
+    parameters = {name: p for name, p in owned_parameters(call.layer).items() if p.requires_grad}
+    uses: list[tuple[GradientEdge, ParameterUse]] = []
+    for made in recorded:
+        if made.outputs.requires_grad and parameters:
+            uses.append((get_gradient_edge(made.outputs), Projection(made, parameters, sequences)))
+    for name in ("bias_k", "bias_v"):
+        if recorded and (parameter := parameters.get(name)) is not None:
+            node = _node_that_reads(parameter, recorded)
+            if node is not None:
+                uses.append((GradientEdge(node, 0), AddedRow(name, parameter, sequences)))
+    return uses
+
+
+def _node_that_reads(parameter: nn.Parameter, recorded: Sequence[LinearCall]) -> Any:
+    """The node of the graph between the projections that a parameter goes into; None if there is none."""
+    *projections, last = recorded
+    ends = {made.outputs.grad_fn for made in projections}
+    waiting, seen = [last.inputs.grad_fn], set(ends)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for child, _ in node.next_functions:
+            if getattr(child, "variable", None) is parameter:
+                return node
+            waiting.append(child)
+    return None
+
+
+def rows_used(call: LinearCall, parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
+    """The rows of each parameter that a call used, by name; without those of which it used none."""
+    found: dict[str, slice] = {}
+    for name, parameter in parameters.items():
+        for used in (call.weight, call.bias):
+            if used is not None and (rows := _rows(used, parameter)) is not None:
+                found[name] = rows
+    return found
+
+
+def _rows(used: Tensor, parameter: nn.Parameter) -> slice | None:
+    """The rows of the parameter that ``used`` is a view of; None if it is not a view of it."""
+    if used is parameter:
+        return slice(0, parameter.shape[0])
+    if used.ndim != parameter.ndim or used.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        return None
+    offset = used.storage_offset() - parameter.storage_offset()
+    if not 0 <= offset < parameter.numel():
+        return None
+    start = offset // parameter.stride(0)
+    return slice(start, start + used.shape[0])
+
 
 # The attribute of a layer that is watched.
 _WATCHING = "_inner_calls"

@@ -17,26 +17,39 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_struct.functional.checks import first_line
 from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
-from lightning_struct.functional.layers.per_sample.awaited import AwaitedCall, awaited_call
-from lightning_struct.functional.layers.per_sample.checksums import Checksums, checksum_of_shares, checksums
+from lightning_struct.functional.layers.kinds import couples_samples
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Uncovered, squared_norms
-from lightning_struct.functional.layers.per_sample.inner_calls import InnerCalls, has_inner_calls
-from lightning_struct.functional.layers.per_sample.projections import RecordedCalls, is_recorded, parameter_uses
-from lightning_struct.functional.layers.per_sample.rules import (
+from lightning_struct.functional.layers.per_sample.inner_calls import (
+    InnerCalls,
+    RecordedCalls,
+    has_inner_calls,
+    is_recorded,
+    parameter_uses,
+)
+from lightning_struct.functional.layers.per_sample.layer_contributions import (
+    CannotRunAgain,
     contributions,
     draws_random_numbers,
     has_rule,
     runs_again,
 )
-from lightning_struct.functional.layers.per_sample.vmapped import CannotRunAgain
-from lightning_struct.functional.layers.registry import base_call, couples_samples, owned_parameters
+from lightning_struct.functional.layers.per_sample.pass_records import (
+    ArrivedShares,
+    Checksums,
+    MeasuredNorms,
+    PendingCall,
+    checksum_of_shares,
+    checksums,
+    pending_call,
+)
+from lightning_struct.functional.layers.registry import base_call, owned_parameters
 from lightning_struct.functional.randomness import (
     RandomState,
     isolated_host_generators,
     random_state,
     restored_random_state,
 )
-from lightning_struct.functional.torch_internals import current_backward
+from lightning_struct.functional.torch_tools import current_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -81,7 +94,7 @@ class GradientNormRecorder:
         module: a plain module, not a wrapper that replaces it when it is called.
         samples: n, or the sizes that it may have; if None, the size of the first dimension of each layer's input. May
             be set before each forward pass. See
-            :func:`~lightning_struct.functional.layers.per_sample.rules.contributions`.
+            :func:`~lightning_struct.functional.layers.per_sample.layer_contributions.contributions`.
         probes: if not None, norms that are expensive are estimated by so many random projections, without bias; see
             :func:`~lightning_struct.functional.layers.per_sample.contributions.squared_norms`.
         uncovered: whether :meth:`results` raises if a parameter with a gradient is uncovered, or leaves it out. Then
@@ -95,7 +108,7 @@ class GradientNormRecorder:
         samples, check: as above.
         rows: the sample of each row, (rows,), by the number of rows, of inputs that have other rows than samples, such
             as nodes and edges of graphs; see
-            :func:`~lightning_struct.functional.layers.per_sample.graphs.rows_of_graphs`.
+            :func:`~lightning_struct.functional.layers.calls.rows_of_graphs`.
         ambiguous: whether layers are uncovered that read tensors of which the first two dimensions both have a size
             that n may have; else the first is taken.
 
@@ -143,8 +156,8 @@ class GradientNormRecorder:
         self._without_rule: dict[nn.Module, str] = {}
         self._failed: dict[nn.Module, str] = {}
         self._faults: dict[nn.Parameter, str] = {}
-        self._arrived: dict[nn.Parameter, _Arrived] = {}
-        self._measured: dict[nn.Parameter, _Measured] = {}
+        self._arrived: dict[nn.Parameter, ArrivedShares] = {}
+        self._measured: dict[nn.Parameter, MeasuredNorms] = {}
         self._uncovered: dict[nn.Parameter, str] = {}
         self._differentiated_twice: set[nn.Parameter] = set()
 
@@ -310,9 +323,9 @@ class GradientNormRecorder:
     def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         state = self._random_states.pop(layer, None) if self._random_states else None
         if self._is_measured(layer):
-            self._await(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), state)
+            self._expect(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), state)
 
-    def _await(self, call: LayerCall, state: RandomState | None) -> None:
+    def _expect(self, call: LayerCall, state: RandomState | None) -> None:
         """Await the cotangents of the outputs of a call."""
         measured = set(self._layers[call.layer].values())
         present = owned_parameters(call.layer)  # under other names where the layer has been pruned since
@@ -329,17 +342,17 @@ class GradientNormRecorder:
                 "batch normalisation in training couples the samples of a batch through their statistics: of the "
                 "layers before it, what is measured is each sample's share of the gradient, and not its own gradient"
             )
-        awaited = awaited_call(call, trainable, state)
+        pending = pending_call(call, trainable, state)
         number = len(tensors)
         if number == 1:
-            tensors[0].register_hook(lambda cotangent: self._arrive(awaited, [cotangent]))
+            tensors[0].register_hook(lambda cotangent: self._arrive(pending, [cotangent]))
             return
 
         def arrive(cotangents: Sequence[Tensor | None]) -> None:
             every: list[Tensor | None] = [None] * number
             for i, cotangent in zip(differentiable, cotangents, strict=True):
                 every[i] = cotangent
-            self._arrive(awaited, every)
+            self._arrive(pending, every)
 
         register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
 
@@ -352,9 +365,9 @@ class GradientNormRecorder:
         if inner is None:
             return
         for call, state in inner.calls:
-            self._await(replace(call, **self._of_pass()), state)
+            self._expect(replace(call, **self._of_pass()), state)
         if not inner.calls:
-            self._await(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), None)
+            self._expect(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), None)
 
     def _before_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_measured(layer):
@@ -368,10 +381,10 @@ class GradientNormRecorder:
             self._watch(parameter)
         call = base_call(LayerCall(layer, args, kwargs, **self._of_pass()))
         for edge, use in parameter_uses(call, recording.calls):
-            # Neither what is awaited nor its hook may hold the graph, which holds the hook.
+            # Neither the pending call nor its hook may hold the graph, which holds the hook.
             without_tensors = LayerCall(layer, **self._of_pass())
-            awaited = AwaitedCall(without_tensors, use.parameters, current_backward(), use=use)
-            edge.node.register_prehook(partial(self._arrive_at_node, awaited, edge.output_nr))
+            pending = PendingCall(without_tensors, use.parameters, current_backward(), use=use)
+            edge.node.register_prehook(partial(self._arrive_at_node, pending, edge.output_nr))
 
     def _end_watching(self, layer: nn.Module, outputs: Any) -> Any:
         """What was watched of a call; None where nothing was, or where the call has failed."""
@@ -380,13 +393,13 @@ class GradientNormRecorder:
             watching.__exit__()
         return None if outputs is None else watching
 
-    def _arrive_at_node(self, awaited: AwaitedCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
+    def _arrive_at_node(self, pending: PendingCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:
-            self._arrive(awaited, [cotangents[output]])
+            self._arrive(pending, [cotangents[output]])
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _arrive(self, call: AwaitedCall, cotangents: list[Tensor | None]) -> None:
+    def _arrive(self, call: PendingCall, cotangents: list[Tensor | None]) -> None:
         """The cotangents of a layer's outputs are known; those of its parameters are about to be."""
         if self._rerunning or not self._handles:
             return
@@ -407,28 +420,28 @@ class GradientNormRecorder:
             arrived = self._arrived.get(parameter)
             if arrived is None or arrived.backward != backward:
                 outer = backward if call.backward == -1 else call.backward
-                arrived = self._arrived[parameter] = _Arrived(backward, outer, parameter.grad is None)
+                arrived = self._arrived[parameter] = ArrivedShares(backward, outer, parameter.grad is None)
             arrived.calls.append(call)
             arrived.reason = arrived.reason or reason
             if reason is None:
                 arrived.shares.append(shares[name])
 
-    def _contributions(self, awaited: AwaitedCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
-        call = replace(awaited.call, cotangents=cotangents)
+    def _contributions(self, pending: PendingCall, cotangents: list[Tensor | None]) -> dict[str, Contribution]:
+        call = replace(pending.call, cotangents=cotangents)
         if call.layer in self._failed:
             raise Uncovered(self._failed[call.layer])
-        parameters = awaited.parameters
+        parameters = pending.parameters
         if any(parameter.is_complex() for parameter in parameters.values()):
             raise Uncovered("it is complex")
         has_samples = any(cotangent is not None and cotangent.numel() for cotangent in cotangents)
         if not has_samples and any(parameter.numel() for parameter in parameters.values()):
             return {name: Dense(p.detach().new_zeros(0, *p.shape)) for name, p in parameters.items()}
-        if awaited.use is not None:
-            return awaited.use.contributions(call.cotangent, call.samples)
-        if awaited.rerun is None:
+        if pending.use is not None:
+            return pending.use.contributions(call.cotangent, call.samples)
+        if pending.rerun is None:
             return contributions(call)
-        device, dtype, enabled = awaited.rerun.autocast
-        state = awaited.rerun.random_state
+        device, dtype, enabled = pending.rerun.autocast
+        state = pending.rerun.random_state
         self._rerunning = True
         try:
             with (
@@ -476,7 +489,7 @@ class GradientNormRecorder:
             return
         if arrived.fresh:
             self.reset([parameter])
-        measured = self._measured.setdefault(parameter, _Measured())
+        measured = self._measured.setdefault(parameter, MeasuredNorms())
         reason = arrived.reason
         if parameter in self._differentiated_twice:
             self._differentiated_twice.discard(parameter)
@@ -501,7 +514,7 @@ class GradientNormRecorder:
         measured.passes.append(arrived.outer)
         self._add_checksum(parameter, measured, arrived.shares)
 
-    def _norms(self, arrived: _Arrived, device: torch.device) -> Tensor:
+    def _norms(self, arrived: ArrivedShares, device: torch.device) -> Tensor:
         """Squared norms over all uses.
 
         Uses with different sample counts (allowed only if ``samples`` lists several sizes) are of different samples.
@@ -514,7 +527,7 @@ class GradientNormRecorder:
         groups = [[share for share in shares if share.samples == size] for size in sizes]
         return torch.cat([squared_norms(group, **options) for group in groups])
 
-    def _add_checksum(self, parameter: nn.Parameter, measured: _Measured, shares: Sequence[Contribution]) -> None:
+    def _add_checksum(self, parameter: nn.Parameter, measured: MeasuredNorms, shares: Sequence[Contribution]) -> None:
         if not self.check:
             measured.checksum = None
             return
@@ -532,29 +545,6 @@ class GradientNormRecorder:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, UserWarning, stacklevel=2)
-
-
-@dataclass
-class _Arrived:
-    """Shares of a parameter's gradient that have arrived before it is accumulated.
-
-    ``outer`` is the backward pass that a checkpoint's own, ``backward``, belongs to; ``fresh`` says that the gradient
-    was None.
-    """
-
-    backward: int
-    outer: int
-    fresh: bool
-    calls: list[AwaitedCall] = field(default_factory=list)
-    shares: list[Contribution] = field(default_factory=list)
-    reason: str | None = None
-
-
-@dataclass
-class _Measured:
-    squared_norms: list[Tensor] = field(default_factory=list)
-    passes: list[int] = field(default_factory=list)
-    checksum: Tensor | None = None
 
 
 def _is_of_this_package(layer: nn.Module) -> bool:

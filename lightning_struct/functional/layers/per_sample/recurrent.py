@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_struct.functional.layers.calls import LayerCall, Samples
+from lightning_struct.functional.layers.kinds import recurrent_places
 from lightning_struct.functional.layers.per_sample.contributions import Contribution, Dense, Outer, Uncovered
-from lightning_struct.functional.layers.per_sample.rerun import by_sample, check_rerun
+from lightning_struct.functional.layers.per_sample.sample_layout import by_sample, check_rerun
 from lightning_struct.functional.layers.recurrent_cells import CELLS, Cell, cell_weights
-from lightning_struct.functional.layers.registry import recurrent_places
 
 
 def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
@@ -33,7 +33,7 @@ def recurrent_contributions(call: LayerCall) -> dict[str, Contribution]:
 
     Args:
         call: of ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``. Its cotangents are first that of the output sequence, last those
-            of h_n or of h_n and c_n. Its ``samples`` are as :func:`~.rerun.by_sample` takes them.
+            of h_n or of h_n and c_n. Its ``samples`` are as :func:`~.sample_layout.by_sample` takes them.
 
     Returns:
         By the name of the parameter, in float32 at least.

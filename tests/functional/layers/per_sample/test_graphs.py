@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional import GradientNormRecorder
-from lightning_struct.functional.layers.per_sample.graphs import rows_of_graphs
+from lightning_struct.functional.layers.calls import rows_of_graphs
 
 
 class Network(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_struct.functional import GradientNormRecorder, per_sample_gradient_norms
-from lightning_struct.functional.layers.per_sample.projections import RecordedCalls
+from lightning_struct.functional.layers.per_sample.inner_calls import RecordedCalls
 
 SEQUENCES, WIDTH = 5, 6
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 from lightning_struct.functional.layers.calls import LayerCall, Samples, tensors_in
 from lightning_struct.functional.layers.per_sample.contributions import Uncovered
-from lightning_struct.functional.layers.per_sample.rules import contributions, has_rule
+from lightning_struct.functional.layers.per_sample.layer_contributions import contributions, has_rule
 from lightning_struct.functional.layers.registry import owned_parameters
 from lightning_struct.nn import LDRSubdiagonal
 from tests.functional.layers.test_recognition import ChannelScale

@@ -9,22 +9,142 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_struct.functional.structured.arguments import by_rows, has_values
-from lightning_struct.functional.structured.cost_model import half_length_is_faster, kept_matrix_is_faster
-from lightning_struct.functional.structured.generator_spectra import (
-    GeneratorSpectra,
-    by_side,
-    middle_scale,
-    transformed_length,
+from lightning_struct.functional.structured.cost_model import (
+    half_length_is_faster,
+    kept_matrix_is_faster,
+    transform_length,
 )
-from lightning_struct.functional.structured.half_length import HalfLengthProducts
-from lightning_struct.functional.structured.real_transforms import as_pair, multiplied, real_irfft, real_rfft
+from lightning_struct.functional.structured.fourier import (
+    HalfLengthProducts,
+    as_pair,
+    multiplied,
+    real_irfft,
+    real_rfft,
+)
+
+
+class Similarity(NamedTuple):
+    """A = c D Z_f D⁻¹, in float64, for a subdiagonal A with a corner and without a zero below the diagonal.
+
+    Any c gives the same A. So c is taken as a constant, and the derivatives by D and f are those by A.
+
+    Args:
+        scale: (..., n), the diagonal of D: 1 and s₁ ⋯ s_k / c^k.
+        corner: (...), f.
+        corner_derivative: (...), the derivative of f by the corner of A.
+        trend: (...), log c, the mean of log|s|.
+    """
+
+    scale: Tensor
+    corner: Tensor
+    corner_derivative: Tensor
+    trend: Tensor
+
+    @staticmethod
+    def of(subdiagonal: Tensor, corner: Tensor) -> Similarity:
+        """The similarity of A with subdiagonal s (..., n - 1) and corner (...)."""
+        s, corner = subdiagonal.double(), corner.double()
+        if not s.shape[-1]:
+            one = torch.ones_like(corner)
+            return Similarity(one[..., None], corner.clone(), one, torch.zeros_like(corner))
+        logarithms = s.abs().log()
+        trend = logarithms.detach().mean(-1)
+        magnitudes = (logarithms - trend[..., None]).cumsum(-1).exp()
+        scale = F.pad(magnitudes * s.detach().sign().cumprod(-1), (1, 0), value=1.0)
+        last = scale[..., -1] * torch.exp(-trend)
+        return Similarity(scale, corner * last, last, trend)
+
+    def tangent(self, subdiagonal: Tensor, of_subdiagonal: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
+        """The derivatives of D and f along tangents of s and the corner of A."""
+        relative = F.pad((of_subdiagonal / subdiagonal.double()).cumsum(-1), (1, 0))
+        return self.scale * relative, of_corner * self.corner_derivative + self.corner * relative[..., -1]
+
+    def gradient(self, subdiagonal: Tensor, of_scale: Tensor, of_corner: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of s and the corner of A, given those of D and f."""
+        # Each s_i is a factor of all entries from the i-th on, and of f.
+        from_the_end = (of_scale * self.scale)[..., 1:].flip(-1).cumsum(-1).flip(-1)
+        of_both = from_the_end + (of_corner * self.corner)[..., None]
+        return of_both / subdiagonal, of_corner * self.corner_derivative
+
+
+class GeneratorSpectra(NamedTuple):
+    """The part of M that belongs to A and G, or the one of B and H; or both stacked, if M is square.
+
+    Stacked, there are half as many small operations, and on a CPU each call of a transform is planned anew. All but the
+    similarity is in the dtype of M. With A = c D Z_f D⁻¹ and D = diag(a), for the side of A and G:
+
+    Args:
+        subdiagonal: (k, m - 1), those of the k = 1 or 2 operators.
+        similarity: those of these operators.
+        scale: (k, m), a.
+        corner: (k, 1, 1), f.
+        generators: (k, r, m), gᵢ/a.
+        spectra: (k, r, F), the transforms of [gᵢ/a, 0, f gᵢ/a].
+    """
+
+    subdiagonal: Tensor
+    similarity: Similarity
+    scale: Tensor
+    corner: Tensor
+    generators: Tensor
+    spectra: Tensor
+
+    @staticmethod
+    def of(G: Tensor, subdiagonal: Tensor, corner: Tensor) -> GeneratorSpectra:
+        """The spectra of G (k, m, r), subdiagonal (k, m - 1) and corner (k,)."""
+        similarity = Similarity.of(subdiagonal, corner)
+        scale, corner = similarity.scale.to(G.dtype), similarity.corner.to(G.dtype)[:, None, None]
+        g = G.mT / scale[:, None]
+        return GeneratorSpectra(subdiagonal, similarity, scale, corner, g, torch.fft.rfft(extended(g, corner * g)))
+
+    def gradients(self, of_spectra: Tensor, of_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of G, subdiagonal and corner, given those of the spectra and the direct gradient of the scale a."""
+        m = self.scale.shape[1]
+        of_extended = torch.fft.irfft(of_spectra, n=transformed_length(of_spectra))
+        at_start, at_end = of_extended[..., :m], of_extended[..., -m:]
+        of_G = (at_start + self.corner * at_end) / self.scale[:, None]
+        of_scale = of_scale - (of_G * self.generators).sum(1)
+        of_corner = (self.generators * at_end).sum((1, 2))
+        return of_G.mT, *self.similarity.gradient(self.subdiagonal, of_scale, of_corner)
+
+
+def by_side(parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """(G, subdiagonal, corner) of both sides stacked, if M is square, else of one side and of the other.
+
+    Args:
+        parameters: G, H, subdiagonal and corner of A, subdiagonal and corner of B.
+    """
+    G, H, a_subdiagonal, a_corner, b_subdiagonal, b_corner = parameters
+    left, right = (G, a_subdiagonal, a_corner), (H, b_subdiagonal, b_corner)
+    if G.shape == H.shape:
+        return [tuple(torch.stack(pair) for pair in zip(left, right, strict=True))]
+    return [tuple(tensor[None] for tensor in side) for side in (left, right)]
+
+
+def middle_scale(sides: list[GeneratorSpectra]) -> Tensor:
+    """ρ, (p,): the powers of the c of A times the c of B."""
+    trend = torch.cat([side.similarity.trend for side in sides]).sum()
+    p = min(side.scale.shape[1] for side in sides)
+    return torch.exp(trend * torch.arange(p, dtype=trend.dtype, device=trend.device)).to(sides[0].scale.dtype)
+
+
+def extended(head: Tensor, tail: Tensor) -> Tensor:
+    """(..., L) for (..., m) and (..., m), with zeros between: L is a length of at least 2m that transforms quickly."""
+    between = transform_length(2 * head.shape[-1]) - 2 * head.shape[-1]
+    return torch.cat([head, tail] if not between else [head, head.new_zeros(*head.shape[:-1], between), tail], -1)
+
+
+def transformed_length(spectra: Tensor) -> int:
+    """The length of the vectors with these spectra, which is even."""
+    return 2 * (spectra.shape[-1] - 1)
+
 
 # Numbers that one batch of transforms works on at most: of more, ranks and then rows are taken in parts. On a CPU, as
 # many as stay in its cache from one operation to the next, but at least so many rows: each part is planned anew.

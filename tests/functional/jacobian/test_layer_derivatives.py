@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_struct.functional import Linearization, linearize
-from lightning_struct.functional.jacobian.derivative_rules import derivative_rules
+from lightning_struct.functional.jacobian.layer_derivatives import layer_derivatives
 from tests.cases import dense_jacobian, flat, gaussian, random_like, trainable
 
 # Recurrent layers
@@ -236,7 +236,7 @@ def test_statistics_of_a_batch_are_taken_once() -> None:
     layer, inputs = nn.BatchNorm1d(4), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     by_torch = copy.deepcopy(layer)
     by_torch(inputs)
-    with derivative_rules(layer):
+    with layer_derivatives(layer):
         layer(inputs)
     for name, buffer in layer.named_buffers():
         torch.testing.assert_close(buffer, by_torch.get_buffer(name), rtol=0, atol=0)
@@ -257,7 +257,7 @@ def test_a_layer_with_a_rule_is_one_node_within_and_that_of_torch_outside(
         return type((found[0] if isinstance(found, tuple) else found).grad_fn).__name__
 
     outside = node()
-    with derivative_rules(layer):
+    with layer_derivatives(layer):
         within = node()
     assert (within, node()) == ("_CallBackward", outside)
     assert outside != within
@@ -273,5 +273,5 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
 
 def test_under_autocast_layers_are_those_of_torch() -> None:
     layer = nn.Conv1d(4, 2, 3)
-    with derivative_rules(layer), torch.autocast("cpu", torch.bfloat16):
+    with layer_derivatives(layer), torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.ones(3, 4, 5)).dtype == torch.bfloat16

@@ -1,0 +1,180 @@
+"""Helpers on torch: calls of modules, operators for compilers, and the names of torch that are not public.
+
+The private names are used here alone and were checked with torch 2.6 to 2.15. Fields of modules and tensors that all of
+torch's ecosystem reads (``_parameters``, ``_buffers``, ``_version``) are read where they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "FakeTensor",
+    "call_with",
+    "copy_each_",
+    "current_backward",
+    "denormals_flushed",
+    "in_eval_mode",
+    "is_functorch_wrapped_tensor",
+    "norms_of_each",
+    "numbers_of_outputs",
+    "opaque_operator",
+    "subtract_each_",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "writes_in_place",
+]
+from torch.func import functional_call
+
+
+def current_backward() -> int:
+    """A number for the backward pass that is going on, rising from one to the next; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def writes_in_place(operation: Any) -> bool:
+    """Whether what a node of a recorded graph calls is an operation of torch that changes a tensor."""
+    return isinstance(operation, OpOverload) and operation._schema.is_mutable
+
+
+def numbers_of_outputs(node: Any) -> int:
+    """How many numbers the outputs of a node of autograd's graph have."""
+    return sum(math.prod(output.shape) for output in node._input_metadata)
+
+
+def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy dense tensors into others, all at once."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def subtract_each_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Subtract dense tensors from others, in place, all at once."""
+    torch._foreach_sub_(list(tensors), list(others))
+
+
+def norms_of_each(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The Euclidean norm of each tensor, all at once; computed in ``dtype`` where one is given."""
+    return torch._foreach_norm(list(tensors), 2, dtype)
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...]) -> Any:
+    """``torch.func.functional_call``, which leaves the module as it was.
+
+    The call works on copies of the buffers that are not given. And every layer has its own tensors again afterwards:
+    torch's leaves others in a layer that is registered in two places (seen from 2.6 to 2.15). What ``torch.compile``
+    has compiled runs as it is in Python: compiled graphs have no second derivatives.
+
+    Args:
+        module: what is called.
+        tensors: name -> what stands for the parameter or buffer of that name.
+        args: of the call.
+    """
+    own = [(layer, dict(layer._parameters), dict(layer._buffers)) for layer in module.modules()]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in tensors}
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return functional_call(module, {**buffers, **tensors}, args)
+    finally:
+        for layer, parameters, buffers_of_layer in own:
+            layer._parameters.update(parameters)
+            layer._buffers.update(buffers_of_layer)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """A context in which a module and all below it are in eval mode; afterwards each is in the mode that it was in."""
+    training = [layer for layer in module.modules() if layer.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
+
+
+@contextmanager
+def denormals_flushed() -> Iterator[None]:
+    """Context in which numbers below the normal range become zero, in this thread and in those that it starts.
+
+    The arithmetic of a CPU takes up to ten times as long on such numbers. torch does not tell its mode, but Python's
+    own floats are computed in it: it is put back in the end.
+    """
+    flushed = sys.float_info.min / 2 == 0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushed)
+
+
+class TensorFunction(Protocol):
+    """A differentiable function of tensors that computes by the method."""
+
+    def __call__(self, *tensors: Tensor, method: str) -> Tensor: ...
+
+
+def opaque_operator(
+    name: str, function: TensorFunction, empty_result: Callable[[Sequence[Tensor]], Tensor]
+) -> TensorFunction:
+    """The function as the operator ``lightning_struct::name``, with its first derivatives and a rule for shapes.
+
+    The function runs when the compiled graph runs. So it may read values, such as those by which it chooses between
+    methods. For its gradients it is computed again: nothing but its arguments is saved. Compiled graphs have no second
+    derivatives, nor has the operator.
+
+    Args:
+        name: of the operator.
+        function: of tensors, of which none is a part of the result.
+        empty_result: makes a tensor of the shape, the dtype and the device of the result.
+    """
+    qualified = f"lightning_struct::{name}"
+
+    def compute(tensors: list[Tensor], method: str) -> Tensor:
+        return function(*tensors, method=method).contiguous()
+
+    def differentiate(cotangent: Tensor, tensors: list[Tensor], method: str) -> list[Tensor]:
+        # torch.func works within operators, where there is no autograd.
+        pull_back = torch.func.vjp(lambda *arguments: function(*arguments, method=method), *tensors)[1]
+        return [gradient.clone(memory_format=torch.contiguous_format) for gradient in pull_back(cotangent)]
+
+    operator = torch.library.custom_op(
+        qualified, compute, mutates_args=(), schema="(Tensor[] tensors, str method) -> Tensor"
+    )
+    gradients = torch.library.custom_op(
+        f"{qualified}_backward",
+        differentiate,
+        mutates_args=(),
+        schema="(Tensor cotangent, Tensor[] tensors, str method) -> Tensor[]",
+    )
+
+    def empty_gradients(cotangent: Tensor, tensors: list[Tensor], method: str) -> list[Tensor]:
+        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+    def setup_context(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
+        tensors, ctx.method = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[list[Tensor], None]:
+        return gradients(cotangent, list(ctx.saved_tensors), ctx.method), None
+
+    operator.register_fake(lambda tensors, method: empty_result(tensors))
+    operator.register_autograd(backward, setup_context=setup_context)
+    gradients.register_fake(empty_gradients)
+
+    def call(*tensors: Tensor, method: str) -> Tensor:
+        return operator(list(tensors), method)
+
+    return call

@@ -35,7 +35,6 @@ from torchvision.transforms.functional import pil_to_tensor
 from harness import (
     RESULTS,
     Run,
-    file_name,
     load_runs,
     machine_line,
     make_directory,
@@ -44,6 +43,7 @@ from harness import (
     print_machines,
     print_row,
     progress,
+    run_name,
     run_once,
     spread,
 )
@@ -279,7 +279,7 @@ def run_way(way: str, network: nn.Module, rank: int, rate: float, sample: Sample
 
 
 def measure(arguments: argparse.Namespace, results: Path) -> None:
-    """All runs whose files are missing: rates first, then each shift with each seed."""
+    """All missing runs: rates first, then each shift with each seed."""
     data = {shift: shifted(arguments.data_dir, shift) for shift in SHIFTS}
     networks = {name: trained_on_mnist(name, arguments.data_dir, results) for name in arguments.networks}
     cells = [(name, way, rank) for name in arguments.networks for rank in arguments.ranks for way in arguments.ways]
@@ -292,7 +292,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
                 break  # larger ones are tried while the largest so far is the best
             key = {"kind": "rate", "network": name, "way": way, "rank": rank, "rate": rate}
             run = partial(run_way, way, networks[name], rank, rate, train, check, 100)
-            run_once(results / file_name(*key.values()), lambda key=key, run=run: key | run())
+            run_once(results, run_name(*key.values()), lambda key=key, run=run: key | run())
     best = best_rates(load_runs(results))
     jobs = [(*cell, shift, seed) for seed in arguments.seeds for shift in arguments.shifts for cell in cells]
     for name, way, rank, shift, seed in progress(jobs, len(jobs), "shifts"):
@@ -303,13 +303,14 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             key["kind"] = "lower"
             rate = RATES[max(RATES.index(rate) - 1, 0)]
         run = partial(run_way, way, networks[name], rank, rate, train, test, seed)
-        run_once(results / file_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
+        run_once(results, run_name(*key.values()), lambda key=key, run=run, rate=rate: key | {"rate": rate} | run())
     for name, network in networks.items():
         for shift in arguments.shifts:
             key = {"kind": "before", "network": name, "shift": shift}
             test = data[shift][2]
             run_once(
-                results / file_name(*key.values()),
+                results,
+                run_name(*key.values()),
                 lambda key=key, n=network, test=test: key | {"accuracy": accuracy(n, test)},
             )
 

@@ -358,7 +358,7 @@ def main() -> None:
     jobs = [
         harness.Job(
             f"{name}, seed {seed}",
-            output / harness.file_name(name, seed),
+            harness.run_name(name, seed),
             {"name": name, "seed": seed, "arguments": arguments},
             options.cpu_seconds,
         )
@@ -366,7 +366,7 @@ def main() -> None:
         for name, arguments in ways.items()
         if name in (options.only or ways)
     ]
-    if runs := harness.run_jobs(jobs, options.jobs):
+    if runs := harness.run_jobs(output, jobs, options.jobs):
         report(runs, output)
 
 

@@ -38,7 +38,6 @@ import adapters
 from harness import (
     RESULTS,
     Run,
-    file_name,
     load_runs,
     make_directory,
     make_parser,
@@ -48,6 +47,7 @@ from harness import (
     print_row,
     progress,
     readable,
+    run_name,
     run_once,
     spread,
 )
@@ -218,13 +218,13 @@ def smaller(way: str, network: nn.Module, budget: float, measured: Sample) -> nn
 
 
 def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
-    """All runs of a network whose files are missing."""
+    """All missing runs of a network."""
     task = TASKS[name]
     train, measured, test = task.data(Path(arguments.data_dir))
     network = trained(name, train, results)
-    kept = results / file_name("whole", name)
     run_once(
-        kept,
+        results,
+        run_name("whole", name),
         lambda: {
             "kind": "whole",
             "network": name,
@@ -249,7 +249,7 @@ def measure(name: str, arguments: argparse.Namespace, results: Path) -> None:
             found = {"parameters": count(model), "before": before, "after": after, "seconds": seconds}
             return {"kind": "smaller", "network": name, "way": way, "budget": budget, "seed": seed, **found}
 
-        run_once(results / file_name("smaller", name, way, budget, seed), run)
+        run_once(results, run_name("smaller", name, way, budget, seed), run)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

@@ -320,11 +320,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "defaults")
     options = parser.parse_args()
-    directory = harness.make_directory(options.output)
     for task, seed, way in product(options.tasks, options.seeds, options.only):
-        file = directory / harness.file_name(task, way, seed, f"{options.seconds:g}s")
-        harness.run_once(file, partial(train, task, way, seed, options.seconds, options.data_dir, options.synthetic))
-    report(harness.load_runs(directory))
+        name = harness.run_name(task, way, seed, f"{options.seconds:g}s")
+        run = partial(train, task, way, seed, options.seconds, options.data_dir, options.synthetic)
+        harness.run_once(options.output, name, run)
+    report(harness.load_runs(options.output))
 
 
 if __name__ == "__main__":

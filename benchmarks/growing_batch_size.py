@@ -25,7 +25,7 @@ own batch; (b) with ``scale_lr`` the final loss of the best fixed batch is reach
 
 Each run is a process of its own with one thread, and is kept in ``--output``: a benchmark that was stopped goes on
 where it was. With three seeds and the default bounds it takes an hour and a half of one core. ``--longer 4`` gives
-each run four times the seconds or the epochs; such runs are kept in a folder of their own. ``--report`` prints the
+each run four times the seconds or the epochs; such runs are kept in a file of their own. ``--report`` prints the
 tables of the runs that are there.
 """
 
@@ -481,7 +481,7 @@ def main() -> None:
     jobs = [
         harness.Job(
             f"{name}, {way}, seed {seed}",
-            output / harness.file_name(name, WAYS.index(way), seed),
+            harness.run_name(name, WAYS.index(way), seed),
             {"name": name, "way": way, "seed": seed},
         )
         for seed in options.seeds
@@ -489,9 +489,9 @@ def main() -> None:
         for way in options.ways
         if is_for(way, TASKS[name])
     ]
-    if options.report:
-        jobs = [job for job in jobs if job.file.exists()]
-    if runs := harness.run_jobs(jobs, options.jobs):
+    if not options.report:
+        harness.run_jobs(output, jobs, options.jobs)
+    if runs := harness.runs_of(output, jobs):
         report(runs)
         draw(runs).savefig(output / "growing_batch_size.png")
         print(f"\npicture: {output / 'growing_batch_size.png'}")

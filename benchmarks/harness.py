@@ -1,8 +1,8 @@
-"""The harness of the benchmarks: a file for each run, a process for each run, a clock, tables and pictures.
+"""The harness of the benchmarks: a line for each run, a process for each run, a clock, tables and pictures.
 
-A run is a dict that goes to a JSON file of its own, with the machine that it ran on. A run whose file is there is not
-repeated, so a benchmark that was stopped goes on where it was, and several processes can share its runs. Two ways of
-running:
+A run is a dict. The runs of an experiment ``X`` are the lines of ``X.jsonl``, each with the run's name, its command and
+its machine; pictures are in the folder ``X``. A run whose line is there is not repeated, so a stopped benchmark goes on
+where it was, and several processes can share its runs. Two ways of running:
 
 - :func:`run_jobs` starts the script anew for each run that is missing, with ``--job``; there :func:`answer_job` runs
   it.
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -110,9 +111,9 @@ def make_directory(path: Path) -> Path:
     return path
 
 
-def file_name(*parts: object) -> str:
-    """The name of a run's file: the parts that tell it from the others, joined by underscores."""
-    return "_".join(str(part) for part in parts).replace(" ", "_") + ".json"
+def run_name(*parts: object) -> str:
+    """The name of a run in its experiment: the parts that tell it from the others, joined by underscores."""
+    return "_".join(str(part) for part in parts).replace(" ", "_")
 
 
 def command() -> str:
@@ -128,24 +129,49 @@ def command() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shown, arguments)])
 
 
-def keep_run(file: Path, run: Run) -> None:
-    """Write a run with its command and its machine; the file appears when it is complete."""
-    unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
-    unfinished.write_text(json.dumps(run | {"command": command(), "machine": machine()}))
-    unfinished.replace(file)
+def file_of(experiment: Path) -> Path:
+    """The file of an experiment's runs."""
+    return experiment.with_name(f"{experiment.name}.jsonl")
 
 
-def run_once(file: Path, run: Callable[[], Run]) -> Run | None:
-    """Run and keep what comes out; None, and nothing is run, where the file is there already."""
-    if file.exists():
+def keep_run(experiment: Path, name: str, run: Run) -> None:
+    """Append a run with its name, command and machine; in one write, since other processes may append as well."""
+    line = json.dumps({"run": name, **run, "command": command(), "machine": machine()})
+    file = file_of(experiment)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+b", buffering=0) as stream:
+        is_empty = stream.tell() == 0
+        stream.seek(0 if is_empty else -1, os.SEEK_END)
+        ends_torn = not is_empty and stream.read() != b"\n"  # a process was stopped while it wrote
+        stream.write(("\n" * ends_torn + line + "\n").encode())
+
+
+def run_once(experiment: Path, name: str, run: Callable[[], Run]) -> Run | None:
+    """Run and keep the result; None if the experiment has a run of this name, and then nothing is run."""
+    if name in named_runs(experiment):
         return None
-    keep_run(file, result := run())
+    keep_run(experiment, name, result := run())
     return result
 
 
-def load_runs(directory: Path) -> list[Run]:
-    """All runs of a folder, by the names of their files."""
-    return [json.loads(file.read_text()) for file in sorted(directory.glob("*.json"))]
+def named_runs(experiment: Path) -> dict[str, Run]:
+    """The runs of an experiment by name, in the order of the names; the last line of a name counts."""
+    file, found = file_of(experiment), {}
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        if not line:  # of a process that found the line of another half written
+            continue
+        try:
+            run = json.loads(line)
+        except ValueError:
+            warnings.warn(f"line {number} of {file} is incomplete and ignored", stacklevel=2)
+        else:
+            found[run["run"]] = run
+    return dict(sorted(found.items()))
+
+
+def load_runs(experiment: Path) -> list[Run]:
+    """The runs of an experiment, in the order of their names."""
+    return list(named_runs(experiment).values())
 
 
 @dataclass(frozen=True)
@@ -153,60 +179,66 @@ class Job:
     """A run in a process of its own.
 
     Attributes:
-        title: its name in what is printed.
-        file: where its run is kept.
+        title: as it is printed.
+        name: of its run.
         arguments: by name, of the function that runs it; what JSON can hold.
         bound: CPU seconds that it may take. A run that a lower bound has ended is run anew.
     """
 
     title: str
-    file: Path
+    name: str
     arguments: Mapping[str, Any]
     bound: float | None = None
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether there is no run of the job, or one that was ended sooner than it would be now."""
-        if not self.file.exists():
+    def is_missing(self, runs: Mapping[str, Run]) -> bool:
+        """Whether the runs have none of the job, or one that was ended sooner than it would be now."""
+        if self.name not in runs:
             return True
-        run = json.loads(self.file.read_text())
+        run = runs[self.name]
         ended_by = run.get("bound")
         return ended_by is not None and run["seconds"] >= ended_by and (self.bound is None or ended_by < self.bound)
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, command: Sequence[str] = ()) -> list[Run]:
+def run_jobs(experiment: Path, jobs: Sequence[Job], workers: int, command: Sequence[str] = ()) -> list[Run]:
     """Run the jobs that have no run yet.
 
     Args:
+        experiment: keeps the runs.
         jobs: what is to be run.
         workers: how many at a time.
         command: what is started for a job, with ``--job`` added; by default this script with its own arguments.
 
     Returns:
-        The runs of all jobs that have a file, in the order of the jobs. A job that failed has printed its error.
+        The runs of all jobs that have one, in the order of the jobs. A job that failed has printed its error.
     """
     command = command or this_script(*sys.argv[1:])
 
     def start(job: Job) -> None:
-        call = json.dumps({"file": str(job.file), **job.arguments})
+        call = json.dumps({"experiment": str(experiment), "name": job.name, "arguments": job.arguments})
         done = subprocess.run([*command, "--job", call], capture_output=True, text=True, check=False)
         print(f"{job.title}: {'done' if done.returncode == 0 else done.stderr[-2000:]}", flush=True)
 
-    missing = [job for job in jobs if job.is_missing]
+    before = named_runs(experiment)
+    missing = [job for job in jobs if job.is_missing(before)]
     pool = ThreadPoolExecutor(workers)
     try:
         for _ in progress(pool.map(start, missing), len(missing)):
             pass
     finally:  # where the benchmark is stopped, no further job begins
         pool.shutdown(cancel_futures=True)
-    return [json.loads(job.file.read_text()) for job in jobs if job.file.exists()]
+    return runs_of(experiment, jobs)
+
+
+def runs_of(experiment: Path, jobs: Iterable[Job]) -> list[Run]:
+    """The runs of the jobs that have one, in the order of the jobs."""
+    runs = named_runs(experiment)
+    return [runs[job.name] for job in jobs if job.name in runs]
 
 
 def answer_job(call: str, run: Callable[..., Run]) -> None:
     """Do the job that ``--job`` describes: call ``run`` with the job's arguments, and keep what it returns."""
-    arguments = json.loads(call)
-    file = Path(arguments.pop("file"))
-    keep_run(file, run(**arguments))
+    job = json.loads(call)
+    keep_run(Path(job["experiment"]), job["name"], run(**job["arguments"]))
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def main() -> None:
     jobs = [
         harness.Job(
             f"{problem}, {method}, seed {seed}",
-            directory / harness.file_name(problem, method, seed, f"{arguments.seconds:g}"),
+            harness.run_name(problem, method, seed, f"{arguments.seconds:g}"),
             {"problem": problem, "method": method, "seed": seed, "seconds": arguments.seconds},
         )
         for problem in arguments.problems
@@ -335,7 +335,7 @@ def main() -> None:
         for method in arguments.methods
     ]
     if not arguments.only_print:
-        harness.run_jobs(jobs, arguments.jobs)
+        harness.run_jobs(directory, jobs, arguments.jobs)
     runs = harness.load_runs(directory)
     harness.print_machines(runs)
     print_tables(runs)

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 import harness
 from harness import Run
-from lightning_struct.functional import SquaredError, autograd_linearization
+from lightning_struct.functional import SquaredError
+from lightning_struct.functional.jacobian import autograd_linearization
 from lightning_struct.functional.solvers.least_squares import lsmr
 from lightning_struct.optim.shf.batch_model import BatchModel
 

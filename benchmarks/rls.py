@@ -284,7 +284,7 @@ def run_all(task: Task, options: argparse.Namespace) -> None:
     ways = {name: way for ways in columns.values() for name, way in ways.items()}
     wanted = list(product(options.seeds, (name for name in ways if not options.ways or name in options.ways)))
     for seed, name in harness.progress(wanted, len(wanted)):
-        result = harness.run_once(output / harness.file_name(name, seed), partial(run, name, ways[name], seed))
+        result = harness.run_once(output, harness.run_name(name, seed), partial(run, name, ways[name], seed))
         if result is not None:
             print(f"{name}, seed {seed}: {result['error'] or 'done'}", flush=True)
     runs = harness.load_runs(output)

@@ -38,8 +38,7 @@ the norm 1, for all):
   are not clipped. *Default* has the default bounds instead, and no clipping.
 
 ``pip install pytorch_optimizer singd`` for the two that are packages of their own: a way whose package is missing is
-left out, which is said. Runs are kept in ``--output``, a file for each: a benchmark that was stopped goes on where it
-was.
+left out, which is said. Runs are kept in ``--output``: a benchmark that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -434,16 +433,18 @@ def run_all(options: argparse.Namespace) -> None:
 
 
 def run_task(name: str, ways: Sequence[str], options: argparse.Namespace, output: Path) -> None:
-    """Choose the rates, then train all seeds; a run whose file is there is not repeated."""
+    """Choose the rates, then train all seeds; a run that is there is not repeated."""
     task, data = TASKS[name], load(name, options, output)
-    of_rates, of_seeds = (harness.make_directory(output / part) for part in (f"{name}_rates", name))
+    of_rates, of_seeds = output / f"{name}_rates", output / name
 
-    def run(file: Path, way: str, factor: float, seed: int, seconds: float, marks: Sequence[float]) -> None:
+    def run(
+        part: Path, run_name: str, way: str, factor: float, seed: int, seconds: float, marks: Sequence[float]
+    ) -> None:
         def answer() -> Run:
             found = train(task, WAYS[way], factor * WAYS[way].rate, seed, seconds, data, marks)
             return {"way": way, "factor": factor, "seed": seed, **found}
 
-        if (found := harness.run_once(file, answer)) is not None:
+        if (found := harness.run_once(part, run_name, answer)) is not None:
             print(f"{name}, {way}, {factor:.2g} times its rate, seed {seed}: {last_accuracy(found):.2%}", flush=True)
 
     def tried(way: str) -> dict[float, float]:
@@ -451,11 +452,11 @@ def run_task(name: str, ways: Sequence[str], options: argparse.Namespace, output
 
     while wanted := [(factor, way) for way in ways for factor in missing_factors(tried(way))]:
         for factor, way in sorted(wanted, key=lambda pair: pair[0]):
-            run(of_rates / harness.file_name(way, f"{factor:.2g}"), way, factor, 0, task.seconds[1], MARKS[-1:])
+            run(of_rates, harness.run_name(way, f"{factor:.2g}"), way, factor, 0, task.seconds[1], MARKS[-1:])
     for seed, way in product(options.seeds, ways):
         found = tried(way)
         best = max(found, key=found.__getitem__)
-        run(of_seeds / harness.file_name(way, seed), way, best, seed, task.seconds[0], MARKS)
+        run(of_seeds, harness.run_name(way, seed), way, best, seed, task.seconds[0], MARKS)
 
 
 def print_tables(runs: dict[str, Sequence[Run]]) -> None:

@@ -391,8 +391,8 @@ def main() -> None:
                     settings = {name: values for name, values in settings.items() if name.startswith("network")}
             jobs = [(name, setting) for name, values in settings.items() for setting in values]
             for name, setting in harness.progress(jobs, len(jobs), f"{task}, seed {seed}"):
-                file = output / harness.file_name(task, name, setting, seed, options.batch)
-                harness.run_once(file, partial(run, task, name, setting, seed, data, options.batch))
+                run_name = harness.run_name(task, name, setting, seed, options.batch)
+                harness.run_once(output, run_name, partial(run, task, name, setting, seed, data, options.batch))
     runs = known(output, options.batch)
     by_task = {task: [r for r in runs if r["task"] == task] for task in asked or TASKS}
     by_task = {task: of_task for task, of_task in by_task.items() if of_task}

@@ -70,12 +70,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="default: results/benchmarks/structured_convolution")
     options = parser.parse_args()
     folder = ["synthetic"] if options.synthetic else []
-    output = harness.make_directory(
-        (options.output or harness.RESULTS / "structured_convolution") / "_".join([f"{options.epochs}_epochs", *folder])
-    )
+    output = (options.output or harness.RESULTS / "structured_convolution").resolve()
+    output /= "_".join([f"{options.epochs}_epochs", *folder])
     wanted = list(product(options.seeds, options.networks))
     for seed, network in harness.progress(wanted, len(wanted)):
-        harness.run_once(output / harness.file_name(network, seed), partial(train, network, seed, options))
+        harness.run_once(output, harness.run_name(network, seed), partial(train, network, seed, options))
     runs = harness.load_runs(output)
     harness.print_machines(runs)
     harness.print_header("network", "seed", "parameters", "test %", "the paper, 50 epochs", "seconds")

@@ -85,7 +85,7 @@ def run_language(options: argparse.Namespace) -> None:
     folder += f"_count_{options.least_count}" if options.least_count != LEAST_COUNT else ""
     folder += "_frozen" if options.frozen_embedding else "_normal" if options.normal_embedding else ""
     folder += f"_adam_{options.adam:g}" if options.adam else ""
-    output = harness.make_directory((options.output or harness.RESULTS / "structured_tasks") / folder)
+    output = (options.output or harness.RESULTS / "structured_tasks") / folder
 
     settings = {
         key: getattr(options, key)
@@ -98,7 +98,7 @@ def run_language(options: argparse.Namespace) -> None:
 
     wanted = list(product(options.seeds, language_ways(options.classes, options.ranks)))
     for seed, way in harness.progress(wanted, len(wanted)):
-        run = harness.run_once(output / harness.file_name(*way, seed), partial(train, way, seed))
+        run = harness.run_once(output, harness.run_name(*way, seed), partial(train, way, seed))
         if run is not None:
             print(f"{title(way)}, seed {seed}: {run.get('test_perplexity', run.get('error'))}", flush=True)
     runs = harness.load_runs(output)

@@ -240,20 +240,19 @@ def main() -> None:
         print(harness.machine_line())
         measure_decay(options)
         return
-    output = harness.make_directory(options.output)
     jobs = [
         harness.Job(
             f"{task}, {layer}, {optimizer}",
-            output / harness.file_name(task, layer, optimizer, *options.seeds),
+            harness.run_name(task, layer, optimizer, *options.seeds),
             {"task": task, "layer": layer, "optimizer": optimizer, "seeds": options.seeds},
         )
         for task in options.tasks
         for layer in options.layers
         for optimizer in options.optimizers
     ]
-    if options.report:
-        jobs = [job for job in jobs if job.file.exists()]
-    if runs := harness.run_jobs(jobs, options.jobs):
+    if not options.report:
+        harness.run_jobs(options.output, jobs, options.jobs)
+    if runs := harness.runs_of(options.output, jobs):
         report(runs)
 
 

@@ -227,7 +227,7 @@ def run_images(options: argparse.Namespace) -> None:
 
     wanted = list(product(options.seeds, ways_of(options.classes, options.ranks), options.rates))
     for seed, way, rate in harness.progress(wanted, len(wanted)):
-        run = harness.run_once(output / harness.file_name(*way, f"{rate:g}", seed), partial(train, way, rate, seed))
+        run = harness.run_once(output, harness.run_name(*way, f"{rate:g}", seed), partial(train, way, rate, seed))
         if run is not None:
             print(f"{title(way)}, rate {rate:g}, seed {seed}: {summary(run)}", flush=True)
     runs = harness.load_runs(output)

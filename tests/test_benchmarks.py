@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -37,34 +39,69 @@ def test_the_help_of_each_script_names_its_command(
     assert f"python benchmarks/{script}.py" in capsys.readouterr().out
 
 
-def test_a_run_whose_file_is_there_is_not_repeated(harness: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / harness.file_name("adam 1e-3", 0)
-    assert harness.run_once(file, lambda: {"error": 2.5}) == {"error": 2.5}
-    assert harness.run_once(file, lambda: pytest.fail("the run was repeated")) is None
-    (run,) = harness.load_runs(tmp_path)
-    assert (file.name, run["error"]) == ("adam_1e-3_0.json", 2.5)
+def test_a_run_whose_line_is_there_is_not_repeated(harness: ModuleType, tmp_path: Path) -> None:
+    experiment, name = tmp_path / "below" / "rates_0.5", harness.run_name("adam 1e-3", 0)
+    assert harness.run_once(experiment, name, lambda: {"error": 2.5}) == {"error": 2.5}
+    assert harness.run_once(experiment, name, lambda: pytest.fail("the run was repeated")) is None
+    (run,) = harness.load_runs(experiment)
+    assert (run["run"], run["error"]) == ("adam_1e-3_0", 2.5)
     assert torch.__version__.startswith(run["machine"]["torch"]) and run["machine"]["cpu"]
+    assert [file.name for file in (tmp_path / "below").iterdir()] == ["rates_0.5.jsonl"]
 
 
-def test_a_run_that_fails_leaves_no_file(harness: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_no_line(harness: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        harness.run_once(tmp_path / "run.json", lambda: {"error": 1 / 0})
-    assert list(tmp_path.iterdir()) == []
+        harness.run_once(tmp_path / "runs", "run", lambda: {"error": 1 / 0})
+    assert harness.load_runs(tmp_path / "runs") == []
 
 
-def test_jobs_run_in_processes_of_their_own_where_their_files_are_missing(
+def test_runs_are_in_the_order_of_their_names_and_the_last_line_of_a_name_counts(
+    harness: ModuleType, tmp_path: Path
+) -> None:
+    for name, error in (("η = 2", 1.0), ("a", 2.0), ("η = 2", 3.0)):
+        harness.keep_run(tmp_path / "runs", name, {"error": error})
+    assert [(run["run"], run["error"]) for run in harness.load_runs(tmp_path / "runs")] == [("a", 2.0), ("η = 2", 3.0)]
+    assert (tmp_path / "runs.jsonl").read_bytes().isascii()
+
+
+def test_a_torn_line_is_ignored_with_a_warning_and_its_run_is_repeated(harness: ModuleType, tmp_path: Path) -> None:
+    experiment, file = tmp_path / "runs", tmp_path / "runs.jsonl"
+    for name in ("first", "second"):
+        harness.keep_run(experiment, name, {"error": 1.0})
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.warns(UserWarning, match="line 2 of .*runs.jsonl is incomplete"):
+        assert [run["run"] for run in harness.load_runs(experiment)] == ["first"]
+    with pytest.warns(UserWarning, match="line 2"):
+        harness.run_once(experiment, "second", lambda: {"error": 2.0})
+    with pytest.warns(UserWarning, match="line 2"):
+        assert [run["error"] for run in harness.load_runs(experiment)] == [1.0, 2.0]
+
+
+def test_runs_that_are_kept_at_once_do_not_mix(harness: ModuleType, tmp_path: Path) -> None:
+    def keep(name: str) -> None:  # each write has a file descriptor of its own, as in a process of its own
+        harness.keep_run(tmp_path / "runs", name, {"values": [0.5] * 5000})
+
+    names = [f"run {number:02d}" for number in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(keep, names))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [run["run"] for run in harness.load_runs(tmp_path / "runs")] == names
+
+
+def test_jobs_run_in_processes_of_their_own_if_their_runs_are_missing(
     harness: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, os, pathlib, sys\n"
+        "import json, os, sys\n"
         "job = json.loads(sys.argv[-1])\n"
-        "answer = json.dumps({'square': job['x'] ** 2, 'process': os.getpid()})\n"
-        "pathlib.Path(job['file']).write_text(answer)\n"
+        "answer = {'run': job['name'], 'square': job['arguments']['x'] ** 2, 'process': os.getpid()}\n"
+        "open(job['experiment'] + '.jsonl', 'a').write(json.dumps(answer) + '\\n')\n"
     )
-    jobs = [harness.Job(f"job {x}", tmp_path / f"{x}.json", {"x": x}) for x in (3, 4, "text")]
-    jobs[0].file.write_text(json.dumps({"square": 0}))
-    runs = harness.run_jobs(jobs, workers=2, command=[sys.executable, str(script)])
+    jobs = [harness.Job(f"job {x}", str(x), {"x": x}) for x in (3, 4, "text")]
+    (tmp_path / "squares.jsonl").write_text('{"run": "3", "square": 0}\n')
+    runs = harness.run_jobs(tmp_path / "squares", jobs, workers=2, command=[sys.executable, str(script)])
     assert [run["square"] for run in runs] == [0, 16]
     assert runs[1]["process"] not in (None, harness.os.getpid())
     printed = capsys.readouterr().out
@@ -72,27 +109,21 @@ def test_jobs_run_in_processes_of_their_own_where_their_files_are_missing(
 
 
 @pytest.mark.parametrize(
-    ("bound", "is_missing"), [(600.0, False), (300.0, False), (3000.0, True), (None, True)], ids=str
+    ("seconds", "bound", "is_missing"),
+    [(601.2, 600.0, False), (601.2, 300.0, False), (601.2, 3000.0, True), (601.2, None, True), (535.0, 3000.0, False)],
 )
-def test_a_run_that_a_lower_bound_has_ended_is_run_anew(
-    harness: ModuleType, tmp_path: Path, bound: float | None, is_missing: bool
+def test_a_run_is_repeated_only_if_a_lower_bound_ended_it(
+    harness: ModuleType, seconds: float, bound: float | None, is_missing: bool
 ) -> None:
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"seconds": 601.2, "bound": 600.0}))
-    assert harness.Job("job", file, {}, bound).is_missing == is_missing
-
-
-def test_a_run_that_ended_by_itself_is_kept_whatever_its_bound(harness: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"seconds": 535.0, "bound": 600.0}))
-    assert not harness.Job("job", file, {}, 3000.0).is_missing
+    runs = {"run": {"seconds": seconds, "bound": 600.0}}
+    assert harness.Job("job", "run", {}, bound).is_missing(runs) == is_missing
 
 
 def test_a_job_is_answered_by_its_arguments(harness: ModuleType, tmp_path: Path) -> None:
-    call = json.dumps({"file": str(tmp_path / "run.json"), "way": "adam", "seed": 3})
-    harness.answer_job(call, lambda way, seed: {"way": way, "seed": seed + 1})
-    (run,) = harness.load_runs(tmp_path)
-    assert (run["way"], run["seed"]) == ("adam", 4)
+    job = {"experiment": str(tmp_path / "runs"), "name": "first", "arguments": {"name": "adam", "seed": 3}}
+    harness.answer_job(json.dumps(job), lambda name, seed: {"way": name, "seed": seed + 1})
+    (run,) = harness.load_runs(tmp_path / "runs")
+    assert (run["run"], run["way"], run["seed"]) == ("first", "adam", 4)
 
 
 def test_the_table_of_known_numbers(harness: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,14 +294,12 @@ def test_the_tables_of_the_papers_are_those_of_the_data() -> None:
 def test_a_table_changes_with_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harness: ModuleType) -> None:
     papers = import_module("papers")
     monkeypatch.setattr(papers, "DATA", tmp_path)
-    folder = tmp_path / "rls/sweep_mnist_3_epochs"
-    folder.mkdir(parents=True)
+    experiment = tmp_path / "rls/sweep_mnist_3_epochs"
     page = "before\n<!-- table: rls_figures_4_and_5 -->\nold\n<!-- end -->\nbehind\n"
     for seed, accuracy in ((1, 0.5), (0, 0.25)):
         epochs = [{"test_accuracy": accuracy, "train_loss": 2.0}]
-        harness.keep_run(
-            folder / f"{seed}.json", {"way": "k = 1", "seed": seed, "epochs": epochs, "seconds": 3.0 + seed}
-        )
+        run = {"way": "k = 1", "seed": seed, "epochs": epochs, "seconds": 3.0 + seed}
+        harness.keep_run(experiment, str(seed), run)
     made = papers.filled(page)
     assert made.startswith("before\n<!-- table") and made.endswith("<!-- end -->\nbehind\n") and "old" not in made
     assert "| k = 1 | 25.00 / 50.00 | 25.00 / 50.00 | 2 / 2 |" in made

@@ -5,7 +5,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from io import TextIOWrapper
 
 from lightning_struct import __version__
@@ -54,10 +53,10 @@ def main(args: Sequence[str] | None = None) -> None:
     elif len(given) == 1:
         print(config_list(name))
     else:
-        from lightning_struct.recipes.errors import run_command  # only here: it imports Lightning
+        from lightning_struct.recipes.cli import run_recipe  # only here: it imports Lightning
+        from lightning_struct.recipes.messages import run_command
 
-        recipe = import_module(f"lightning_struct.recipes.{name}")
-        run_command(partial(recipe.main, given[1:]))
+        run_command(partial(run_recipe, name, given[1:]))
 
 
 def recipe_list() -> str:

@@ -1,17 +1,47 @@
-"""The list of recipes: what each trains, its configs, how they are found. Imports the standard library alone."""
+"""The list of recipes: what each trains, on which data, what it shows, and how its configs are found.
+
+It imports the standard library alone, so that recipes are listed at once; classes are named, not imported.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SHF_PAPER = "Emirahmetoglu & Stewart, Training Autoencoders Using Stochastic Hessian-Free Optimization with LSMR (SHF)"
 RLS_PAPER = "Zhang et al., Revisiting Recursive Least Squares for Training Deep Neural Networks (RLS)"
 LDR_PAPER = "Thomas et al., Learning Compressed Transforms with Low Displacement Rank (LDR)"
-
 PINN_PAPER = "Dangel, Müller & Zeinhofer, Kronecker-Factored Approximate Curvature for Physics-Informed Neural Networks"
-NO_PAPER = "no paper: an example of this package"
 BURGERS_PAPER = "Raissi, Perdikaris & Karniadakis, Physics-Informed Neural Networks"
+NO_PAPER = "no paper: an example of this package"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results that the recipes of one kind of task show at the end of ``fit``, and what they write.
+
+    Attributes:
+        metrics: for each metric of a test run that is shown, its heading and its format.
+        predictions: name of what ``predict`` writes.
+        log_every_n_steps: few and long steps are all logged.
+        gap: the metric whose difference between training and test set is shown, too.
+    """
+
+    metrics: Mapping[str, tuple[str, str]]
+    predictions: str
+    log_every_n_steps: int
+    gap: str | None = None
+
+
+AUTOENCODER = Results(
+    {"test_loss": ("½‖x̂ - x‖²", "#.4g"), "test_squared_error": ("‖x̂ - x‖²", "#.4g")}, "reconstructions", 1
+)
+CLASSIFIER = Results({"test_loss": ("loss", "#.4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", 50)
+STRUCTURED_CLASSIFIER = replace(CLASSIFIER, gap="test_accuracy")
+LANGUAGE_MODEL = Results({"test_loss": ("nats", "#.4g"), "test_perplexity": ("perplexity", ".2f")}, "words", 50)
+EQUATION = Results(
+    {"test_loss": ("Σ ½ mean r²", ".2e"), "relative_l2_error": ("relative L² error", ".2e")}, "field", 10
+)
 
 
 @dataclass(frozen=True)
@@ -21,86 +51,96 @@ class Recipe:
     Attributes:
         trains: the network and the data set, or the equation.
         paper: the one that the task is from; or that there is none.
-        section: of the paper; empty where there is none.
-        data: where the data come from.
+        section: the section of the paper; empty if there is no paper.
+        data: the source of the data.
+        model_class: name in ``lightning_struct.models``: the configured model is of this class or derived from it.
+        data_class: name in ``lightning_struct.data``: the data module, configured by ``--data.*``. If the class is
+            abstract, ``--data`` names one that is derived from it.
+        results: what the end of ``fit`` shows.
         default_config: the config that is run without ``--config``.
+        links: arguments of the model by the attributes of the data module that they are taken from.
     """
 
     trains: str
     paper: str
     section: str
     data: str
+    model_class: str
+    data_class: str
+    results: Results
     default_config: str
+    links: Mapping[str, str] = field(default_factory=dict)
+
+
+def _autoencoder(trains: str, data: str, data_class: str) -> Recipe:
+    return Recipe(trains, SHF_PAPER, "section 6", data, "Autoencoder", data_class, AUTOENCODER, "shf")
+
+
+def _classifier(trains: str, data: str, data_class: str) -> Recipe:
+    return Recipe(trains, RLS_PAPER, "section VI-A", data, "Classifier", data_class, CLASSIFIER, "rls")
+
+
+def _equation(trains: str, paper: str, section: str) -> Recipe:
+    trains, data = f"physics-informed network {trains} equation", "points, drawn by the recipe"
+    links = {"data.equation": "model.init_args.equation"}
+    return Recipe(trains, paper, section, data, "PhysicsInformedNetwork", "PointsDataModule", EQUATION, "shf", links)
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "curves_autoencoder": Recipe(
-        "autoencoder 784-400-200-100-50-25-6 of curves", SHF_PAPER, "section 6", "made by the recipe", "shf"
+    "curves_autoencoder": _autoencoder(
+        "autoencoder 784-400-200-100-50-25-6 of curves", "made by the recipe", "CurvesDataModule"
     ),
-    "mnist_autoencoder": Recipe(
-        "autoencoder 784-1000-500-250-30 of MNIST", SHF_PAPER, "section 6", "MNIST, downloaded", "shf"
+    "mnist_autoencoder": _autoencoder(
+        "autoencoder 784-1000-500-250-30 of MNIST", "MNIST, downloaded", "MNISTDataModule"
     ),
-    "usps_autoencoder": Recipe(
-        "autoencoder 256-400-200-100-50-25 of USPS", SHF_PAPER, "section 6", "USPS, downloaded", "shf"
-    ),
-    "mnist_fnn": Recipe(
-        "fully connected classifier 784-512-10 of MNIST", RLS_PAPER, "section VI-A", "MNIST, downloaded", "rls"
-    ),
-    "cifar_cnn": Recipe(
-        "mini VGG, five convolutions, on CIFAR-10", RLS_PAPER, "section VI-A", "CIFAR-10, downloaded", "rls"
-    ),
-    "imdb_lstm": Recipe(
-        "LSTM, two layers of 512 units, on reviews", RLS_PAPER, "section VI-A", "IMDB, downloaded", "rls"
-    ),
+    "usps_autoencoder": _autoencoder("autoencoder 256-400-200-100-50-25 of USPS", "USPS, downloaded", "USPSDataModule"),
+    "mnist_fnn": _classifier("fully connected classifier 784-512-10 of MNIST", "MNIST, downloaded", "MNISTDataModule"),
+    "cifar_cnn": _classifier("mini VGG, five convolutions, on CIFAR-10", "CIFAR-10, downloaded", "CIFAR10DataModule"),
+    "imdb_lstm": _classifier("LSTM, two layers of 512 units, on reviews", "IMDB, downloaded", "IMDBDataModule"),
     "structured_image": Recipe(
-        "network with a structured hidden layer, on MNIST variants",
-        LDR_PAPER,
-        "Tables 1, 6 to 13",
-        "files of MNIST-bg-rot, or made from MNIST",
-        "ldr_sd",
+        trains="network with a structured hidden layer, on MNIST variants",
+        paper=LDR_PAPER,
+        section="Tables 1, 6 to 13",
+        data="files of MNIST-bg-rot, or made from MNIST",
+        model_class="Classifier",
+        data_class="InMemoryDataModule",
+        results=STRUCTURED_CLASSIFIER,
+        default_config="ldr_sd",
     ),
     "structured_conv": Recipe(
-        "structured layers in place of a convolution, on CIFAR-10",
-        LDR_PAPER,
-        "Table 3",
-        "CIFAR-10, downloaded",
-        "ldr_sd",
+        trains="structured layers in place of a convolution, on CIFAR-10",
+        paper=LDR_PAPER,
+        section="Table 3",
+        data="CIFAR-10, downloaded",
+        model_class="Classifier",
+        data_class="CIFAR10DataModule",
+        results=STRUCTURED_CLASSIFIER,
+        default_config="ldr_sd",
     ),
     "wikitext_lstm": Recipe(
-        "LSTM language model with structured matrices",
-        LDR_PAPER,
-        "Table 2",
-        "files of WikiText-2, or any text file",
-        "ldr_sd",
+        trains="LSTM language model with structured matrices",
+        paper=LDR_PAPER,
+        section="Table 2",
+        data="files of WikiText-2, or any text file",
+        model_class="LanguageModel",
+        data_class="TextCorpusDataModule",
+        results=LANGUAGE_MODEL,
+        default_config="ldr_sd",
+        links={"data.vocabulary_size": "model.init_args.vocabulary_size"},
     ),
     "compress_network": Recipe(
-        "small ResNet or character transformer, trained, compressed and trained on",
-        NO_PAPER,
-        "",
-        "CIFAR-10, downloaded, or any text file",
-        "resnet",
+        trains="small ResNet or character transformer, trained, compressed and trained on",
+        paper=NO_PAPER,
+        section="",
+        data="CIFAR-10, downloaded, or any text file",
+        model_class="Classifier",
+        data_class="InMemoryDataModule",
+        results=CLASSIFIER,
+        default_config="resnet",
     ),
-    "poisson_pinn": Recipe(
-        "physics-informed network 2-64-1 for Poisson's equation",
-        PINN_PAPER,
-        "section 4",
-        "points, drawn by the recipe",
-        "shf",
-    ),
-    "heat_pinn": Recipe(
-        "physics-informed network 2-64-1 for the heat equation",
-        PINN_PAPER,
-        "section 4",
-        "points, drawn by the recipe",
-        "shf",
-    ),
-    "burgers_pinn": Recipe(
-        "physics-informed network 2-20-20-20-1 for Burgers' equation",
-        BURGERS_PAPER,
-        "section 3",
-        "points, drawn by the recipe",
-        "shf",
-    ),
+    "poisson_pinn": _equation("2-64-1 for Poisson's", PINN_PAPER, "section 4"),
+    "heat_pinn": _equation("2-64-1 for the heat", PINN_PAPER, "section 4"),
+    "burgers_pinn": _equation("2-20-20-20-1 for Burgers'", BURGERS_PAPER, "section 3"),
 }
 
 

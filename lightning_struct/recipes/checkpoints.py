@@ -1,18 +1,32 @@
-"""Checkpoints of recipes: the one at the end of a fit, and the best one of a run that is resumed."""
+"""Checkpoints of recipes: which there are, the config that each has, and the run that goes on from one."""
 
+import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 import lightning as L
+import torch
+import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_struct.recipes.catalogue import did_you_mean
 from lightning_struct.utilities.namespaces import MisconfigurationException
+
+CONFIG_IN_CHECKPOINT, RECIPE_IN_CHECKPOINT = "recipe_config", "recipe"
+PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
+LAST_CHECKPOINT = "last"
+# Lightning finds these itself; "best" it knows in the process of the fit alone
+WORDS_FOR_CHECKPOINTS = (LAST_CHECKPOINT, "hpc")
 
 
 class LastCheckpoint(Checkpoint):
-    """Writes ``last.ckpt`` where a fit ends between the times at which the ModelCheckpoints before it write.
+    """Writes ``last.ckpt`` if a fit ends between the times at which the ModelCheckpoints before it write.
 
     They write after validations. At the end of the last epoch, not later: there Lightning can go on from a checkpoint
     exactly, and no best weights have been put back yet.
@@ -34,8 +48,39 @@ class LastCheckpoint(Checkpoint):
             if isinstance(callback, ModelCheckpoint) and callback.save_top_k and not callback.save_weights_only
         ]
         if writing and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            home = next((callback for callback in writing if callback.filename == "last"), writing[0])
-            trainer.save_checkpoint(f"{home.dirpath}/last.ckpt")
+            home = next((callback for callback in writing if callback.filename == LAST_CHECKPOINT), writing[0])
+            trainer.save_checkpoint(f"{home.dirpath}/{LAST_CHECKPOINT}.ckpt")
+
+
+class RunConfigCallback(SaveConfigCallback):
+    """Saves the config of a run beside its results and in its checkpoints: each says itself how to resume it."""
+
+    def __init__(self, *arguments: Any, recipe: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.recipe = recipe
+
+    @cached_property
+    def text(self) -> str:
+        """The config as YAML."""
+        return self.parser.dump(self.config, skip_none=False)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint |= {CONFIG_IN_CHECKPOINT: self.text, RECIPE_IN_CHECKPOINT: self.recipe}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the best scores for a resumed run: Lightning drops them if the folder of checkpoints is another.
+
+        Raises:
+            MisconfigurationException: for a fit with another optimizer than that of the checkpoint.
+        """
+        if trainer.state.fn != "fit":
+            return
+        if (text := checkpoint.get(CONFIG_IN_CHECKPOINT)) is not None:
+            compare_optimizers(yaml.safe_load(text), yaml.safe_load(self.text))
+        for callback in trainer.checkpoint_callbacks:
+            state = checkpoint["callbacks"].get(callback.state_key)
+            if isinstance(callback, ModelCheckpoint) and state:
+                keep_what_is_there(state, callback)
 
 
 def compare_optimizers(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -61,7 +106,7 @@ def compare_optimizers(saved: Mapping[str, Any], present: Mapping[str, Any]) -> 
 
 
 def _optimizer(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Name and settings of what makes the optimizer, a class or a function."""
+    """Name and settings of the class or function that makes the optimizer."""
     made_by = config["model"].get("init_args", {}).get("optimizer")
     if not isinstance(made_by, Mapping):
         made_by = {"class_path": made_by}
@@ -94,3 +139,57 @@ def keep_what_is_there(state: dict[str, Any], callback: ModelCheckpoint) -> None
 def _exists(path: str) -> bool:
     """Whether there is such a file; those of remote file systems are taken to be there."""
     return "://" in path or Path(path).exists()
+
+
+def newest_checkpoint(trainer: L.Trainer) -> Path | None:
+    """The newest complete checkpoint in the folders of a run."""
+    folders = {str(getattr(callback, "dirpath", None)) for callback in trainer.checkpoint_callbacks}
+    written = [path for folder in folders for path in Path(folder).glob("*.ckpt") if is_zipfile(path)]
+    return max(written, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def check_checkpoint(path: str | None, recipe: str) -> None:
+    """Refuse a checkpoint that is not there, before any data are read.
+
+    Raises:
+        MisconfigurationException: there is no such file, or it is not complete.
+    """
+    if path is None or path in WORDS_FOR_CHECKPOINTS or "://" in path or path.startswith("registry"):
+        return
+    if not Path(path).exists():
+        refuse_missing(path, recipe)
+    if Path(path).is_file() and not is_zipfile(path):
+        raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
+
+
+def refuse_missing(path: str, recipe: str) -> NoReturn:
+    """Raise MisconfigurationException for a checkpoint that is not there; it names the newest one of the recipe."""
+    there = sorted(Path("results", recipe).glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime)
+    sentences = [
+        f"There is no checkpoint {path}.",
+        did_you_mean(path, map(str, there)),
+        f"The newest here is {there[-1]}." if there else "",
+    ]
+    raise MisconfigurationException(" ".join(filter(None, sentences)))
+
+
+def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None:
+    """The config of the run of a recipe that wrote a checkpoint, None if there is none in it.
+
+    Raises:
+        MisconfigurationException: if it is an archive of something else, or a checkpoint of another recipe.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError:  # not written by a recipe: it has objects of others
+        return None
+    except RuntimeError as error:
+        raise MisconfigurationException(f"{path} is no checkpoint: name another file. ({error})") from error
+    written_by = checkpoint.get(RECIPE_IN_CHECKPOINT, recipe)  # version 0.2 does not say
+    if written_by != recipe:
+        raise MisconfigurationException(
+            f"{path} is a checkpoint of the recipe {written_by}, not of {recipe}: run lightning-struct {written_by}, "
+            "or say by --config which model its weights are to go into"
+        )
+    text = checkpoint.get(CONFIG_IN_CHECKPOINT)
+    return text and {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}

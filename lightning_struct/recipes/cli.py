@@ -8,30 +8,37 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from inspect import isabstract
 from itertools import islice
 from pathlib import Path
-from pickle import UnpicklingError
-from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 import lightning as L
-import torch
 import yaml  # type: ignore[import-untyped]  # a requirement of Lightning
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_struct import __version__
 from lightning_struct.callbacks.pictures import log_directory
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.functional.torch_tools import denormals_flushed
-from lightning_struct.recipes.catalogue import RECIPES, default_config, did_you_mean
-from lightning_struct.recipes.checkpoints import LastCheckpoint, compare_optimizers, keep_what_is_there
-from lightning_struct.recipes.quiet import noise_filtered
+from lightning_struct.recipes.catalogue import RECIPES, Results, default_config
+from lightning_struct.recipes.checkpoints import (
+    LAST_CHECKPOINT,
+    LastCheckpoint,
+    RunConfigCallback,
+    check_checkpoint,
+    config_of_checkpoint,
+    newest_checkpoint,
+    refuse_missing,
+)
+from lightning_struct.recipes.messages import noise_filtered, raise_message_of_a_class
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.optional import require
 
@@ -40,76 +47,6 @@ if TYPE_CHECKING:
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 METRICS_FORMAT = ".5g"  # of the progress bar: Lightning's, .3f, shows an error of 1e-6 as 0.000
-CONFIG_IN_CHECKPOINT, RECIPE_IN_CHECKPOINT = "recipe_config", "recipe"
-LAST_CHECKPOINT = "last"
-# Lightning finds these itself; "best" it knows in the process of the fit alone
-WORDS_FOR_CHECKPOINTS = (LAST_CHECKPOINT, "hpc")
-PARTS_OF_A_CONFIG = ("seed_everything", "trainer", "model", "data")
-
-
-@dataclass(frozen=True)
-class Results:
-    """The results that the recipes of one kind of task show at the end of ``fit``, and what they write.
-
-    Attributes:
-        metrics: for each metric of a test run that is shown, its heading and its format.
-        predictions: name of what ``predict`` writes.
-        log_every_n_steps: few and long steps are all logged.
-        gap: the metric whose difference between training and test set is shown, too.
-    """
-
-    metrics: Mapping[str, tuple[str, str]]
-    predictions: str
-    log_every_n_steps: int
-    gap: str | None = None
-
-
-AUTOENCODER_RESULTS = Results(
-    {"test_loss": ("½‖x̂ - x‖²", "#.4g"), "test_squared_error": ("‖x̂ - x‖²", "#.4g")}, "reconstructions", 1
-)
-CLASSIFIER_RESULTS = Results(
-    {"test_loss": ("loss", "#.4g"), "test_accuracy": ("accuracy", ".2%")}, "classes", log_every_n_steps=50
-)
-STRUCTURED_CLASSIFIER_RESULTS = replace(CLASSIFIER_RESULTS, gap="test_accuracy")
-LANGUAGE_MODEL_RESULTS = Results(
-    {"test_loss": ("nats", "#.4g"), "test_perplexity": ("perplexity", ".2f")}, "words", log_every_n_steps=50
-)
-PINN_RESULTS = Results(
-    {"test_loss": ("Σ ½ mean r²", ".2e"), "relative_l2_error": ("relative L² error", ".2e")},
-    "field",
-    log_every_n_steps=10,
-)
-
-
-class RunConfigCallback(SaveConfigCallback):
-    """Saves the config of a run beside its results and in its checkpoints: each says itself how to resume it."""
-
-    def __init__(self, *arguments: Any, recipe: str, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.recipe = recipe
-
-    @cached_property
-    def text(self) -> str:
-        """The config as YAML."""
-        return self.parser.dump(self.config, skip_none=False)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint |= {CONFIG_IN_CHECKPOINT: self.text, RECIPE_IN_CHECKPOINT: self.recipe}
-
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the best scores for a resumed run: Lightning drops them where the folder of checkpoints is another.
-
-        Raises:
-            MisconfigurationException: for a fit with another optimizer than that of the checkpoint.
-        """
-        if trainer.state.fn != "fit":
-            return
-        if (text := checkpoint.get(CONFIG_IN_CHECKPOINT)) is not None:
-            compare_optimizers(yaml.safe_load(text), yaml.safe_load(self.text))
-        for callback in trainer.checkpoint_callbacks:
-            state = checkpoint["callbacks"].get(callback.state_key)
-            if isinstance(callback, ModelCheckpoint) and state:
-                keep_what_is_there(state, callback)
 
 
 class RecipeCLI(LightningCLI):
@@ -121,25 +58,14 @@ class RecipeCLI(LightningCLI):
 
     Args:
         arguments: of LightningCLI.
-        recipe: whose configs can be named.
-        results: of its kind of task.
-        links: arguments of the model by the attributes of the data module that they are taken from.
+        recipe: its name in the catalogue.
         parsed: subcommands that get a parser. Each parser takes a good part of the time until a run begins.
         options: of LightningCLI.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        recipe: str,
-        results: Results,
-        links: Mapping[str, str],
-        parsed: Sequence[str] = SUBCOMMANDS,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, recipe: str, parsed: Sequence[str] = SUBCOMMANDS, **options: Any) -> None:
         self.recipe = recipe
-        self.results = results
-        self.links = links
+        self.results = RECIPES[recipe].results
         self._parsed = parsed
         self._fit_began: float | None = None
         try:
@@ -149,7 +75,7 @@ class RecipeCLI(LightningCLI):
                 self._say_how_to_resume()
             raise
         except ValueError as error:
-            _raise_what_a_class_has_said(error)
+            raise_message_of_a_class(error)
             raise
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
@@ -177,7 +103,7 @@ class RecipeCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for source, target in self.links.items():
+        for source, target in RECIPES[self.recipe].links.items():
             parser.link_arguments(source, target, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -188,7 +114,7 @@ class RecipeCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         self.config[self.subcommand].ckpt_path = self._checkpoint
-        self._check_checkpoint()
+        check_checkpoint(self._checkpoint, self.recipe)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand in ("validate", "test"):  # they print what they measure and need no folder
@@ -201,7 +127,7 @@ class RecipeCLI(LightningCLI):
         # Lightning looks into the folders of this run, which has none yet, and goes on with untrained weights
         named = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
         if self._checkpoint == LAST_CHECKPOINT and not named:
-            self._refuse_missing(LAST_CHECKPOINT)
+            refuse_missing(LAST_CHECKPOINT, self.recipe)
         if self.subcommand == "fit" and trainer.checkpoint_callbacks:
             trainer.callbacks.append(LastCheckpoint())  # type: ignore[attr-defined]
         bar = trainer.progress_bar_callback
@@ -261,7 +187,7 @@ class RecipeCLI(LightningCLI):
                 console.print(f"generalization gap {gap:{form}} ({heading} on training set less that on test set)")
         console.print(f"time of this fit {seconds:.1f} s, to step {self.trainer.global_step}")
         console.print(f"best checkpoint  {best or 'none was kept'}", markup=False)
-        if not best and (last := self._newest_checkpoint()):
+        if not best and (last := newest_checkpoint(self.trainer)):
             console.print(f"last checkpoint  {last}", markup=False)
         for picture in sorted(self._log_dir.glob("*.png")):
             console.print(f"picture          {picture}", markup=False)
@@ -278,62 +204,17 @@ class RecipeCLI(LightningCLI):
             ckpt_path = None  # its weights stay in the model
         return errors
 
-    def _check_checkpoint(self) -> None:
-        """Refuse a checkpoint that is not there, before any data are read."""
-        path = self._checkpoint
-        if path is None or path in WORDS_FOR_CHECKPOINTS or "://" in path or path.startswith("registry"):
-            return
-        if not Path(path).exists():
-            self._refuse_missing(path)
-        if Path(path).is_file() and not is_zipfile(path):
-            raise MisconfigurationException(f"{path} is no complete checkpoint: name another one.")
-
-    def _refuse_missing(self, path: str) -> NoReturn:
-        there = sorted(Path("results", self.recipe).glob("version_*/checkpoints/*.ckpt"), key=os.path.getmtime)
-        sentences = [
-            f"There is no checkpoint {path}.",
-            did_you_mean(path, map(str, there)),
-            f"The newest here is {there[-1]}." if there else "",
-        ]
-        raise MisconfigurationException(" ".join(filter(None, sentences)))
-
-    def _newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint in the folders of this run."""
-        folders = {str(getattr(callback, "dirpath", None)) for callback in self.trainer.checkpoint_callbacks}
-        written = [path for folder in folders for path in Path(folder).glob("*.ckpt") if is_zipfile(path)]
-        return max(written, key=lambda path: path.stat().st_mtime, default=None)
-
     def _say_how_to_resume(self) -> None:
         """Tell where the results of an unfinished fit are, and the command that goes on with it."""
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
             return
-        newest = self._newest_checkpoint() or self._checkpoint
+        newest = newest_checkpoint(self.trainer) or self._checkpoint
         print(f"\nresults so far   {self._log_dir}", file=sys.stderr)
         if newest is None:
             print("No checkpoint was written yet: start again to train.", file=sys.stderr)
         else:
             command = f"python -m lightning_struct.recipes.{self.recipe} fit --ckpt_path {shlex.quote(str(newest))}"
             print(f"to resume        {command}", file=sys.stderr)
-
-
-def _raise_what_a_class_has_said(error: ValueError) -> None:
-    """Raise what a model, a data module or a callback has said of its arguments, or what a package lacks.
-
-    Where an argument may be of several types, as ``Optional[Classifier]``, jsonargparse makes a long error of all of
-    them: what the class has raised is a cause of it.
-    """
-    of_arguments = _raised_by(error, "jsonargparse.")
-    cause: BaseException | None = error
-    while cause is not None:
-        said = isinstance(cause, MisconfigurationException | ImportError)
-        if said or (of_arguments and _raised_by(cause, "lightning_struct.")):
-            raise MisconfigurationException(str(cause)) from cause
-        cause = cause.__cause__
-
-
-def _raised_by(error: BaseException, package: str) -> bool:
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals["__name__"].startswith(package)
 
 
 def _configure_optimizers(model: L.LightningModule) -> Any:
@@ -347,28 +228,12 @@ def _configure_optimizers(model: L.LightningModule) -> Any:
         raise MisconfigurationException(str(error)) from error
 
 
-def run_recipe(
-    name: str,
-    model_class: type[L.LightningModule],
-    data_class: type[L.LightningDataModule],
-    results: Results,
-    args: Sequence[str] | None = None,
-    *,
-    subclass_mode_data: bool = False,
-    links: Mapping[str, str] | None = None,
-) -> RecipeCLI:
+def run_recipe(name: str, args: Sequence[str] | None = None) -> RecipeCLI:
     """Parse arguments and run the subcommand they name.
 
     Args:
-        name: of the recipe, one of ``RECIPES``: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
-        model_class: the configured model is this class or one derived from it.
-        data_class: the data module, configured by ``--data.*``; it has ``evaluation_dataloader`` as
-            :class:`InMemoryDataModule` has it.
-        results: of its kind of task.
+        name: name of the recipe in ``RECIPES``: its configs are in ``recipes/NAME``, its results in ``results/NAME``.
         args: command line, of this process if None.
-        subclass_mode_data: the configured data module is of a class derived from ``data_class``.
-        links: arguments of the model, such as ``model.init_args.vocabulary_size``, by the attributes of the data module
-            that they are taken from.
 
     Returns:
         The command line after its run, with ``trainer``, ``model`` and ``datamodule``.
@@ -378,6 +243,9 @@ def run_recipe(
     """
     for package in ("jsonargparse", "rich"):
         require(package, "The command line of a recipe")
+    recipe = RECIPES[name]
+    model_class = getattr(import_module("lightning_struct.models"), recipe.model_class)
+    data_class = getattr(import_module("lightning_struct.data"), recipe.data_class)
     given = _config_first(_with_home(sys.argv[1:] if args is None else args))
     program = f"python -m lightning_struct.recipes.{name}"
     parsed = given[:1] if given and given[0] in SUBCOMMANDS else SUBCOMMANDS
@@ -397,19 +265,17 @@ def run_recipe(
             model_class,
             data_class,
             recipe=name,
-            results=results,
-            links=links or {},
             parsed=parsed,
             args=given,
             subclass_mode_model=True,
-            subclass_mode_data=subclass_mode_data,
+            subclass_mode_data=isabstract(data_class),
             auto_configure_optimizers=False,
             seed_everything_default=0,
             save_config_callback=RunConfigCallback,
             save_config_kwargs={"overwrite": True, "recipe": name},
             parser_kwargs={
                 "prog": program,
-                "description": f"{RECIPES[name].trains}. Its configs are listed by: lightning-struct {name}",
+                "description": f"{recipe.trains}. Its configs are listed by: lightning-struct {name}",
                 "allow_abbrev": False,
                 **parsers,
             },
@@ -418,34 +284,10 @@ def run_recipe(
                     "class_path": "lightning.pytorch.loggers.CSVLogger",
                     "init_args": {"save_dir": "results", "name": name},
                 },
-                "log_every_n_steps": results.log_every_n_steps,
-                "callbacks": [PredictionWriter(results.predictions)],
+                "log_every_n_steps": recipe.results.log_every_n_steps,
+                "callbacks": [PredictionWriter(recipe.results.predictions)],
             },
         )
-
-
-def config_of_checkpoint(path: str | Path, recipe: str) -> dict[str, Any] | None:
-    """The config of the run of a recipe that wrote a checkpoint, None if there is none in it.
-
-    Raises:
-        MisconfigurationException: if it is an archive of something else, or a checkpoint of another recipe.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError:  # not written by a recipe: it has objects of others
-        return None
-    except RuntimeError as error:
-        raise MisconfigurationException(f"{path} is no checkpoint: name another file. ({error})") from error
-    written_by = checkpoint.get(RECIPE_IN_CHECKPOINT, recipe)  # version 0.2 does not say
-    if written_by != recipe:
-        raise MisconfigurationException(
-            f"{path} is a checkpoint of the recipe {written_by}, not of {recipe}: run lightning-struct {written_by}, "
-            "or say by --config which model its weights are to go into"
-        )
-    text = checkpoint.get(CONFIG_IN_CHECKPOINT)
-    if text is None:
-        return None
-    return {key: value for key, value in yaml.safe_load(text).items() if key in PARTS_OF_A_CONFIG}
 
 
 def _with_home(arguments: Sequence[str]) -> list[str]:

@@ -1,21 +1,35 @@
 """The list of recipes, and configs by their names."""
 
+import importlib
 import io
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
+import lightning_struct.data
+import lightning_struct.models
 from lightning_struct import __version__
 from lightning_struct.__main__ import main
 from lightning_struct.recipes.catalogue import RECIPES, config_directory, config_names, default_config, find_config
 
 
-def test_every_recipe_has_a_module_and_every_module_is_listed():
-    helpers = {"__init__", "catalogue", "checkpoints", "cli", "errors", "parser", "quiet"}
-    modules = {path.stem for path in Path(sys.modules[find_config.__module__].__file__).parent.glob("*.py")}
-    assert modules - helpers == set(RECIPES)
+def test_every_recipe_is_a_module_that_can_be_run():
+    for name, recipe in RECIPES.items():
+        module = importlib.import_module(f"lightning_struct.recipes.{name}")
+        assert recipe.trains in module.__doc__ and module.main.__module__ == module.__name__
+        assert hasattr(lightning_struct.models, recipe.model_class)
+        assert hasattr(lightning_struct.data, recipe.data_class)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lightning_struct.recipes.another")
+
+
+def test_tracebacks_show_the_lines_of_a_recipe(capsys):
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("lightning_struct.recipes.mnist_fnn").main(["fitt"])
+    assert "return run_recipe(NAME, args)" in "".join(traceback.format_exception(end.value))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

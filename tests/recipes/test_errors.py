@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning_struct.functional.checks import NotFinite
 from lightning_struct.models import Classifier, RLSClassifier
 from lightning_struct.recipes import curves_autoencoder, mnist_fnn, structured_image
-from lightning_struct.recipes.errors import run_command
+from lightning_struct.recipes.messages import run_command
 
 SMALL_DATA = ("--data.synthetic=true", "--data.train_size=40", "--data.val_size=20", "--data.test_size=30")
 

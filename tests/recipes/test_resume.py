@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct.recipes.catalogue import RECIPES, config_names
-from lightning_struct.recipes.checkpoints import compare_optimizers, keep_what_is_there
-from lightning_struct.recipes.cli import CONFIG_IN_CHECKPOINT
+from lightning_struct.recipes.checkpoints import CONFIG_IN_CHECKPOINT, compare_optimizers, keep_what_is_there
 
 SAMPLES = ["--data.train_size=40", "--data.val_size=10", "--data.test_size=10", "--data.batch_size=10"]
 POINTS = [

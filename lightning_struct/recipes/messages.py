@@ -1,10 +1,16 @@
-"""The end of a recipe that is run as a command: what its user can put right is one message, not a traceback."""
+"""Messages of a recipe that is run as a command: an error of its user is one message, not a traceback.
+
+Messages of other packages that say nothing to its user are kept out of the output.
+"""
 
 import errno
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from traceback import walk_tb
 from typing import Any
@@ -34,6 +40,20 @@ PARTS_OF_LIGHTNING = (
     *("lightning.fabric.", "lightning_fabric."),
 )
 LAYERS = ("torch.nn.", "torch._tensor", "lightning_struct.nn.")  # the last frame of Unflatten is in the second
+NOISE_IN_WARNINGS = (
+    r"The '.*_dataloader' does not have many workers",  # data in memory: workers would only be slower
+    r"The number of training batches .* is smaller than the logging interval",
+    r"The dirpath has changed",  # a resumed run has a folder of its own
+    r".isinstance\(treespec, LeafSpec\). is deprecated",  # inside Lightning
+    r"Checkpoint directory .* exists and is not empty",  # the second ModelCheckpoint of a run
+    r"The `srun` command is available on your system",
+    r"Couldn't infer the batch indices fetched from your dataloader",  # PredictionWriter says what that means
+)
+NOISE_IN_LOGS = (
+    r"💡 Tip: ",  # Lightning's advice to install other packages
+    r"TPU available: False",
+    r"HPU available: False",
+)
 MISFIT = re.compile(r"\b(shapes?|sizes?|channels|dtype)\b")
 
 
@@ -53,9 +73,11 @@ def run_command(main: Callable[[], Any]) -> None:
     except (MisconfigurationException, FloatingPointError) as error:  # the latter: NaN or infinity in a step
         sys.exit(f"error: {error}")
     except (ValueError, RuntimeError) as error:
-        if _said_by(error, LAYERS) and MISFIT.search(str(error)):
+        if type(error) not in (ValueError, RuntimeError):
+            raise
+        if _raised_in(error, LAYERS) and MISFIT.search(str(error)):
             sys.exit(f"error: The network does not fit the data: {error}. Give it their sizes (--model.network...).")
-        if not _said_by(error, PARTS_OF_LIGHTNING):
+        if not _raised_in(error, PARTS_OF_LIGHTNING):
             raise
         sys.exit(f"error: {str(error).strip()}")
     except OSError as error:
@@ -74,7 +96,44 @@ def run_command(main: Callable[[], Any]) -> None:
         raise
 
 
-def _said_by(error: Exception, parts: tuple[str, ...]) -> bool:
-    """Whether the error was raised by modules whose names begin with one of ``parts``, not by what they call."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return type(error) in (ValueError, RuntimeError) and frame.f_globals["__name__"].startswith(parts)
+def raise_message_of_a_class(error: ValueError) -> None:
+    """Raise the message that a model, a data module or a callback has of its arguments, or of a missing package.
+
+    If an argument may be of several types, as ``Optional[Classifier]``, jsonargparse makes a long error of all of them:
+    the error that the class has raised is a cause of it.
+    """
+    of_arguments = _raised_in(error, ("jsonargparse.",))
+    cause: BaseException | None = error
+    while cause is not None:
+        said = isinstance(cause, MisconfigurationException | ImportError)
+        if said or (of_arguments and _raised_in(cause, ("lightning_struct.",))):
+            raise MisconfigurationException(str(cause)) from cause
+        cause = cause.__cause__
+
+
+def _raised_in(error: BaseException, parts: tuple[str, ...]) -> bool:
+    """Whether an error was raised by modules whose names begin with one of ``parts``, not by what they call."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals["__name__"].startswith(parts)
+
+
+@contextmanager
+def noise_filtered() -> Iterator[None]:
+    """Within it, the warnings and log messages listed above are not shown; all others are."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not any(re.match(pattern, record.getMessage()) for pattern in NOISE_IN_LOGS)
+
+    loggers = [logging.getLogger(f"{namespace}.utilities.rank_zero") for namespace in NAMESPACES]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        with warnings.catch_warnings():
+            for pattern in NOISE_IN_WARNINGS:
+                warnings.filterwarnings("ignore", pattern)
+            # what jsonargparse deprecates and LightningCLI calls
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 import harness
 from growing_batch_size import TASKS, Data, Project, Task
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GrowingBatchSize, NoiseEstimator
 from lightning_struct.data.in_memory import keep_batch
 
 FIRST_STEPS = 10
@@ -104,8 +104,8 @@ def report(name: str, options: argparse.Namespace) -> None:
     every = chosen_interval(task, data)
     kinds: list[Callable[[], GrowingBatchSize | None]] = [
         lambda: None,
-        lambda: KeepsBatchSize(every_n_steps=NEVER),
-        lambda: KeepsBatchSize(every_n_steps=1),
+        lambda: KeepsBatchSize(estimator=NoiseEstimator(every_n_steps=NEVER)),
+        lambda: KeepsBatchSize(estimator=NoiseEstimator(every_n_steps=1)),
     ]
     rounds = [[fit(task, data, options.steps, kind()) for kind in kinds] for _ in range(options.rounds)]
     plain, other, measured = (list(seconds) for seconds in zip(*rounds, strict=True))

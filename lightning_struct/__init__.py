@@ -17,12 +17,14 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not look into __get
     from lightning_struct.callbacks import GradientStatistics as GradientStatistics
     from lightning_struct.callbacks import GrowingBatchSize as GrowingBatchSize
     from lightning_struct.callbacks import LevenbergMarquardtDamping as LevenbergMarquardtDamping
+    from lightning_struct.callbacks import NoiseEstimator as NoiseEstimator
     from lightning_struct.callbacks import OperatorMonitor as OperatorMonitor
     from lightning_struct.callbacks import PredictionWriter as PredictionWriter
     from lightning_struct.callbacks import ReconstructionPlot as ReconstructionPlot
     from lightning_struct.callbacks import SolutionPlot as SolutionPlot
     from lightning_struct.callbacks import TrainingCurves as TrainingCurves
     from lightning_struct.callbacks import ValidationMeritStopping as ValidationMeritStopping
+    from lightning_struct.callbacks import ValidationRule as ValidationRule
     from lightning_struct.mixins import RLSOptimization as RLSOptimization
     from lightning_struct.mixins import SHFOptimization as SHFOptimization
     from lightning_struct.nn import BlockStructured as BlockStructured
@@ -73,6 +75,7 @@ _HOME_OF = {
     "LevenbergMarquardtDamping": "lightning_struct.callbacks",
     "LowRank": "lightning_struct.nn",
     "Monarch": "lightning_struct.nn",
+    "NoiseEstimator": "lightning_struct.callbacks",
     "OperatorMonitor": "lightning_struct.callbacks",
     "PredictionWriter": "lightning_struct.callbacks",
     "PrunedLinear": "lightning_struct.nn",
@@ -88,6 +91,7 @@ _HOME_OF = {
     "ToeplitzLike": "lightning_struct.nn",
     "TrainingCurves": "lightning_struct.callbacks",
     "ValidationMeritStopping": "lightning_struct.callbacks",
+    "ValidationRule": "lightning_struct.callbacks",
     "VandermondeLike": "lightning_struct.nn",
     "add_adapters": "lightning_struct.nn",
     "merge_adapters": "lightning_struct.nn",

@@ -3,7 +3,12 @@
 from lightning_struct.callbacks.adapters import AdapterCheckpoint
 from lightning_struct.callbacks.compression import Compression
 from lightning_struct.callbacks.damping import LevenbergMarquardtDamping
-from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
+from lightning_struct.callbacks.growing_batch_size import (
+    GradientStatistics,
+    GrowingBatchSize,
+    NoiseEstimator,
+    ValidationRule,
+)
 from lightning_struct.callbacks.operator_monitor import OperatorMonitor
 from lightning_struct.callbacks.predictions import PredictionWriter
 from lightning_struct.callbacks.reconstructions import ReconstructionPlot
@@ -17,10 +22,12 @@ __all__ = [
     "GradientStatistics",
     "GrowingBatchSize",
     "LevenbergMarquardtDamping",
+    "NoiseEstimator",
     "OperatorMonitor",
     "PredictionWriter",
     "ReconstructionPlot",
     "SolutionPlot",
     "TrainingCurves",
     "ValidationMeritStopping",
+    "ValidationRule",
 ]

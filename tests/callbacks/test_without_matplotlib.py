@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize, OperatorMonitor, ReconstructionPlot, TrainingCurves
+from lightning_struct import OperatorMonitor, ReconstructionPlot, TrainingCurves
 from lightning_struct.callbacks.operator_monitor import plot_layer
 from lightning_struct.callbacks.reconstructions import plot_reconstructions
 from lightning_struct.nn import LowRank
@@ -50,14 +50,7 @@ def test_a_callback_that_draws_fails_before_the_first_step(tmp_path, callback):
     assert not module.began
 
 
-def growing():
-    callback = GrowingBatchSize()
-    callback.records = [{"samples": 1, "batch_size": 1, "batch_size_predicted": 1}]
-    return callback.plot()
-
-
 PLOTS = {
-    "growing batch size": growing,
     "layer": lambda: plot_layer(LowRank(4, 4, 1)),
     "reconstructions": lambda: plot_reconstructions(torch.zeros(1, 4), torch.zeros(1, 4)),
     "training curves": lambda: TrainingCurves().plot(),

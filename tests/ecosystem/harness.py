@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from lightning_struct.callbacks import GrowingBatchSize
+from lightning_struct.callbacks import GrowingBatchSize, NoiseEstimator, ValidationRule
 from lightning_struct.functional.layers.calls import tensors_in
 
 # Trains with these callbacks, and always the same way.
@@ -105,7 +105,8 @@ def train_thrice(
         settings: further arguments of the callback that grows.
     """
     fixed = {"max_batch_size": largest, "mode": settings.get("mode", "auto")}
-    growing = {"theta": 0.02, "window": 2, "max_batch_size": largest, "every_n_steps": 4} | settings
+    growing = {"theta": 0.02, "max_batch_size": largest, "validation": ValidationRule(window=2)} | settings
+    growing["estimator"] = NoiseEstimator(growing.get("estimator", "auto"), every_n_steps=4)
     row = Row(
         example,
         package,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize, LevenbergMarquardtDamping, ValidationMeritStopping
+from lightning_struct import GrowingBatchSize, LevenbergMarquardtDamping, ValidationMeritStopping, ValidationRule
 from tests.mixins.helpers import SHFNetwork, draw_loader, make_trainer, regression_data, weights
 from tests.processes import two_processes
 
@@ -31,7 +31,7 @@ class Notes(L.Callback):
 
 def fit(directory, **processes):
     callbacks = [
-        GrowingBatchSize(window=2),
+        GrowingBatchSize(validation=ValidationRule(window=2)),
         LevenbergMarquardtDamping(drop=0.9),
         ValidationMeritStopping(),
         Notes(directory),

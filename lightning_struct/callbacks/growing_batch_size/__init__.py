@@ -10,5 +10,6 @@ the checks.
 from lightning_struct.callbacks.growing_batch_size.callback import GrowingBatchSize
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size
+from lightning_struct.callbacks.growing_batch_size.settings import NoiseEstimator, ValidationRule
 
-__all__ = ["GradientStatistics", "GrowingBatchSize", "next_batch_size"]
+__all__ = ["GradientStatistics", "GrowingBatchSize", "NoiseEstimator", "ValidationRule", "next_batch_size"]

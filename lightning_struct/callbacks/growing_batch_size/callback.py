@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from inspect import signature
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -14,23 +13,25 @@ from torch.optim import Optimizer
 from lightning_struct.callbacks.growing_batch_size.fit import Fit
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
 from lightning_struct.callbacks.growing_batch_size.measurement import Measurement
-from lightning_struct.callbacks.growing_batch_size.picture import plot_growth
 from lightning_struct.callbacks.growing_batch_size.records import keep, record_of_check
-from lightning_struct.callbacks.growing_batch_size.rules import DEFAULT_GROWTH, next_batch_size, predicted_batch_size
+from lightning_struct.callbacks.growing_batch_size.rules import next_batch_size, predicted_batch_size
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
-from lightning_struct.callbacks.growing_batch_size.settings import check_settings
+from lightning_struct.callbacks.growing_batch_size.settings import (
+    NoiseEstimator,
+    ValidationRule,
+    check_choice,
+    check_optional_count,
+)
 from lightning_struct.callbacks.growing_batch_size.stationarity import window_length
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.callbacks.validation import DueValidation, MonitoredValue, not_finite
 from lightning_struct.collective import of_first_process, world_size
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import check, is_number
 from lightning_struct.utilities.lightning_internals import skips_backward, trained_on
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+MONITORS = "ValidationRule(monitor=...)"
 PARTS = ("growth", "measurement", "learning_rate", "schedulers")  # of a fit, in checkpoints
 
 
@@ -96,28 +97,19 @@ class GrowingBatchSize(Callback):
             optimizers; outside of them the configured rate is seen. ``"sqrt"``: by √(n/n₀), for Adam and its variants.
             ``"linear"``: by n/n₀, up to the noise scale if that is measured, for SGD. ``"adascale"``: by AdaScale's
             gain, for SGD, which is always measured, also with ``theta`` or ``schedule``.
-        estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"ranks"`` by differences between
-            ranks and accumulated batches, ``"steps"`` by differences between consecutive steps; ``"auto"`` chooses.
-        max_overhead: share of the training time that measuring may take, in (0, 1]. The work in every step, about a
-            tenth of a millisecond, is not included.
         max_device_batch_size: most samples of one forward pass on one device. Batches grow up to it; larger steps
             accumulate several batches of equal size, from the next step at which Lightning can change their number on
             (automatic optimization only).
-        validation_monitor: a logged metric, to be minimised, for the validation rule, which is then applied once after
-            each validation; None: the validation value in the module's own statistics, applied in each step.
-        validation_threshold: relative decrease over ``window`` checks below which the batch grows by ``growth``.
-            Infinite: it grows in each check, whatever validation says; with an infinite ``theta`` that is a schedule
-            set by hand.
-        growth: factor of the validation rule, at least 1.
-        window: number of predictions that are averaged, and of checks that the validation rule looks back. No size is
-            decided before there are more.
-        every_n_steps: optimizer steps between two checks; None: as ``max_overhead`` allows.
+        estimator: how gradients are measured: ``"layers"`` by hooks on the layers, ``"parts"`` by differences between
+            the backward passes of a step, ``"steps"`` by differences between consecutive steps; ``"auto"`` chooses. A
+            :class:`NoiseEstimator` also says how often, and with how many random projections.
+        max_overhead: share of the training time that measuring may take, in (0, 1]. The work in every step, about a
+            tenth of a millisecond, is not included.
+        validation: a :class:`ValidationRule`, by which the batch also grows while validation stalls. None: that of the
+            paper, ``ValidationRule()``, which does nothing unless the module's own statistics have a validation value.
         mode: ``"batch"`` enlarges the batches of the loaders; ``"accumulate"`` leaves them alone and accumulates
             gradients over more of them, to save memory (automatic optimization only; any loader). ``"auto"``: larger
             batches, or, with a warning, accumulation if a loader cannot be resized.
-        allow_shrinking: let the batch also shrink to the mean of the predictions.
-        probes: number of random projections that estimate, without bias, the gradient norms of layers whose exact ones
-            would be expensive: convolutions, and layers of sequences with many positions. None: all exact.
 
     Attributes:
         predictions: n̂ of the last checks.
@@ -131,7 +123,7 @@ class GrowingBatchSize(Callback):
     Raises:
         MisconfigurationException: an argument is out of range or contradicts another; at the start of fit, a loader
             whose batches cannot change size, with ``mode="batch"`` or if they cannot be accumulated either; a given
-            estimator that cannot measure this run (``"layers"`` with sharded weights, ``"ranks"`` with one backward
+            estimator that cannot measure this run (``"layers"`` with sharded weights, ``"parts"`` with one backward
             pass per step); batches that are already larger than ``max_batch_size``; with ``scale_lr`` an optimizer
             without a learning rate; a checkpoint from the middle of an epoch with other processes or loaders; a monitor
             that is not logged, or not finite at first.
@@ -149,26 +141,42 @@ class GrowingBatchSize(Callback):
         theta: float | None = None,
         schedule: str | None = None,
         scale_lr: Literal["sqrt", "linear", "adascale"] | None = None,
-        estimator: Literal["auto", "layers", "ranks", "steps"] = "auto",
-        max_overhead: float = 0.03,
         max_device_batch_size: int | None = None,
-        validation_monitor: str | None = None,
-        validation_threshold: float = 0.005,
-        growth: float = DEFAULT_GROWTH,
-        window: int = 5,
-        every_n_steps: int | None = None,
+        estimator: Literal["auto", "layers", "parts", "steps"] | NoiseEstimator = "auto",
+        max_overhead: float = 0.03,
+        validation: ValidationRule | None = None,
         mode: Literal["auto", "batch", "accumulate"] = "auto",
-        allow_shrinking: bool = False,
-        probes: int | None = 8,
     ) -> None:
+        check_optional_count("max_batch_size", max_batch_size)
+        check_optional_count("max_device_batch_size", max_device_batch_size)
+        check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
+        check_choice("scale_lr", scale_lr, (None, "sqrt", "linear", "adascale"))
+        share = is_number(max_overhead) and 0 < max_overhead <= 1
+        check("max_overhead", max_overhead, share, "a share of the time, in (0, 1]")
+        is_rule = validation is None or isinstance(validation, ValidationRule)
+        check("validation", validation, is_rule, "a ValidationRule, or None")
+        check_choice("mode", mode, ("auto", "batch", "accumulate"))
+        if mode == "accumulate" and max_device_batch_size is not None:
+            raise MisconfigurationException(
+                "mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size="
+                f"{max_device_batch_size} lets them grow so far: leave one of them out"
+            )
         self.max_batch_size, self.theta, self.schedule, self.scale_lr = max_batch_size, theta, schedule, scale_lr
-        self.estimator, self.max_overhead, self.every_n_steps = estimator, max_overhead, every_n_steps
-        self.max_device_batch_size, self.mode = max_device_batch_size, mode
-        self.validation_monitor, self.validation_threshold = validation_monitor, validation_threshold
-        self.growth, self.window, self.allow_shrinking, self.probes = growth, window, allow_shrinking, probes
-        defaults = {name: parameter.default for name, parameter in signature(GrowingBatchSize).parameters.items()}
-        check_settings({name: getattr(self, name) for name in defaults}, defaults)
-        self._schedule = None if schedule is None else SampleSchedule.parse(schedule, max_batch_size)
+        self.max_device_batch_size, self.max_overhead, self.mode = max_device_batch_size, max_overhead, mode
+        self.estimator = estimator if isinstance(estimator, NoiseEstimator) else NoiseEstimator(estimator)
+        self.validation = validation or ValidationRule()
+        self._schedule: SampleSchedule | None = None
+        if schedule is not None:
+            unused: dict[str, object] = {"theta": theta if theta != math.inf else None, "validation": validation}
+            if scale_lr != "adascale":
+                unused["estimator"] = None if estimator == "auto" else estimator
+            for name, value in unused.items():
+                if value is not None:
+                    raise MisconfigurationException(
+                        f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a "
+                        "rule that goes by measurements: leave one of them out"
+                    )
+            self._schedule = SampleSchedule.parse(schedule, max_batch_size)
         self._begin()
 
     def _begin(self) -> None:
@@ -177,12 +185,11 @@ class GrowingBatchSize(Callback):
         self.validation_values: list[float] = []
         self.records: list[dict[str, float]] = []
         self._run, self._validation = Run(), DueValidation()
-        self._monitored = MonitoredValue(self.validation_monitor or "", "GrowingBatchSize(validation_monitor=...)")
+        self._monitored = MonitoredValue(self.validation.monitor or "", MONITORS)
         self._samples = self._steps = 0
         self._batch_size: float | None = None  # as decided
         self._resized_at = 0  # in steps
         self._looks_at = 0.0  # the step after which the schedule is next looked at
-        self._ratio_bound: float | None = None
         self._fit: Fit | None = None  # the present one
         self._parts: dict[str, Any] | None = None  # state of those of the last one, or of a checkpoint
 
@@ -207,10 +214,7 @@ class GrowingBatchSize(Callback):
             predictions,
             self.validation_values,
             max_batch_size=limit,
-            window=self.window,
-            validation_threshold=self.validation_threshold,
-            growth=self.growth,
-            allow_shrinking=self.allow_shrinking,
+            validation=self.validation,
         )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -234,17 +238,11 @@ class GrowingBatchSize(Callback):
             pl_module,
             needed=self._tests_norm or self.scale_lr == "adascale",
             estimator=self.estimator,
-            every_n_steps=self.every_n_steps,
             max_overhead=self.max_overhead,
-            probes=self.probes,
             tests_stationarity=self._waits_for_noise,
             watches_loss=self.theta is None,
         )
         self._active_fit.begin(measurement)
-        # ‖ḡ‖² of a batch is ‖G‖² + tr Σ/n: of that the averages of what is measured here are cleared, the paper's test
-        # is not
-        cleared = self._tests_norm and not measurement.is_reported
-        self._ratio_bound = 1 / (1 + self._present_theta**-2) if cleared else self._present_theta**2
         if self._steps and self._resized_at == self._steps:
             measurement.restart()  # the limit may have bounded the size
 
@@ -262,11 +260,11 @@ class GrowingBatchSize(Callback):
                 "has no length: set max_batch_size to what memory allows"
             )
         self._run.on_train_start(pl_module)
-        if self.validation_monitor is not None:
+        if self.validation.monitor is not None:
             if not trainer.enable_validation:
                 raise MisconfigurationException(
-                    f"GrowingBatchSize(validation_monitor={self.validation_monitor!r}) goes by a validation, and "
-                    "there is none: give a validation loader and a validation_step, or leave validation_monitor out"
+                    f"GrowingBatchSize(validation={self.validation}) goes by a validation, and there is none: give a "
+                    "validation loader and a validation_step, or leave validation out"
                 )
             self._validation.on_train_start(trainer)
 
@@ -305,18 +303,18 @@ class GrowingBatchSize(Callback):
             fit.log.end_step(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.validation_monitor is None or not self._validation.on_validation_end(trainer):
+        if self.validation.monitor is None or not self._validation.on_validation_end(trainer):
             return
         value = self._monitored.logged(trainer, required=not self.validation_values)
         if value is None:  # only some validations log it
             return
         if not math.isfinite(value):
-            problem = not_finite(trainer, "GrowingBatchSize(validation_monitor=...)", self.validation_monitor, value)
+            problem = not_finite(trainer, MONITORS, self.validation.monitor, value)
             if not self.validation_values:
                 raise MisconfigurationException(problem)
             rank_zero_warn(f"{problem}. This validation is left out")
             return
-        self.validation_values = [*self.validation_values, value][-self.window - 1 :]
+        self.validation_values = [*self.validation_values, value][-self.validation.window - 1 :]
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._active_fit.growth.on_train_epoch_end()
@@ -327,19 +325,6 @@ class GrowingBatchSize(Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._end_fit(keep_growth=True)
-
-    def plot(self) -> tuple[Figure, list[Axes]]:
-        """Draw batch size, variance ratio and validation value, as far as they were recorded, over the samples seen.
-
-        Returns:
-            The figure, and one axes for each quantity.
-
-        Raises:
-            MisconfigurationException: nothing has been recorded, or matplotlib is missing.
-        """
-        if not self.records:
-            raise MisconfigurationException("GrowingBatchSize has nothing to plot: train first")
-        return plot_growth(self.records, self._ratio_bound)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fit": None}  # its hooks are in the Trainer of this process
@@ -365,7 +350,6 @@ class GrowingBatchSize(Callback):
             "resized_at": self._resized_at,
             "schedule": self.schedule,
             "looks_at": self._looks_at,
-            "variance_ratio_bound": self._ratio_bound,
             "records": [dict(record) for record in self.records],
             "validation": self._validation.state_dict(),
             **parts,
@@ -382,7 +366,6 @@ class GrowingBatchSize(Callback):
         else:
             self._looks_at = 0.0
             self._look_at_schedule()
-        self._ratio_bound = state_dict.get("variance_ratio_bound")
         self.records = [dict(record) for record in state_dict["records"]]
         self._validation.load_state_dict(state_dict["validation"])
         self._parts = {name: state_dict.get(name) for name in PARTS}
@@ -421,7 +404,7 @@ class GrowingBatchSize(Callback):
 
     def _end_batch(self, trainer: L.Trainer, batch: Any, batch_idx: int) -> None:
         """Take note of a batch that was trained on, and decide on the size of the next ones."""
-        if self.validation_monitor is not None:
+        if self.validation.monitor is not None:
             self._validation.on_train_batch_end(trainer)
         fit = self._active_fit
         self._samples += fit.end_batch(batch, batch_idx)
@@ -458,16 +441,16 @@ class GrowingBatchSize(Callback):
         measurement.look_at_loss()
         if self._may_decide:
             self._set_batch_size(trainer, step.samples)
-        if self.validation_monitor is not None:
+        if self.validation.monitor is not None:
             # the value has been looked at: too few are left for another decision before the next validation
-            self.validation_values = self.validation_values[-self.window :]
+            self.validation_values = self.validation_values[-self.validation.window :]
 
     @property
     def _may_decide(self) -> bool:
         """Whether the size may change after a check; the same in all processes, of which the first one decides."""
-        if self._tests_norm or self.allow_shrinking or self._batch_size is None or self._decides_otherwise:
+        if self._tests_norm or self._batch_size is None or self._decides_otherwise:
             return True
-        return self.validation_threshold == math.inf or len(self.validation_values) > self.window
+        return self.validation.threshold == math.inf or len(self.validation_values) > self.validation.window
 
     @property
     def _decides_otherwise(self) -> bool:
@@ -536,13 +519,13 @@ class GrowingBatchSize(Callback):
                 raise MisconfigurationException(problem)
             rank_zero_warn(f"{problem}. The size is decided by the steps before")
             return
-        needs_value = self.growth != DEFAULT_GROWTH and self.validation_threshold < math.inf
-        has_value = self.validation_monitor is not None or statistics.validation_value is not None
+        needs_value = self.validation.growth != ValidationRule.growth and self.validation.threshold < math.inf
+        has_value = self.validation.monitor is not None or statistics.validation_value is not None
         if not self.records and needs_value and not has_value:
             rank_zero_warn(
-                f"GrowingBatchSize(growth={self.growth:g}) is the factor by which the batch grows where a validation "
-                "value stalls, and there is none: name a logged metric by validation_monitor=..., or give "
-                "validation_threshold=math.inf to grow in each check"
+                f"ValidationRule(growth={self.validation.growth:g}) is the factor by which the batch grows while a "
+                "validation value stalls, and there is none: name a logged metric by monitor=..., or give "
+                "threshold=math.inf to grow in each check"
             )
         predicted, noises = 1, fit.measurement.noise.values()
         if variance is not None:
@@ -553,9 +536,10 @@ class GrowingBatchSize(Callback):
         fit.log.values["batch_size_predicted"] = float(predicted)
         if noises and (noise_scale := max(noise.value for noise in noises)) < math.inf:
             fit.log.values["gradient_noise_scale"] = noise_scale
-        self.predictions = [*self.predictions, predicted][-self.window - 1 :]
-        if self.validation_monitor is None and statistics.validation_value is not None:
-            self.validation_values = [*self.validation_values, statistics.validation_value][-self.window - 1 :]
+        most = self.validation.window + 1
+        self.predictions = [*self.predictions, predicted][-most:]
+        if self.validation.monitor is None and statistics.validation_value is not None:
+            self.validation_values = [*self.validation_values, statistics.validation_value][-most:]
         validation_value = self.validation_values[-1] if self.validation_values else None
         keep(record_of_check(statistics, self._samples, predicted, validation_value), self.records)
 
@@ -569,11 +553,11 @@ class GrowingBatchSize(Callback):
         rule = f", theta={self._present_theta:g}" if self._tests_norm else ""
         if rule and self._waits_for_noise and not measurement.is_reported:
             rule += ", and grows when the noise of the steps undoes their progress"
-        if self.validation_threshold == math.inf:
-            often = "step" if self.every_n_steps is None and not self._tests_norm else "check"
-            rule += f"; it grows by growth={self.growth:g} in each {often}"
-        elif self.validation_monitor is not None:
-            rule += f"; it grows by growth={self.growth:g} where {self.validation_monitor!r} stalls"
+        if self.validation.threshold == math.inf:
+            often = "step" if self.estimator.every_n_steps is None and not self._tests_norm else "check"
+            rule += f"; it grows by growth={self.validation.growth:g} in each {often}"
+        elif self.validation.monitor is not None:
+            rule += f"; it grows by growth={self.validation.growth:g} where {self.validation.monitor!r} stalls"
         return f"GrowingBatchSize {measures}{rule}"
 
     def _end_fit(self, keep_growth: bool) -> None:

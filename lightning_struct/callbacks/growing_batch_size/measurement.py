@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -22,6 +23,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators import (
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, relative_variance
 from lightning_struct.callbacks.growing_batch_size.loss_growth import LossGrowth
 from lightning_struct.callbacks.growing_batch_size.noise_scale import NoiseScale
+from lightning_struct.callbacks.growing_batch_size.settings import NoiseEstimator
 from lightning_struct.callbacks.growing_batch_size.stationarity import StationarityTest
 from lightning_struct.collective import rank, world_size
 from lightning_struct.functional.checks import first_line
@@ -56,8 +58,8 @@ class Measurement:
         trainer: in fit.
         module: the one that is trained. If it has a method ``gradient_statistics()``, that is asked.
         needed: whether the gradients decide anything. If not, nothing is measured.
-        estimator: name of the estimator.
-        every_n_steps: see :class:`~lightning_struct.callbacks.GrowingBatchSize`, as ``max_overhead`` and ``probes``.
+        estimator: the one that was asked for.
+        max_overhead: see :class:`~lightning_struct.callbacks.GrowingBatchSize`.
         tests_stationarity: whether to test if the noise of the steps undoes what they descend.
         watches_loss: whether to look if the loss grows with the batch.
 
@@ -74,23 +76,13 @@ class Measurement:
         module: L.LightningModule,
         *,
         needed: bool,
-        estimator: str,
-        every_n_steps: int | None,
+        estimator: NoiseEstimator,
         max_overhead: float,
-        probes: int | None,
         tests_stationarity: bool,
         watches_loss: bool,
     ) -> None:
         self._trainer, self._module = trainer, module
-        self._asked, self._every_n_steps, self._max_overhead = estimator, every_n_steps, max_overhead
-        self._named = partial(
-            choose_estimator,
-            trainer=trainer,
-            module=module,
-            every_n_steps=every_n_steps,
-            max_overhead=max_overhead,
-            probes=probes,
-        )
+        self._asked, self._max_overhead = estimator, max_overhead
         reported = getattr(module, "gradient_statistics", None)
         self._reported: Callable[[], GradientStatistics | None] | None = reported if callable(reported) else None
         self.processes = data_parallel_size(trainer)
@@ -108,7 +100,7 @@ class Measurement:
         self._sees_loss = watches_loss and getattr(trainer.precision_plugin, "scaler", None) is None
         self._tests: dict[Optimizer, StationarityTest] = {}
         if needed and not self.is_reported:
-            self._estimator = self._named(estimator)
+            self._estimator = choose_estimator(estimator, trainer, module, max_overhead)
 
     @property
     def is_reported(self) -> bool:
@@ -154,7 +146,7 @@ class Measurement:
             return "measures nothing, as " + ("it cannot" if self._gave_up else "nothing asks for it")
         every = self._estimator.every_n_steps
         steps = "in each step" if every == 1 else f"every {every} steps"
-        bound = f", within max_overhead={self._max_overhead:g} of the time" if self._every_n_steps is None else ""
+        bound = f", within max_overhead={self._max_overhead:g} of the time" if self._asked.every_n_steps is None else ""
         return f"measures by estimator={self._estimator.name!r} {steps}{bound}"
 
     def begin_batch(self, batch: Any, expected_sizes: list[int], step: int) -> None:
@@ -209,7 +201,7 @@ class Measurement:
                 )
             measured = self._ask(lambda estimator: estimator.statistics(samples))
             return StepStatistics(samples, self._largest(measured) if measured else None)
-        due = step % (self._every_n_steps or 1) == 0
+        due = step % (self._asked.every_n_steps or 1) == 0
         if self._reported is None:
             return StepStatistics(samples, _without_gradients(samples) if due else None)
         reported = self._reported()
@@ -241,7 +233,7 @@ class Measurement:
         estimator = self._estimator
         return {
             "estimator": None if estimator is None else estimator.name,
-            "asked": self._asked,
+            "asked": self._asked.kind,
             "state": None if estimator is None else estimator.state_dict(),
             "gave_up": self._gave_up,
             "sees_steps": self._sees_steps,
@@ -261,12 +253,12 @@ class Measurement:
         self._sees_steps, self._expected = state.get("sees_steps", False), state.get("expected", 0)
         if self._estimator is None:
             return
-        if state.get("gave_up", False) and self._asked == state["asked"]:
+        if state.get("gave_up", False) and self._asked.kind == state["asked"]:
             self._estimator, self._gave_up = None, True
             return
         went_on_by_steps = state["estimator"] == "steps" and self._estimator.name != "steps"
-        if went_on_by_steps and self._asked == state["asked"]:
-            self._estimator = self._named("steps")  # the one that was asked for cannot measure this run
+        if went_on_by_steps and self._asked.kind == state["asked"]:
+            self._estimator = self._by_steps()  # the one that was asked for cannot measure this run
         if self._estimator.name == state["estimator"]:
             self._estimator.load_state_dict(state["state"])
 
@@ -318,7 +310,10 @@ class Measurement:
             f"{declare}give estimator='steps' to say that this is meant"
         )
         self._estimator.pause()
-        self._estimator = self._named("steps")
+        self._estimator = self._by_steps()
+
+    def _by_steps(self) -> GradientEstimator:
+        return choose_estimator(replace(self._asked, kind="steps"), self._trainer, self._module, self._max_overhead)
 
     def _give_up(self, problem: str) -> None:
         rank_zero_warn(

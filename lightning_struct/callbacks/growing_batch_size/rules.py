@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics
+from lightning_struct.callbacks.growing_batch_size.settings import ValidationRule
 from lightning_struct.functional.layers.gradient_norms import required_batch_size
-
-DEFAULT_GROWTH = 1.005
 
 
 def next_batch_size(
@@ -15,50 +14,43 @@ def next_batch_size(
     validation_values: Sequence[float],
     *,
     max_batch_size: float,
-    window: int = 5,
-    validation_threshold: float = 0.005,
-    growth: float = DEFAULT_GROWTH,
-    allow_shrinking: bool = False,
+    validation: ValidationRule | None = None,
 ) -> float:
     """Size of the next batch (Emirahmetoglu & Stewart, Algorithm 1).
 
-    The mean of the last ``window`` predictions, rounded up, where that is larger than n; else ``growth`` times n, where
-    the validation value has fallen by less than ``validation_threshold`` of itself; else n.
+    The mean of the last ``window`` predictions, rounded up, if that is larger than n; else ``growth`` times n, if the
+    validation value has fallen by less than ``threshold`` of itself; else n.
 
     Args:
-        batch_size: n >= 1, a real number: what the loaders get is rounded, what is decided is not.
+        batch_size: n >= 1, a real number: the loaders get a rounded size, the decided one is not rounded.
         predictions: n̂ of the checks so far, the last one last. There is no decision before there are more than
             ``window``.
         validation_values: f_val of the checks so far; the last one is compared with the one ``window`` before it, if
             there is one.
         max_batch_size: n_max. A batch that is larger already stays as it is.
-        window: number of predictions that are averaged, and of checks that are looked back.
-        validation_threshold: relative decrease below which validation stalls. Infinite: it always does, even without
-            values.
-        growth: factor of the validation rule, at least 1.
-        allow_shrinking: where neither rule lets the batch grow, make it the mean of the predictions, two at least.
+        validation: window, threshold and growth; None: those of ``ValidationRule()``.
 
     Returns:
-        At most n_max or n, whichever is larger; at least n, unless it may shrink.
+        At least n, and at most n_max or n, whichever is larger.
 
     Example:
         >>> next_batch_size(10, [12, 20, 30, 40, 50, 60], [], max_batch_size=100)
         40
-        >>> next_batch_size(16, [5] * 6, [1.0] * 6, max_batch_size=1000, growth=1.03125)  # validation stalls
+        >>> stalls = [1.0] * 6
+        >>> next_batch_size(16, [5] * 6, stalls, max_batch_size=1000, validation=ValidationRule(growth=1.03125))
         16.5
     """
-    if len(predictions) <= window:
+    rule = validation or ValidationRule()
+    if len(predictions) <= rule.window:
         return batch_size
-    average = math.ceil(sum(predictions[-window:]) / window)
+    average = math.ceil(sum(predictions[-rule.window :]) / rule.window)
     decided: float
     if average > batch_size:
         decided = average
-    elif validation_stalls(validation_values, window, validation_threshold):
+    elif validation_stalls(validation_values, rule.window, rule.threshold):
         # Algorithm 1 rounds this up. A small batch would then grow by a whole sample at each check, whatever the
         # factor.
-        decided = growth * batch_size
-    elif allow_shrinking:
-        return min(batch_size, max(average, 2))
+        decided = rule.growth * batch_size
     else:
         return batch_size
     return max(batch_size, min(decided, max_batch_size))

@@ -1,63 +1,93 @@
-"""The arguments of GrowingBatchSize: what each takes, and which contradict each other."""
+"""The arguments of GrowingBatchSize that are values of their own, and the check of the others."""
+
+from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from lightning_struct.utilities.checks import check, is_count, is_number
-from lightning_struct.utilities.namespaces import MisconfigurationException
 
-CHOICES = {
-    "estimator": ("auto", "layers", "ranks", "steps"),
-    "scale_lr": (None, "sqrt", "linear", "adascale"),
-    "mode": ("auto", "batch", "accumulate"),
-}
-COUNTS = ("max_batch_size", "max_device_batch_size", "every_n_steps", "probes", "window")
+ESTIMATORS = ("auto", "layers", "parts", "steps")
 
 
-def check_settings(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Raise for an argument of GrowingBatchSize that is out of range, or that contradicts another.
+@dataclass(frozen=True)
+class ValidationRule:
+    """The validation rule of GrowingBatchSize: a batch that grows by a factor while validation stalls.
+
+    It is the second rule of Algorithm 1 in Emirahmetoglu & Stewart (section 4.3). A check that finds the norm test
+    satisfied compares the last validation value with the one ``window`` checks before, and multiplies the batch size by
+    ``growth`` if the value has fallen by less than ``threshold`` of itself.
 
     Args:
-        settings: the arguments by name.
-        defaults: their defaults.
+        monitor: a logged metric, to be minimised; the rule is then applied once after each validation. None: the
+            validation value in the module's own statistics, applied in each step; without such values the rule does
+            nothing.
+        threshold: relative decrease below which validation stalls. Infinite: the batch grows in each check, whatever
+            validation says; with an infinite ``theta`` of GrowingBatchSize that is a growth by a constant factor.
+        growth: factor of the batch size, finite and at least 1.
+        window: checks that the rule looks back, and predictions that the norm test averages: Algorithm 1 has one number
+            for both. No size is decided before there are more checks.
 
     Raises:
-        MisconfigurationException: names the argument, its value, and what it takes.
+        MisconfigurationException: a field is out of range; the message names it.
+
+    Example:
+        >>> ValidationRule(monitor="val_loss", growth=1.1)
+        ValidationRule(monitor='val_loss', threshold=0.005, growth=1.1, window=5)
     """
-    for name, choices in CHOICES.items():
-        takes = f"one of {', '.join(map(repr, choices))}"
-        check(name, settings[name], any(settings[name] is c or settings[name] == c for c in choices), takes)
-    for name in COUNTS:
-        value, optional = settings[name], defaults[name] is None or name == "probes"
-        holds = is_count(value) or (optional and value is None)
-        check(name, value, holds, "a whole number >= 1" + ", or None" * optional)
-    theta, overhead, growth = settings["theta"], settings["max_overhead"], settings["growth"]
-    threshold, monitor = settings["validation_threshold"], settings["validation_monitor"]
-    check("theta", theta, theta is None or (is_number(theta) and theta > 0), "a number > 0, or None")
-    check("max_overhead", overhead, is_number(overhead) and 0 < overhead <= 1, "a share of the time, in (0, 1]")
-    check("growth", growth, is_number(growth) and 1 <= growth < math.inf, "a finite number >= 1")
-    check("validation_threshold", threshold, is_number(threshold), "a number")
-    named = monitor is None or (isinstance(monitor, str) and monitor != "")
-    check("validation_monitor", monitor, named, "the name of a metric, or None")
-    shrinking = settings["allow_shrinking"]
-    check("allow_shrinking", shrinking, isinstance(shrinking, bool), "True or False")
-    _check_contradictions(settings, defaults)
+
+    monitor: str | None = None
+    threshold: float = 0.005
+    growth: float = 1.005
+    window: int = 5
+
+    def __post_init__(self) -> None:
+        named = self.monitor is None or (isinstance(self.monitor, str) and self.monitor != "")
+        check("monitor", self.monitor, named, "the name of a metric, or None")
+        check("threshold", self.threshold, is_number(self.threshold), "a number")
+        grows = is_number(self.growth) and 1 <= self.growth < math.inf
+        check("growth", self.growth, grows, "a finite number >= 1")
+        check("window", self.window, is_count(self.window), "a whole number >= 1")
 
 
-def _check_contradictions(settings: dict[str, Any], defaults: dict[str, Any]) -> None:
-    device, schedule = settings["max_device_batch_size"], settings["schedule"]
-    if settings["mode"] == "accumulate" and device is not None:
-        raise MisconfigurationException(
-            f"mode='accumulate' leaves the batches of the loaders as they are, and max_device_batch_size={device} lets "
-            "them grow so far: leave one of them out"
-        )
-    if schedule is None:
-        return
-    of_rules = ["theta", "validation_monitor", "validation_threshold", "growth", "allow_shrinking"]
-    for name in of_rules if settings["scale_lr"] == "adascale" else [*of_rules, "estimator"]:
-        value = settings[name]
-        if value != defaults[name] and not (name == "theta" and value == math.inf):
-            raise MisconfigurationException(
-                f"schedule={schedule!r} sets the sizes, and nothing is measured, but {name}={value!r} is of a rule "
-                "that goes by measurements: leave one of them out"
-            )
+@dataclass(frozen=True)
+class NoiseEstimator:
+    """The way in which GrowingBatchSize measures the noise of the gradients.
+
+    Args:
+        kind: ``"layers"`` by hooks on the layers, ``"parts"`` by differences between the parts of a step (its backward
+            passes, of several processes or accumulated batches), ``"steps"`` by differences between consecutive steps;
+            ``"auto"`` chooses.
+        every_n_steps: optimizer steps between two checks; None: as the ``max_overhead`` of GrowingBatchSize allows, and
+            each step if nothing has to be measured.
+        probes: of ``"layers"``: number of random projections that estimate, without bias, the gradient norms of layers
+            whose exact ones would be expensive: convolutions, and layers of sequences with many positions. None: all
+            exact.
+
+    Raises:
+        MisconfigurationException: a field is out of range; the message names it.
+
+    Example:
+        >>> NoiseEstimator("layers", probes=None)
+        NoiseEstimator(kind='layers', every_n_steps=None, probes=None)
+    """
+
+    kind: Literal["auto", "layers", "parts", "steps"] = "auto"
+    every_n_steps: int | None = None
+    probes: int | None = 8
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.kind, ESTIMATORS)
+        check_optional_count("every_n_steps", self.every_n_steps)
+        check_optional_count("probes", self.probes)
+
+
+def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    """Raise MisconfigurationException for an argument that is none of its choices."""
+    check(name, value, any(value is c or value == c for c in choices), f"one of {', '.join(map(repr, choices))}")
+
+
+def check_optional_count(name: str, value: object) -> None:
+    """Raise MisconfigurationException for an argument that is neither a whole number from 1 on nor None."""
+    check(name, value, value is None or is_count(value), "a whole number >= 1, or None")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 
-from lightning_struct import GrowingBatchSize, LDRSubdiagonal
+from lightning_struct import GrowingBatchSize, LDRSubdiagonal, NoiseEstimator, ValidationRule
 from lightning_struct.nn import StructuredLSTM
 from tests.mixins.helpers import make_trainer
 
@@ -494,9 +494,20 @@ def all_rows(loader):
     return Counter(rows(torch.stack([sample[0] for sample in data]).double()))
 
 
+def arguments(estimator="auto", every_n_steps=None, probes=8, window=5, **options):
+    """Arguments of GrowingBatchSize, with the fields of its values by their names; a schedule goes without these."""
+    if "schedule" in options:
+        return options
+    return {
+        "estimator": NoiseEstimator(estimator, every_n_steps, probes),
+        "validation": ValidationRule(window=window),
+        **options,
+    }
+
+
 def fit(directory, project, epochs=EPOCHS, validation=True):
     watch = Watch()
-    growing = GrowingBatchSize(**(MEASURING | project.growing))
+    growing = GrowingBatchSize(**arguments(**(MEASURING | project.growing)))
     reference = Reference(project.losses) if project.losses else None
     options = {"max_epochs": epochs, "precision": "64-true"} | project.options
     callbacks = [watch, *([reference] if reference else []), growing, *options.pop("callbacks", [])]

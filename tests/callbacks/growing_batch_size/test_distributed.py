@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_struct import GrowingBatchSize
-from tests.callbacks.growing_batch_size.projects import MEASURING
+from lightning_struct import GrowingBatchSize, ValidationRule
+from tests.callbacks.growing_batch_size.projects import MEASURING, arguments
 from tests.processes import two_processes
 
 SAMPLES, FIRST, EPOCHS = 48, 8, 3
@@ -108,7 +108,13 @@ def fit(directory, processes, ckpt_path=None):
     checkpoints = ModelCheckpoint(
         directory, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
-    train(processes, Even(**MEASURING, scale_lr="adascale"), Notes(directory), checkpoints, ckpt_path=ckpt_path)
+    train(
+        processes,
+        Even(**arguments(**MEASURING), scale_lr="adascale"),
+        Notes(directory),
+        checkpoints,
+        ckpt_path=ckpt_path,
+    )
 
 
 def train(processes, *callbacks, ckpt_path=None, validation=None):
@@ -181,7 +187,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(notes):
 RULES = {
     # 12 steps of 8 samples, of which the schedule is looked at after six, and 3 of 16
     "schedule": ({"schedule": "0:8 96:16"}, 6, [4] * 12 + [8] * 3),
-    "validation that is not due": ({"theta": math.inf, "validation_monitor": "val_loss"}, 1, [4] * 18),
+    "validation that is not due": ({"theta": math.inf, "validation": ValidationRule("val_loss")}, 1, [4] * 18),
 }
 
 

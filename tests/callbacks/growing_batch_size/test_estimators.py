@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GrowingBatchSize, ValidationRule
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_pair, statistics_of_parts
-from tests.callbacks.growing_batch_size.projects import GAN, PROJECTS, Regressor, regression, seed
+from tests.callbacks.growing_batch_size.projects import GAN, PROJECTS, Regressor, arguments, regression, seed
 from tests.mixins.helpers import make_trainer, weights
 
 pytestmark = [
@@ -33,7 +33,7 @@ def seeded():
 def fit(tmp_path, module, loader=None, *, validation=None, callbacks=(), ckpt_path=None, growing=None, **options):
     """The callback, after a fit in float64 that keeps the size of batches."""
     loader = DataLoader(regression(), batch_size=4) if loader is None else loader
-    growing = GrowingBatchSize(**({"max_batch_size": loader.batch_size, "window": 2} | (growing or {})))
+    growing = GrowingBatchSize(**arguments(**({"max_batch_size": loader.batch_size, "window": 2} | (growing or {}))))
     defaults = {"max_epochs": 1, "precision": "64-true", "enable_checkpointing": bool(callbacks)}
     trainer = make_trainer(tmp_path, callbacks=[growing, *callbacks], **(defaults | options))
     trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
@@ -122,14 +122,14 @@ def test_backward_passes_are_compared_with_their_mean(tmp_path):
         tmp_path,
         module,
         DataLoader(regression(), batch_size=2),
-        growing={"estimator": "ranks", "every_n_steps": 1, "max_batch_size": 6},
+        growing={"estimator": "parts", "every_n_steps": 1, "max_batch_size": 6},
         accumulate_grad_batches=3,
         limit_train_batches=18,
     )
     assert ratios(growing) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("ranks", 2)])
+@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("parts", 2)])
 def test_a_scaled_loss_changes_no_estimate(tmp_path, estimator, batches):
     growing = {"estimator": estimator, "every_n_steps": 1, "max_batch_size": 4 * batches}
     options = {"growing": growing, "accumulate_grad_batches": batches}
@@ -155,7 +155,7 @@ class Words(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("ranks", 2)])
+@pytest.mark.parametrize("estimator, batches", [("steps", 1), ("parts", 2)])
 def test_sparse_gradients_are_measured_as_dense_ones(tmp_path, estimator, batches):
     words = TensorDataset(torch.randint(0, 50, (40, 3)), torch.randint(0, 2, (40,)))
     growing = {"estimator": estimator, "every_n_steps": 1, "max_batch_size": 8}
@@ -179,7 +179,7 @@ def said(caplog):
     return [message for message in caplog.messages if message.startswith("GrowingBatchSize")]
 
 
-@pytest.mark.parametrize("options, name", [({}, "layers"), ({"accumulate_grad_batches": 2}, "ranks")])
+@pytest.mark.parametrize("options, name", [({}, "layers"), ({"accumulate_grad_batches": 2}, "parts")])
 def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
     with caplog.at_level("INFO"):
         fit(tmp_path, Regressor(), growing={"max_batch_size": 8}, **options)
@@ -196,21 +196,24 @@ def test_one_line_says_what_was_chosen(tmp_path, caplog, options, name):
             ["schedule='0:4', and measures by estimator='layers'", "adascale"],
         ),
         ({"schedule": "0:4"}, ["goes by schedule='0:4'"]),
-        ({"theta": math.inf, "validation_threshold": math.inf}, ["measures nothing", "growth=1.005 in each step"]),
-        ({"validation_monitor": "val_loss"}, ["theta=1", "growth=1.005 where 'val_loss' stalls"]),
+        (
+            {"theta": math.inf, "validation": ValidationRule(threshold=math.inf)},
+            ["measures nothing", "growth=1.005 in each step"],
+        ),
+        ({"validation": ValidationRule("val_loss")}, ["theta=1", "growth=1.005 where 'val_loss' stalls"]),
     ],
 )
 def test_the_line_says_what_else_decides(tmp_path, caplog, growing, words):
     with caplog.at_level("INFO"):
-        fit(tmp_path, Regressor(), validation=DataLoader(regression(), 4), growing={"window": 5} | growing)
+        fit(tmp_path, Regressor(), validation=DataLoader(regression(), 4), growing=growing)
     (line,) = said(caplog)
     assert all(word in line for word in words)
 
 
 @pytest.mark.parametrize("module", [Regressor, GAN])
-def test_ranks_are_refused_where_a_step_has_no_parts(tmp_path, module):
-    with pytest.raises(MisconfigurationException, match="estimator='ranks'.*estimator='steps'"):
-        fit(tmp_path, module(), growing={"estimator": "ranks"})
+def test_parts_are_refused_where_a_step_has_no_parts(tmp_path, module):
+    with pytest.raises(MisconfigurationException, match="estimator='parts'.*estimator='steps'"):
+        fit(tmp_path, module(), growing={"estimator": "parts"})
 
 
 def measured_every(tmp_path, caplog, optimizer, max_overhead):

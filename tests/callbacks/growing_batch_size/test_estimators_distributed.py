@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_struct import GrowingBatchSize
-from lightning_struct.callbacks.growing_batch_size.estimators import layers, ranks, steps
+from lightning_struct import GrowingBatchSize, NoiseEstimator, ValidationRule
+from lightning_struct.callbacks.growing_batch_size.estimators import layers, parts, steps
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import statistics_of_parts
 from tests.callbacks.growing_batch_size.projects import regression
 from tests.processes import START_METHOD, _EndingLauncher, two_processes
@@ -59,7 +59,7 @@ class Keep(L.Callback):
 def records(directory, estimator, module, growing=None, **options):
     most = None if "max_steps" in options else 4 * options.get("accumulate_grad_batches", 1)
     directory.mkdir(exist_ok=True)
-    growing = GrowingBatchSize(estimator=estimator, every_n_steps=1, **(growing or {"max_batch_size": most}))
+    growing = GrowingBatchSize(estimator=NoiseEstimator(estimator, 1), **(growing or {"max_batch_size": most}))
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -134,7 +134,7 @@ def test_sharded_steps_are_compared_as_whole_ones(tmp_path):
 @pytest.mark.parametrize("batches", [1, 2])
 def test_sharded_processes_are_compared_as_whole_ones(tmp_path, batches):
     of_whole = records(
-        tmp_path / "whole", "ranks", Network(rate=0.05), accumulate_grad_batches=batches, **two_processes()
+        tmp_path / "whole", "parts", Network(rate=0.05), accumulate_grad_batches=batches, **two_processes()
     )
     options = two_sharded_processes() | {"accumulate_grad_batches": batches}
     sharded = records(tmp_path / "parts", "auto", Network(rate=0.05), **options)
@@ -150,7 +150,7 @@ class FailsInOneProcess(Network):
         self.estimator, self.name = estimator, name
 
     def on_train_batch_start(self, batch, batch_idx):
-        module = {"ranks": ranks, "steps": steps, "layers": layers}[self.estimator]
+        module = {"parts": parts, "steps": steps, "layers": layers}[self.estimator]
         if self.trainer.global_rank == 1 and batch_idx == 4:
             self.replaced = getattr(module, self.name)
             setattr(module, self.name, unforeseen)
@@ -165,8 +165,8 @@ def unforeseen(*args, **kwargs):
 @pytest.mark.parametrize(
     ("estimator", "name", "measured"),
     [
-        ("ranks", "squared_norm", 8),
-        ("ranks", "at_least_float32", 8),  # within the backward pass
+        ("parts", "squared_norm", 8),
+        ("parts", "at_least_float32", 8),  # within the backward pass
         ("steps", "squared_norm", 3),
         ("layers", "_squared_norm", 8),
         ("layers", "leading_sizes", 8),
@@ -189,8 +189,8 @@ class Unfreezing(Network):
 
 def test_a_layer_that_is_unfrozen_is_measured_from_the_next_step_on(tmp_path):
     options = {"devices": 1, "accumulate_grad_batches": 2}
-    (plain,) = records(tmp_path, "ranks", Network(), **options)
-    (unfreezing,) = records(tmp_path, "ranks", Unfreezing(), **options)
+    (plain,) = records(tmp_path, "parts", Network(), **options)
+    (unfreezing,) = records(tmp_path, "parts", Unfreezing(), **options)
     by_samples = {record["samples"]: record["variance_ratio"] for record in unfreezing}
     assert list(by_samples) == [record["samples"] for record in plain if record["samples"] != 24]
     assert [by_samples[at] for at in (32, 40)] == pytest.approx(ratios(plain)[3:])
@@ -211,7 +211,7 @@ class TensorParallel(Network):
 
 
 def test_processes_that_share_a_batch_count_its_samples_once(tmp_path):
-    growing = {"theta": 0.02, "window": 2, "max_batch_size": 8}
+    growing = {"theta": 0.02, "validation": ValidationRule(window=2), "max_batch_size": 8}
     (of_one,) = records(tmp_path / "one", "steps", TensorParallel(rate=0.05), growing, devices=1)
     parallel = records(tmp_path / "two", "auto", TensorParallel(rate=0.05), growing, **two_sharded_processes(1))
     assert [record["batch_size"] for record in parallel[1]] == [record["batch_size"] for record in of_one]
@@ -229,7 +229,7 @@ class FrozenBetweenBatches(Unfreezing):
 
 def test_gradients_that_are_never_seen_are_measured_by_steps(tmp_path):
     with pytest.warns(UserWarning, match="does not see the gradients of .* of network.0.weight, .*'steps'"):
-        (measured,) = records(tmp_path, "ranks", FrozenBetweenBatches(), devices=1, accumulate_grad_batches=2)
+        (measured,) = records(tmp_path, "parts", FrozenBetweenBatches(), devices=1, accumulate_grad_batches=2)
     assert [record["samples"] for record in measured] == [32, 40]
 
 
@@ -241,11 +241,11 @@ class Compiled(Network):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("estimator", ["steps", "ranks"])
+@pytest.mark.parametrize("estimator", ["steps", "parts"])
 def test_a_compiled_network_is_measured_as_any_other(tmp_path, estimator, processes):
     def measured(network):
         options = {"devices": 1} if processes == 1 else two_processes()
-        return records(tmp_path, estimator, network, accumulate_grad_batches=1 + (estimator == "ranks"), **options)[0]
+        return records(tmp_path, estimator, network, accumulate_grad_batches=1 + (estimator == "parts"), **options)[0]
 
     plain, compiled = measured(Network(rate=0.05)), measured(Compiled(rate=0.05))
     assert ratios(compiled) == pytest.approx(ratios(plain), rel=1e-4) and len(plain) > 4

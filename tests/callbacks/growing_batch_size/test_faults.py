@@ -14,12 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from lightning_struct import GradientStatistics, GrowingBatchSize
+from lightning_struct import GradientStatistics, GrowingBatchSize, NoiseEstimator, ValidationRule
 from lightning_struct.callbacks.growing_batch_size import stationarity
 from lightning_struct.callbacks.growing_batch_size.estimators import samples_in
 from lightning_struct.callbacks.growing_batch_size.estimators.layers import SampleGradients
 from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
-from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, regression
+from tests.callbacks.growing_batch_size.projects import MEASURING, SizedStream, Stream, arguments, regression
 from tests.mixins.helpers import make_trainer, weights
 
 EPOCHS = 3
@@ -99,7 +99,7 @@ def trainer_for(tmp_path, *callbacks, **options):
 
 
 def growing(**options):
-    return GrowingBatchSize(**(MEASURING | {"max_batch_size": 12, "probes": 8} | options))
+    return GrowingBatchSize(**arguments(**(MEASURING | {"max_batch_size": 12, "probes": 8} | options)))
 
 
 # --- gradients that are not numbers
@@ -162,13 +162,13 @@ class DropsInHooks(Regressor):
             parameter.register_hook(torch.nan_to_num)
 
 
-@pytest.mark.parametrize("estimator", ["layers", "steps", "ranks"])
+@pytest.mark.parametrize("estimator", ["layers", "steps", "parts"])
 @pytest.mark.parametrize("module", [DropsBefore, DropsInClipping, DropsInItsStep, DropsInHooks])
 @pytest.mark.filterwarnings("ignore:The gradient of batch .* is NaN or infinite")
 @pytest.mark.filterwarnings("ignore:GrowingBatchSize leaves")
 def test_a_project_that_mends_such_gradients_trains_and_grows(tmp_path, module, estimator):
     mending, callback = module(nan_at(5)), growing(estimator=estimator)
-    accumulated = 2 if estimator == "ranks" else 1
+    accumulated = 2 if estimator == "parts" else 1
     trainer = trainer_for(tmp_path, callback, accumulate_grad_batches=accumulated)
     trainer.fit(mending, DataLoader(regression(), batch_size=4))
     assert weights(mending).isfinite().all() and callback._batch_size == 12
@@ -345,7 +345,10 @@ class InTurns(Manual):
 
 
 def test_gradients_that_a_validation_clears_are_no_fault(tmp_path, recwarn):
-    callback, loader = GrowingBatchSize(estimator="layers", every_n_steps=1), DataLoader(regression(), batch_size=4)
+    callback, loader = (
+        GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps=1)),
+        DataLoader(regression(), batch_size=4),
+    )
     trainer_for(tmp_path, callback, val_check_interval=1).fit(InTurns(), loader, loader)
     assert len(callback.records) == EPOCHS * 7 and not [w for w in recwarn if "GrowingBatchSize" in str(w.message)]
 
@@ -362,7 +365,7 @@ class Outgrown(Regressor):
 @pytest.mark.parametrize("estimator", ["layers", "steps"])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 def test_layers_may_come_and_go(tmp_path, estimator, every_n_steps):
-    callback = GrowingBatchSize(estimator=estimator, every_n_steps=every_n_steps)
+    callback = GrowingBatchSize(estimator=NoiseEstimator(estimator, every_n_steps))
     trainer_for(tmp_path, callback).fit(Outgrown(), DataLoader(regression(), batch_size=4))
     assert callback.records[-1]["samples"] > (EPOCHS * 40) - 4 * every_n_steps - 1
 
@@ -755,7 +758,7 @@ def test_a_run_stopped_in_a_validation_within_the_epoch_can_be_resumed(tmp_path,
                 raise KeyboardInterrupt
 
     options = {"val_check_interval": interval}
-    callbacks = [growing(validation_monitor="val_loss") for _ in range(3)]
+    callbacks = [growing(validation=ValidationRule("val_loss")) for _ in range(3)]
     _, uninterrupted, _ = train(
         tmp_path / "whole", Regressor(), LOADERS["shuffled"](), validation(), callback=callbacks[0], **options
     )

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GrowingBatchSize, NoiseEstimator
 from lightning_struct.functional import required_batch_size
 from tests.callbacks.growing_batch_size.projects import (
     CHECKED_STEPS,
@@ -35,6 +35,7 @@ from tests.callbacks.growing_batch_size.projects import (
     Regressor,
     Stream,
     all_rows,
+    arguments,
     convolutional,
     fit,
     images,
@@ -358,7 +359,7 @@ FORMS = {
 @pytest.mark.parametrize("mode", ["batch", "accumulate"])
 def test_samples_are_counted_in_batches_of_any_form(tmp_path, form, mode):
     module, loader = form()
-    growing = GrowingBatchSize(**(MEASURING | {"max_batch_size": 8, "theta": 0.05, "mode": mode}))
+    growing = GrowingBatchSize(**arguments(**(MEASURING | {"max_batch_size": 8, "theta": 0.05, "mode": mode})))
     make_trainer(tmp_path, callbacks=[growing], max_epochs=1, precision="64-true").fit(module, loader)
     sizes = [record["batch_size"] for record in growing.records]
     assert (sizes[0], sum(sizes), growing.records[-1]["samples"]) == (FIRST, 42, 42)
@@ -388,10 +389,10 @@ class Gradients(L.Callback):
         self.batches = []
 
 
-@pytest.mark.parametrize("growing", [{"mode": "accumulate"}, {"mode": "accumulate", "allow_shrinking": True}])
-def test_an_accumulated_gradient_is_the_mean_over_its_samples(tmp_path, growing):
+def test_an_accumulated_gradient_is_the_mean_over_its_samples(tmp_path):
     gradients = Gradients()
-    project = Project(Regressor(), options={"callbacks": [gradients], "accumulate_grad_batches": 1}, growing=growing)
+    options = {"callbacks": [gradients], "accumulate_grad_batches": 1}
+    project = Project(Regressor(), options=options, growing={"mode": "accumulate"})
     fit(tmp_path, project, epochs=3)
     assert max(gradients.windows) == MOST // FIRST
     assert max(gradients.errors) < 1e-12
@@ -467,7 +468,7 @@ class WithoutLog(Regressor):
 
 @pytest.mark.slow
 def test_a_compiled_lightning_module_is_measured_by_steps(tmp_path):
-    growing = GrowingBatchSize(max_batch_size=8, every_n_steps=1)
+    growing = GrowingBatchSize(max_batch_size=8, estimator=NoiseEstimator(every_n_steps=1))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "GrowingBatchSize")
         trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
@@ -492,7 +493,7 @@ class SequenceFirst(L.LightningModule):
 
 def fit_sequences(tmp_path, batch_first, positions=8):
     data = TensorDataset(torch.randn(64, positions, 1))
-    growing = GrowingBatchSize(max_batch_size=8, every_n_steps=1)
+    growing = GrowingBatchSize(max_batch_size=8, estimator=NoiseEstimator(every_n_steps=1))
     trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)
     trainer.fit(SequenceFirst(batch_first), DataLoader(data, 8))
     return growing

@@ -30,6 +30,7 @@ from tests.callbacks.growing_batch_size.projects import (
     Regressor,
     Stream,
     Watch,
+    arguments,
     fit,
     perceptron,
     regression,
@@ -288,7 +289,7 @@ def test_the_tuner_finds_a_learning_rate_with_batches_of_the_first_size(tmp_path
         lr = 0.05
 
     module, loader = Tuned(), DataLoader(regression(), batch_size=FIRST, shuffle=True)
-    growing, watch = GrowingBatchSize(**MEASURING), Watch()
+    growing, watch = GrowingBatchSize(**arguments(**MEASURING)), Watch()
     trainer = make_trainer(tmp_path, callbacks=[watch, growing], enable_checkpointing=True)  # where the tuner saves
     Tuner(trainer).lr_find(module, loader, num_training=20, update_attr=False)
     watch.by_epoch.clear()

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_struct import GrowingBatchSize, ValidationMeritStopping
+from lightning_struct import GrowingBatchSize, NoiseEstimator, ValidationMeritStopping, ValidationRule
 from lightning_struct.callbacks.growing_batch_size import next_batch_size
 from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.functional import required_batch_size
@@ -81,7 +81,7 @@ def test_batches_grow_to_the_whole_data_set_at_most(tmp_path):
 
 def test_a_limit_above_the_data_set_is_that_of_the_data_set(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize(max_batch_size=1000, growth=3.0))
+    fit(tmp_path, module, GrowingBatchSize(max_batch_size=1000, validation=ValidationRule(growth=3.0)))
     assert module.sizes == [10] * 6 + [30] + [60] * 5
 
 
@@ -93,28 +93,25 @@ def test_theta_is_that_of_the_norm_test(tmp_path):
 
 def test_without_both_rules_the_batch_grows_by_the_factor_in_each_step(tmp_path):
     module = ScriptedNetwork(variances=[None] * 12)  # as under batch normalisation
-    callback = GrowingBatchSize(theta=math.inf, validation_threshold=math.inf, growth=1.5)
+    callback = GrowingBatchSize(theta=math.inf, validation=ValidationRule(threshold=math.inf, growth=1.5))
     fit(tmp_path, module, callback)
     assert module.sizes == [10] * 6 + [15, 23, 34, 51, 60, 60]
     assert {record["batch_size_predicted"] for record in callback.records} == {1}
 
 
-def test_without_the_norm_test_no_bound_is_drawn(tmp_path):
-    callback = GrowingBatchSize(theta=math.inf)
-    fit(tmp_path, ScriptedNetwork([7.5] * 3), callback, draw_loader(10, draws=3))
-    _, (_, ratio) = callback.plot()
-    assert len(ratio.lines) == 1
-
-
 def test_validation_values_in_the_statistics_are_checked_in_each_step(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize(growth=1.1))
+    fit(tmp_path, module, GrowingBatchSize(validation=ValidationRule(growth=1.1)))
     assert module.sizes == [10] * 6 + [11, 12, 13, 15, 16, 18]
 
 
 def test_a_schedule_by_hand_keeps_fractions_of_samples(tmp_path):
     module = ScriptedNetwork(variances=[None] * 12)
-    fit(tmp_path, module, GrowingBatchSize(theta=math.inf, validation_threshold=math.inf, growth=1.02, window=1))
+    fit(
+        tmp_path,
+        module,
+        GrowingBatchSize(theta=math.inf, validation=ValidationRule(threshold=math.inf, growth=1.02, window=1)),
+    )
     assert module.sizes == [10] * 4 + [11] * 5 + [12] * 3  # 10 * 1.02**3 is 10.6, and 10 * 1.02**8 11.7
 
 
@@ -132,41 +129,45 @@ def test_a_rule_that_decides_on_no_size_is_named(tmp_path, decided):
 
 def test_a_monitored_metric_is_checked_once_for_each_validation(tmp_path):
     module = ScriptedNetwork(val_losses=[1.0] * 10)
-    callback = GrowingBatchSize(validation_monitor="val_loss", window=2, growth=1.1)
+    callback = GrowingBatchSize(validation=ValidationRule("val_loss", window=2, growth=1.1))
     fit(tmp_path, module, callback, draw_loader(10, draws=3), validation_loader(8), max_epochs=5)
     assert module.sizes == [10] * 10 + [11, 11, 11] + [12, 12]
 
 
 def test_a_monitored_value_that_is_not_finite_is_left_out(tmp_path):
     module = ScriptedNetwork(val_losses=[1.0, 1.0, math.nan, 1.0, 1.0])
-    callback = GrowingBatchSize(validation_monitor="val_loss", window=1, growth=1.1)
+    callback = GrowingBatchSize(validation=ValidationRule("val_loss", window=1, growth=1.1))
     with pytest.warns(UserWarning, match="monitors 'val_loss', which is nan after step 3: .* is left out"):
         fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8), max_epochs=5)
     assert callback.validation_values == [1.0, 1.0] and len(module.sizes) == 5
 
 
 def test_a_validation_that_logs_nothing_is_none_for_the_validation_rule(tmp_path):
-    callback = GrowingBatchSize(validation_monitor="val_loss", window=2)
+    callback = GrowingBatchSize(validation=ValidationRule("val_loss", window=2))
     module = ScriptedNetwork(val_losses=[3.0, None, 2.0, None])
     fit(tmp_path, module, callback, draw_loader(10, draws=4), validation=validation_loader(8), val_check_interval=1)
     assert callback.validation_values == [3.0, 2.0]
 
 
 def test_a_first_monitored_value_that_is_not_finite_is_an_error(tmp_path):
-    module, callback = ScriptedNetwork(val_losses=[math.inf]), GrowingBatchSize(validation_monitor="val_loss")
+    module, callback = ScriptedNetwork(val_losses=[math.inf]), GrowingBatchSize(validation=ValidationRule("val_loss"))
     with pytest.raises(MisconfigurationException, match="monitors 'val_loss', which is inf after step 1"):
         fit(tmp_path, module, callback, draw_loader(10, draws=1), validation_loader(8))
 
 
 def test_a_decision_falls_every_so_many_steps(tmp_path):
     module = ScriptedNetwork(validation_values=[1.0] * 12)
-    fit(tmp_path, module, GrowingBatchSize(window=2, every_n_steps=3, growth=1.1))
+    fit(
+        tmp_path,
+        module,
+        GrowingBatchSize(estimator=NoiseEstimator(every_n_steps=3), validation=ValidationRule(window=2, growth=1.1)),
+    )
     assert module.sizes == [10] * 9 + [11, 11, 11]
 
 
 def test_a_window_can_be_set(tmp_path):
     module = ScriptedNetwork(variances=[7.5] * 12)
-    fit(tmp_path, module, GrowingBatchSize(window=2))
+    fit(tmp_path, module, GrowingBatchSize(validation=ValidationRule(window=2)))
     assert module.sizes[:4] == [10, 10, 10, required_batch_size(7.5, 1.0, 60, 0.5)]
 
 
@@ -208,8 +209,13 @@ def test_a_copy_can_be_made_within_a_fit(tmp_path):
 
 
 def test_a_monitor_without_validation_is_an_error(tmp_path):
-    with pytest.raises(MisconfigurationException, match="validation_monitor='val_loss'.* there is none"):
-        fit(tmp_path, ScriptedNetwork(), GrowingBatchSize(validation_monitor="val_loss"), draw_loader(10, draws=1))
+    with pytest.raises(MisconfigurationException, match="monitor='val_loss'.* there is none"):
+        fit(
+            tmp_path,
+            ScriptedNetwork(),
+            GrowingBatchSize(validation=ValidationRule("val_loss")),
+            draw_loader(10, draws=1),
+        )
 
 
 def test_shf_grows_its_batches_as_algorithm_1_says(tmp_path):
@@ -283,13 +289,6 @@ def test_records_tell_of_each_check(tmp_path):
     }
 
 
-def test_plot_has_a_panel_for_what_was_recorded(tmp_path):
-    callback = GrowingBatchSize()
-    fit(tmp_path, ScriptedNetwork([7.5] * 3, validation_values=[1.0] * 3), callback, draw_loader(10, draws=3))
-    _, axes = callback.plot()
-    assert [panel.get_ylabel() for panel in axes] == ["samples in a batch", "‖Var‖₁ / (n ‖ḡ‖²)", "validation value"]
-
-
 def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_struct.callbacks.growing_batch_size.records.MOST_RECORDS", 8)
     callback = GrowingBatchSize()
@@ -298,24 +297,15 @@ def test_records_of_a_long_run_are_thinned_out(tmp_path, monkeypatch):
     assert len(samples) <= 8 and samples == sorted(samples) and samples[-4:] == [90, 100, 110, 120]
 
 
-def test_plot_leaves_out_what_was_not(tmp_path):
-    callback = GrowingBatchSize()
-    fit(tmp_path, ScriptedNetwork([7.5] * 3), callback, draw_loader(10, draws=3))
-    assert len(callback.plot()[1]) == 2
-
-
-def test_plot_of_nothing_is_refused():
-    with pytest.raises(MisconfigurationException, match="nothing to plot: train first"):
-        GrowingBatchSize().plot()
-
-
 def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
     script = {"variances": [7.5] * 12}
     whole, first, second = (ScriptedNetwork(**script) for _ in range(3))
-    fit(tmp_path, whole, GrowingBatchSize(window=2), draw_loader(10, draws=4), max_epochs=2)
-    trainer = fit(tmp_path, first, GrowingBatchSize(window=2), draw_loader(10, draws=4), max_epochs=1)
+    fit(tmp_path, whole, GrowingBatchSize(validation=ValidationRule(window=2)), draw_loader(10, draws=4), max_epochs=2)
+    trainer = fit(
+        tmp_path, first, GrowingBatchSize(validation=ValidationRule(window=2)), draw_loader(10, draws=4), max_epochs=1
+    )
     trainer.save_checkpoint(tmp_path / "first.ckpt")
-    resumed = make_trainer(tmp_path, callbacks=[GrowingBatchSize(window=2)], max_epochs=2)
+    resumed = make_trainer(tmp_path, callbacks=[GrowingBatchSize(validation=ValidationRule(window=2))], max_epochs=2)
     resumed.fit(second, draw_loader(10, draws=4), ckpt_path=tmp_path / "first.ckpt")
     assert second.sizes == whole.sizes[4:] and second.sizes[0] > 10
 
@@ -324,7 +314,7 @@ def test_a_resumed_run_starts_with_the_grown_batch(tmp_path):
 def test_a_resumed_run_goes_on_checking_the_metric(tmp_path, step):
     def run(module, directory, ckpt_path=None):
         checkpoint = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        growing = GrowingBatchSize(validation_monitor="val_loss", window=2, growth=1.1)
+        growing = GrowingBatchSize(validation=ValidationRule("val_loss", window=2, growth=1.1))
         trainer = make_trainer(
             tmp_path, callbacks=[growing, checkpoint], max_epochs=5, num_sanity_val_steps=0, enable_checkpointing=True
         )
@@ -368,64 +358,52 @@ def test_a_stream_without_a_bound_for_its_batches_is_warned_of(tmp_path):
 
 
 def test_a_monitor_that_is_not_logged_is_named(tmp_path):
-    callback = GrowingBatchSize(validation_monitor="val_error")
-    message = r"GrowingBatchSize\(validation_monitor=...\) monitors 'val_error', .* logged are: .*val_loss"
+    callback = GrowingBatchSize(validation=ValidationRule("val_error"))
+    message = r"ValidationRule\(monitor=...\) monitors 'val_error', .* logged are: .*val_loss"
     with pytest.raises(MisconfigurationException, match=message):
         fit(tmp_path, ScriptedNetwork(val_losses=[1.0] * 9), callback, validation=validation_loader(8))
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("of", "name", "values"),
     [
-        {"theta": 0.0},
-        {"growth": 0.9},
-        {"window": 0},
-        {"every_n_steps": 0},
-        {"max_batch_size": 0},
-        {"theta": math.nan},
-        {"mode": "both"},
-        {"probes": 0},
-        {"theta": "1"},
-        {"growth": math.inf},
-        {"window": 2.5},
-        {"window": "5"},
-        {"max_batch_size": "64"},
-        {"max_batch_size": 64.5},
-        {"max_batch_size": True},
-        {"max_device_batch_size": 1.5},
-        {"every_n_steps": "5"},
-        {"max_overhead": "3%"},
-        {"max_overhead": 0},
-        {"max_overhead": 1.5},
-        {"probes": 2.5},
-        {"validation_threshold": "x"},
-        {"validation_threshold": math.nan},
-        {"validation_monitor": 1},
-        {"validation_monitor": ""},
-        {"allow_shrinking": "yes"},
-        {"estimator": ["layers"]},
+        (GrowingBatchSize, "theta", [0.0, math.nan, "1"]),
+        (GrowingBatchSize, "max_batch_size", [0, "64", 64.5, True]),
+        (GrowingBatchSize, "max_device_batch_size", [1.5]),
+        (GrowingBatchSize, "max_overhead", ["3%", 0, 1.5]),
+        (GrowingBatchSize, "scale_lr", ["cubic"]),
+        (GrowingBatchSize, "mode", ["both"]),
+        (GrowingBatchSize, "estimator", [["layers"], "ranks"]),
+        (GrowingBatchSize, "validation", ["val_loss", {"monitor": "val_loss"}]),
+        (ValidationRule, "monitor", [1, ""]),
+        (ValidationRule, "threshold", ["x", math.nan]),
+        (ValidationRule, "growth", [0.9, math.inf]),
+        (ValidationRule, "window", [0, 2.5, "5"]),
+        (NoiseEstimator, "every_n_steps", [0, "5"]),
+        (NoiseEstimator, "probes", [0, 2.5]),
     ],
 )
-def test_wrong_arguments_are_named_with_their_values(arguments):
-    ((name, value),) = arguments.items()
-    with pytest.raises(MisconfigurationException, match=rf"^{name} must be .*, but is {re.escape(repr(value))}$"):
-        GrowingBatchSize(**arguments)
+def test_wrong_arguments_are_named_with_their_values(of, name, values):
+    for value in values:
+        with pytest.raises(MisconfigurationException, match=rf"^{name} must be .*, but is {re.escape(repr(value))}$"):
+            of(**{name: value})
 
 
-@pytest.mark.parametrize("arguments", [{"growth": 1}, {"max_overhead": 1}, {"window": 1}, {"probes": None}])
-def test_arguments_at_the_end_of_their_range_are_taken(arguments):
-    GrowingBatchSize(**arguments)
+def test_arguments_at_the_end_of_their_range_are_taken():
+    rule, estimator = ValidationRule(growth=1, window=1), NoiseEstimator("steps", probes=None)
+    assert GrowingBatchSize(max_overhead=1, validation=rule, estimator=estimator).estimator is estimator
+    assert GrowingBatchSize(estimator="steps").estimator == NoiseEstimator("steps")
 
 
 @pytest.mark.parametrize(
-    "options, warned", [({"growth": 1.1}, True), ({"growth": 1.1, "theta": 0.5}, True), ({}, False)]
+    ("growth", "options", "warned"), [(1.1, {}, True), (1.1, {"theta": 0.5}, True), (1.005, {}, False)]
 )
-def test_a_factor_without_a_value_that_could_stall_is_warned_of_once(tmp_path, options, warned):
-    module, growing = ScriptedNetwork(), GrowingBatchSize(max_batch_size=40, **options)
+def test_a_factor_without_a_value_that_could_stall_is_warned_of_once(tmp_path, growth, options, warned):
+    growing = GrowingBatchSize(max_batch_size=40, validation=ValidationRule(growth=growth), **options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fit(tmp_path, module, growing)
-    assert sum("there is none: name a logged metric by validation_monitor" in str(w.message) for w in told) == warned
+        fit(tmp_path, ScriptedNetwork(), growing)
+    assert sum("there is none: name a logged metric by monitor" in str(w.message) for w in told) == warned
 
 
 def test_samples_that_cannot_be_drawn_twice_limit_the_first_batch(tmp_path):

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_struct import GrowingBatchSize
-from tests.callbacks.growing_batch_size.projects import SizedStream, Stream
+from tests.callbacks.growing_batch_size.projects import SizedStream, Stream, arguments
 from tests.callbacks.growing_batch_size.readers import (
     WARNINGS_OF_READERS,
     Batches,
@@ -140,7 +140,7 @@ def test_another_trainer_begins_with_the_first_size(tmp_path):
 
 @pytest.mark.parametrize("schedule", [None, "0:4 12:8"])
 def test_a_checkpoint_goes_before_what_a_callback_has_seen(tmp_path, schedule):
-    options = {"schedule": "0:4 12:8"} if schedule else {"theta": 0.1, "every_n_steps": 1, "window": 2}
+    options = {"schedule": "0:4 12:8"} if schedule else arguments(theta=0.1, every_n_steps=1, window=2)
     once = fit(tmp_path, loader(), growing=GrowingBatchSize(**options), max_epochs=2).sizes
     growing = GrowingBatchSize(**options)
     trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=1)

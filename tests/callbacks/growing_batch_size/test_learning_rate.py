@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GrowingBatchSize, NoiseEstimator
 from lightning_struct.callbacks.growing_batch_size.learning_rate import LearningRateScale, learning_rate_factor
 from lightning_struct.mixins import GradientStatistics
 from tests.callbacks.growing_batch_size.projects import Regressor, Stream, regression
@@ -206,7 +206,7 @@ def test_the_factor_is_logged(tmp_path):
 
 @pytest.mark.parametrize("rule", ["linear", "adascale"])
 def test_adascale_alone_measures_what_a_schedule_does_not_ask_for(tmp_path, rule):
-    often = {"every_n_steps": 1} if rule == "adascale" else {}
+    often = {"estimator": NoiseEstimator(every_n_steps=1)} if rule == "adascale" else {}
     growing = GrowingBatchSize(schedule="0:4 12:16", scale_lr=rule, **often)
     trainer = make_trainer(tmp_path, callbacks=[growing], max_epochs=2, log_every_n_steps=1)
     trainer.fit(Regressor(), DataLoader(regression(), batch_size=4))

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_struct import GrowingBatchSize
-from tests.callbacks.growing_batch_size.projects import regression
+from lightning_struct import GrowingBatchSize, NoiseEstimator
+from tests.callbacks.growing_batch_size.projects import arguments, regression
 from tests.mixins.helpers import make_trainer
 
 pytestmark = [
@@ -24,7 +24,7 @@ def records_of_whole_and_resumed(tmp_path, make, stopped, loader=None, **options
     records = []
     loader = DataLoader(regression(), batch_size=4) if loader is None else loader
     for ckpt_path in (None, tmp_path / f"{stopped}.ckpt"):
-        callback = GrowingBatchSize(**growing)
+        callback = GrowingBatchSize(**arguments(**growing))
         trainer = make_trainer(
             tmp_path,
             callbacks=[callback, *([] if ckpt_path else [Saves(tmp_path, stopped)])],
@@ -155,7 +155,7 @@ class Unfrozen(Penalised):
 
 def test_backward_passes_that_are_missed_again_are_given_up_as_soon(tmp_path):
     whole, resumed = records_of_whole_and_resumed(
-        tmp_path, Unfrozen, stopped=2, growing={"estimator": "ranks"}, accumulate_grad_batches=2
+        tmp_path, Unfrozen, stopped=2, growing={"estimator": "parts"}, accumulate_grad_batches=2
     )
     assert len(whole) > 1 and resumed == whole
 
@@ -205,7 +205,7 @@ def test_the_last_batch_of_a_stream_has_no_more_samples_than_those_before(tmp_pa
 
 
 def test_a_checkpoint_from_before_all_this_was_saved_is_gone_on_with(tmp_path):
-    callback = GrowingBatchSize(every_n_steps=1, estimator="layers")
+    callback = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps=1))
     trainer = make_trainer(tmp_path, callbacks=[callback, Saves(tmp_path, 4)], max_epochs=1)
     trainer.fit(Penalised(batch=None), DataLoader(regression(), batch_size=4))
     checkpoint = torch.load(tmp_path / "4.ckpt", weights_only=True)
@@ -214,7 +214,7 @@ def test_a_checkpoint_from_before_all_this_was_saved_is_gone_on_with(tmp_path):
         del measurement[name]
     measurement["state"] = {}
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    again = GrowingBatchSize(every_n_steps=1, estimator="layers")
+    again = GrowingBatchSize(estimator=NoiseEstimator("layers", every_n_steps=1))
     trainer = make_trainer(tmp_path, callbacks=[again], max_epochs=1)
     trainer.fit(Penalised(batch=None), DataLoader(regression(), batch_size=4), ckpt_path=tmp_path / "old.ckpt")
     assert again.records == callback.records

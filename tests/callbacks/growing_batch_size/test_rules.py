@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_struct.callbacks.growing_batch_size import GradientStatistics, next_batch_size
+from lightning_struct.callbacks.growing_batch_size import GradientStatistics, ValidationRule, next_batch_size
 from lightning_struct.callbacks.growing_batch_size.rules import predicted_batch_size
 from lightning_struct.functional import required_batch_size
 
@@ -34,9 +34,9 @@ def test_a_stalling_validation_lets_the_batch_grow_by_the_factor():
 
 
 def test_a_factor_close_to_one_keeps_its_meaning_over_many_checks():
-    size = 16
+    size, rule = 16, ValidationRule(threshold=math.inf, growth=1.0006)
     for _ in range(162):
-        size = next_batch_size(size, [1] * 6, [], max_batch_size=500, validation_threshold=math.inf, growth=1.0006)
+        size = next_batch_size(size, [1] * 6, [], max_batch_size=500, validation=rule)
     assert math.isclose(size, 16 * 1.0006**162)
 
 
@@ -49,7 +49,8 @@ def test_validation_that_falls_enough_does_not_stall():
 
 
 def test_validation_that_falls_by_the_threshold_itself_does_not_stall():
-    assert next_batch_size(200, [1] * 6, [1.5, 1, 1, 1, 1, 1.0], max_batch_size=500, validation_threshold=0.5) == 200
+    rule = ValidationRule(threshold=0.5)
+    assert next_batch_size(200, [1] * 6, [1.5, 1, 1, 1, 1, 1.0], max_batch_size=500, validation=rule) == 200
 
 
 def test_where_the_predictions_are_what_the_batch_has_validation_decides():
@@ -77,12 +78,12 @@ def test_a_batch_above_the_limit_stays():
 
 
 def test_growth_by_validation_is_cut_at_the_limit():
-    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=210, growth=1.5) == 210
+    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=210, validation=ValidationRule(growth=1.5)) == 210
 
 
 @given(SIZES, st.lists(SIZES, max_size=8), st.lists(VALUES, max_size=8), SIZES, st.integers(1, 6))
 def test_the_size_never_falls_nor_passes_the_limit(size, predictions, values, limit, window):
-    decided = next_batch_size(size, predictions, values, max_batch_size=limit, window=window)
+    decided = next_batch_size(size, predictions, values, max_batch_size=limit, validation=ValidationRule(window=window))
     assert size <= decided <= max(size, limit)
 
 
@@ -104,22 +105,6 @@ def test_algorithm_1_to_the_letter_but_for_the_fraction_that_is_kept(size, predi
     else:
         return  # the paper's losses are positive
     assert next_batch_size(size, predictions, values, max_batch_size=limit) == max(size, expected)
-
-
-def test_a_batch_shrinks_where_it_may():
-    assert next_batch_size(50, [20] * 6, [], max_batch_size=100, allow_shrinking=True) == 20
-
-
-def test_a_batch_does_not_shrink_below_two():
-    assert next_batch_size(50, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 2
-
-
-def test_a_batch_of_one_that_may_shrink_does_not_grow():
-    assert next_batch_size(1, [1] * 6, [], max_batch_size=100, allow_shrinking=True) == 1
-
-
-def test_the_validation_rule_comes_before_shrinking():
-    assert next_batch_size(200, [1] * 6, [1.0] * 6, max_batch_size=500, allow_shrinking=True) > 200
 
 
 # The prediction

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_struct import GrowingBatchSize
+from lightning_struct import GrowingBatchSize, ValidationRule
 from lightning_struct.callbacks.growing_batch_size.schedule import SampleSchedule
 from tests.callbacks.growing_batch_size.projects import Stream
 from tests.callbacks.growing_batch_size.readers import WARNINGS_OF_READERS, Windows, checkpoints, fit, loader
@@ -97,7 +97,7 @@ def test_a_step_keeps_its_size_where_its_batches_are_scheduled(tmp_path, is_firs
 def test_nothing_is_measured(tmp_path):
     growing = GrowingBatchSize(schedule="0:8")
     scheduled(tmp_path, None, growing=growing)
-    assert growing.records[-1] == {"samples": 40, "batch_size": 8} and not growing.predictions and growing.plot()
+    assert growing.records[-1] == {"samples": 40, "batch_size": 8} and not growing.predictions
 
 
 def test_a_resumed_run_goes_on_at_its_place(tmp_path):
@@ -119,10 +119,7 @@ def test_another_schedule_holds_from_the_first_step_of_a_resumed_run(tmp_path):
     [
         {"theta": 1.0},
         {"estimator": "layers"},
-        {"validation_monitor": "val_loss"},
-        {"validation_threshold": math.inf},
-        {"growth": 1.01},
-        {"allow_shrinking": True},
+        {"validation": ValidationRule("val_loss")},
     ],
 )
 def test_another_rule_is_contradictory(other):

@@ -1,6 +1,6 @@
 """Estimators of the gradient's noise in the optimizer steps of any LightningModule.
 
-``layers`` measures by hooks on the layers, ``ranks`` by the gradients of the backward passes of a step, ``steps`` by
+``layers`` measures by hooks on the layers, ``parts`` by the gradients of the backward passes of a step, ``steps`` by
 those of consecutive steps; ``choice`` chooses one of them, and ``cadence`` how often it measures.
 """
 

@@ -49,14 +49,14 @@ class BackwardPasses:
             one process that accumulates no batches.
     """
 
-    name = "ranks"
+    name = "parts"
 
     def __init__(
         self, trainer: L.Trainer, module: L.LightningModule, every_n_steps: int | None, max_overhead: float
     ) -> None:
         if (problem := why_not(trainer)) is not None:
             raise MisconfigurationException(
-                f"GrowingBatchSize(estimator='ranks') compares the gradients of several backward passes of a step, but "
+                f"GrowingBatchSize(estimator='parts') compares the gradients of several backward passes of a step, but "
                 f"{problem}"
             )
         self._trainer, self._module = trainer, module

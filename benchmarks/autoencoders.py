@@ -160,8 +160,8 @@ def kronecker_ways(task: str, options: argparse.Namespace, output: Path) -> dict
         "shf": [f"--config={configs / 'shf.yaml'}", *data],
         "hf": [f"--config={configs / 'hf.yaml'}", *data],
     }
-    if "curvature_share" in settings:
-        ways["kronecker whole-curvature"] = [*ways["kronecker"], f"{optimizer}.init_args.curvature_share=1.0"]
+    if "curvature_share" in settings["solver"]["init_args"]:
+        ways["kronecker whole-curvature"] = [*ways["kronecker"], f"{optimizer}.init_args.solver.curvature_share=1.0"]
     for rate in options.rates:
         adam = [*first_order, f"{optimizer}.init_args.lr={rate}", f"{optimizer}.init_args.weight_decay={l2}"]
         ways[f"adam {rate}"] = adam
@@ -201,7 +201,8 @@ def paper_ways(task: str, options: argparse.Namespace) -> dict[str, list[str]]:
         change = [f"--model.init_args.optimizer.init_args.lr={rate}", f"--trainer.max_epochs={options.adam_epochs}"]
         ways[f"adam {rate}"] = [*adam, *until, *change]
     if task == "usps":
-        change = ["--model.init_args.optimizer.init_args.damping_center=origin", "--trainer.max_steps=200"]
+        rule = "{class_path: LevenbergMarquardt, init_args: {initial: 7.5, center: origin}}"
+        change = [f"--model.init_args.optimizer.init_args.damping={rule}", "--trainer.max_steps=200"]
         ways["shf origin"] = [*shf, *change]
         ways["shf printed-norm-test"] = [*ways["shf"], "--model=autoencoders.PrintedNormTest"]
     return ways

@@ -73,7 +73,7 @@ class SolverIterations(L.Callback):
         kronecker = KroneckerFactors(module, trained)
         factors = kronecker.measure(model, seed=module.global_step)
         if module.global_step:
-            factors = averaged(shf.state["shf"]["factors"], factors, shf.settings.factor_decay)
+            factors = averaged(shf.state["shf"]["factors"], factors, shf.settings.preconditioner.decay)
         return kronecker.preconditioner(factors, damping)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:

@@ -10,7 +10,7 @@ from lightning_struct.callbacks.growing_batch_size import GradientStatistics, Gr
 from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.mixins.manual import ManualOptimization, error_of_batch
 from lightning_struct.mixins.requirements import Requirements
-from lightning_struct.optim.shf import SHF, OutputSettings, StepReport
+from lightning_struct.optim.shf import SHF, NextBatch, StepReport
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 
 # Callbacks that read or set ``lr`` in the groups of the optimizer, some of them only after epochs.
@@ -177,8 +177,7 @@ class SHFOptimization(ManualOptimization):
             "batch_size": report.batch_size,
             "gradient_variance": report.gradient_variance,
         }
-        settings = self.shf.settings
-        if isinstance(settings, OutputSettings) and settings.damping_rule == "next_batch":
+        if isinstance(self.shf.settings.damping, NextBatch):
             values |= {"step_scale": report.step_scale, "next_batch_ratio": report.next_batch_ratio}
         if not self._shf_grows:
             values["batch_size_predicted"] = report.predicted_batch_size

@@ -289,7 +289,7 @@ class SHFClassifier(SHFOptimization, Classifier):
 
     For example::
 
-        kronecker = functools.partial(SHF, damping=1.0, preconditioner="kronecker", solver="cg", maxiter=10, l2=1e-4)
+        kronecker = functools.partial(SHF, damping=1.0, preconditioner="kronecker", solver=CG(maxiter=10), l2=1e-4)
         Trainer().fit(SHFClassifier(fully_connected(), optimizer=kronecker), datamodule=MNISTDataModule())
 
     Args:

@@ -1,6 +1,29 @@
 """Optimizers on torch alone: they work in a plain training loop."""
 
 from lightning_struct.optim.rls import RLS
-from lightning_struct.optim.shf import SHF, StepReport
+from lightning_struct.optim.shf import (
+    CG,
+    LSMR,
+    LSQR,
+    SHF,
+    Exact,
+    Kronecker,
+    LevenbergMarquardt,
+    NextBatch,
+    StepReport,
+    WarmStart,
+)
 
-__all__ = ["RLS", "SHF", "StepReport"]
+__all__ = [
+    "CG",
+    "LSMR",
+    "LSQR",
+    "RLS",
+    "SHF",
+    "Exact",
+    "Kronecker",
+    "LevenbergMarquardt",
+    "NextBatch",
+    "StepReport",
+    "WarmStart",
+]

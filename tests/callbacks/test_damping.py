@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_struct import LevenbergMarquardtDamping
 from lightning_struct.functional.solvers.damping import levenberg_marquardt
+from lightning_struct.optim import LevenbergMarquardt
 from tests.mixins.helpers import Network, SHFNetwork, draw_loader, make_trainer, regression_data, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -153,21 +154,24 @@ def test_a_damping_that_the_optimizer_refuses_is_said_to_be_of_the_rule(tmp_path
 
 
 def test_shf_trains_as_by_its_own_rule(tmp_path):
-    own, called_back = SHFNetwork(drop=0.9), SHFNetwork(drop=0.5)
+    own, called_back = (
+        SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.9)),
+        SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)),
+    )
     make_trainer(tmp_path).fit(own, draw_loader())
     make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=0.9)]).fit(called_back, draw_loader())
     assert torch.equal(weights(called_back), weights(own))
 
 
 def test_the_rule_of_the_optimizer_does_not_count(tmp_path):
-    module = SHFNetwork(drop=0.5)
+    module = SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5))
     make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=1.0)]).fit(module, draw_loader())
     assert {report.damping for report in module.reports} == {1.0}
 
 
 def test_the_rule_of_the_optimizer_is_put_back_after_fit(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[LevenbergMarquardtDamping(drop=1.0)])
-    trainer.fit(SHFNetwork(drop=0.5), draw_loader())
+    trainer.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader())
     inputs, targets = regression_data().tensors
     report = trainer.optimizers[0].step(inputs=inputs, targets=targets)
     assert trainer.optimizers[0].damping == levenberg_marquardt(report.damping, report.reduction_ratio, drop=0.5)
@@ -175,9 +179,9 @@ def test_the_rule_of_the_optimizer_is_put_back_after_fit(tmp_path):
 
 def test_it_takes_over_from_a_run_that_did_without(tmp_path):
     first = make_trainer(tmp_path, max_epochs=1)
-    first.fit(SHFNetwork(drop=0.5), draw_loader())
+    first.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader())
     first.save_checkpoint(tmp_path / "first.ckpt")
-    module = SHFNetwork(drop=0.5)
+    module = SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5))
     second = make_trainer(tmp_path, max_epochs=2, callbacks=[LevenbergMarquardtDamping(drop=1.0)])
     second.fit(module, draw_loader(), ckpt_path=tmp_path / "first.ckpt")
     assert {report.damping for report in module.reports} == {first.optimizers[0].damping}
@@ -185,10 +189,10 @@ def test_it_takes_over_from_a_run_that_did_without(tmp_path):
 
 def test_a_run_resumed_without_it_goes_on_by_the_rule_of_the_optimizer(tmp_path):
     first = make_trainer(tmp_path, max_epochs=1, callbacks=[LevenbergMarquardtDamping()])
-    first.fit(SHFNetwork(drop=0.5), draw_loader())
+    first.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader())
     first.save_checkpoint(tmp_path / "first.ckpt")
     second = make_trainer(tmp_path, max_epochs=2)
-    second.fit(SHFNetwork(drop=0.5), draw_loader(), ckpt_path=tmp_path / "first.ckpt")
+    second.fit(SHFNetwork(damping=LevenbergMarquardt(1.0, drop=0.5)), draw_loader(), ckpt_path=tmp_path / "first.ckpt")
     assert second.optimizers[0].drop == 0.5
 
 

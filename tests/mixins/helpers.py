@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_struct.data import DrawLoader, IndependentDraws
 from lightning_struct.mixins import SHFOptimization
-from lightning_struct.optim import SHF
+from lightning_struct.optim import LSMR, SHF
 
 
 def regression_data(samples=60, seed=0, dtype=torch.float32):
@@ -41,7 +41,7 @@ class SHFNetwork(SHFOptimization, Network):
 
     def __init__(self, dtype=torch.float32, seed=0, **options):
         super().__init__(dtype, seed)
-        self.options = {"damping": 1.0, "maxiter": 12} | options
+        self.options = {"damping": 1.0, "solver": LSMR(maxiter=12)} | options
         self.reports = []
 
     def configure_optimizers(self):

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_struct import SHF, GrowingBatchSize, LevenbergMarquardtDamping, SHFOptimization, ValidationMeritStopping
 from lightning_struct.mixins import GradientStatistics
+from lightning_struct.optim import LSMR
 from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 from tests.mixins.helpers import (
     Network,
@@ -61,7 +62,7 @@ class Pairs(torch.utils.data.Dataset):
 
 
 def returns_shf(self):
-    return SHF(self, "mse", damping=1.0, maxiter=12)
+    return SHF(self, "mse", damping=1.0, solver=LSMR(maxiter=12))
 
 
 # What a step does

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_struct import GrowingBatchSize, LevenbergMarquardtDamping, ValidationMeritStopping, ValidationRule
+from lightning_struct.optim import LSMR
 from tests.mixins.helpers import SHFNetwork, draw_loader, make_trainer, regression_data, weights
 from tests.processes import two_processes
 
@@ -38,7 +39,9 @@ def fit(directory, **processes):
     ]
     trainer = make_trainer(directory, callbacks=callbacks, **processes)
     validation = DataLoader(regression_data(17, seed=1, dtype=torch.float64), batch_size=4)
-    trainer.fit(SHFNetwork(torch.float64, maxiter=6), draw_loader(11, draws=5, dtype=torch.float64), validation)
+    trainer.fit(
+        SHFNetwork(torch.float64, solver=LSMR(maxiter=6)), draw_loader(11, draws=5, dtype=torch.float64), validation
+    )
 
 
 @pytest.fixture(scope="module")

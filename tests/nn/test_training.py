@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_struct.functional import linearize, per_sample_gradient_norms
 from lightning_struct.nn import BlockStructured, LDRSubdiagonal, LowRank, StructuredLSTM
-from lightning_struct.optim import RLS, SHF
+from lightning_struct.optim import LSMR, RLS, SHF
 from tests.nn.layers import FACTORIES, NAMES
 
 
@@ -36,7 +36,7 @@ def dense_twin(model):
 @pytest.mark.parametrize("name", ["ldr_sd", "toeplitz_like", "low_rank"])
 def test_shf_lowers_the_loss(name):
     model = network(name)
-    optimizer = SHF(model, "mse", damping=1.0, maxiter=10)
+    optimizer = SHF(model, "mse", damping=1.0, solver=LSMR(maxiter=10))
     inputs, targets = data()
     reports = [optimizer.step(inputs=inputs, targets=targets) for _ in range(3)]
     assert reports[-1].loss_after < 0.9 * reports[0].loss_before

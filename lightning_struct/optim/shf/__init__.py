@@ -7,9 +7,30 @@ the solve is preconditioned with, `report` what a step reports, `unreached` a wa
 gradients.
 """
 
-from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.optimizer import SHF
 from lightning_struct.optim.shf.report import StepReport
-from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.settings import (
+    CG,
+    LSMR,
+    LSQR,
+    Exact,
+    Kronecker,
+    LevenbergMarquardt,
+    NextBatch,
+    Settings,
+    WarmStart,
+)
 
-__all__ = ["SHF", "OutputSettings", "ResidualSettings", "Settings", "StepReport"]
+__all__ = [
+    "CG",
+    "LSMR",
+    "LSQR",
+    "SHF",
+    "Exact",
+    "Kronecker",
+    "LevenbergMarquardt",
+    "NextBatch",
+    "Settings",
+    "StepReport",
+    "WarmStart",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +13,20 @@ from torch import nn
 from lightning_struct.functional.randomness import normal_numbers
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
-from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.kronecker import KroneckerFactors
-from lightning_struct.optim.shf.settings import AUTO, PAPER, Settings
+from lightning_struct.optim.shf.settings import (
+    AUTO,
+    CG,
+    LSMR,
+    LSQR,
+    PAPER,
+    Exact,
+    Kronecker,
+    LevenbergMarquardt,
+    NextBatch,
+    Settings,
+    WarmStart,
+)
 
 # Samples of a batch, for the sizes of what is done once per step and once per sample.
 _TYPICAL_BATCH = 128
@@ -27,58 +39,70 @@ _POWER_ITERATIONS = 12
 
 
 def chosen_settings(
-    settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> tuple[OutputSettings, KroneckerFactors | None]:
+    given: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> tuple[Settings, KroneckerFactors | None]:
     """The settings with values for all that was left, but for λ₁ and its bounds, and the Kronecker factors, if any.
 
     With λ₁ given, the rest is the paper's. Else it is chosen: conjugate gradients with Kronecker factors, few
     iterations, and the damping rule of the next batch.
 
     Args:
-        settings: as given.
+        given: as given.
         module: the network.
         parameters: name -> parameter, those that are trained.
+
+    Raises:
+        ValueError: the solver is for residuals.
+        MemoryError: the Kronecker factors take more than is free.
     """
-    if settings.damping is not None:
-        settings = settings.filled(PAPER)
-        return OutputSettings.of(settings), _factors(settings, module, parameters)
-    of_y = settings.damping_space == "y"  # impossible with CG and with Kronecker factors
-    settings = settings.filled(
-        {"preconditioner": "diagonal" if of_y else "kronecker", "solver": "lsmr" if of_y else "cg"}
-    )
-    factors = _factors(settings, module, parameters)
-    chosen = OutputSettings.of(
-        settings.filled(
-            {
-                "drop": 0.85,
-                "damping_rule": "next_batch",
-                "warm_start": 0.9,
-                "warm_start_growth": 1.0,
-                "maxiter": 50 if factors is None else 20,
-                "scale_maxiter": False,
-                "progress_tolerance": 0.05,
-                "progress_window": 1,
-                "factor_interval": 1 if factors is None else _factor_interval(factors, parameters),
-                "max_factor_size": None if factors is None else factors.max_size,
-                "single_samples": False,
-            }
+    if isinstance(given.solver, Exact):
+        raise ValueError(  # noqa: TRY004
+            "solver='exact' is for loss='least_squares', a module that returns residuals; choose 'lsmr', 'lsqr' or 'cg'"
         )
+    paper = given.is_of_paper
+    damping: Any = given.damping
+    solver: Any = given.solver or (LSMR() if paper else CG())
+    preconditioner: Any = given.preconditioner
+    if isinstance(preconditioner, str) and preconditioner == AUTO:
+        of_y = isinstance(solver, LSMR) and solver.damping_space == "y"  # impossible with Kronecker factors
+        preconditioner = "diagonal" if paper or of_y else Kronecker()
+    factors: KroneckerFactors | None = None
+    if isinstance(preconditioner, Kronecker):
+        preconditioner = preconditioner.completed(Kronecker(max_size=None) if paper else Kronecker())
+        factors = _factors(preconditioner.max_size, module, parameters, inverted=isinstance(solver, CG))
+        interval = 1 if paper else _factor_interval(factors, parameters)
+        preconditioner = replace(preconditioner.completed(Kronecker(interval=interval)), max_size=factors.max_size)
+    defaults = PAPER if paper else _chosen(maxiter=50 if factors is None else 20)
+    settings = replace(
+        given,
+        damping=damping.completed(defaults[type(damping)]),
+        solver=solver.completed(defaults[type(solver)]),
+        preconditioner=preconditioner,
+        warm_start=given.warm_start.completed(defaults[WarmStart]),
     )
-    return chosen, factors
+    return settings, factors
 
 
-def with_first_damping(settings: OutputSettings, damping: float, dtype: torch.dtype) -> OutputSettings:
-    """The settings with λ₁ and the bounds that follow from it, where they were left.
+def _chosen(maxiter: int) -> dict[type, Any]:
+    values: tuple[Any, ...] = (
+        LevenbergMarquardt(drop=0.85),
+        NextBatch(drop=0.85),
+        LSMR(maxiter=maxiter, scale_maxiter=False),
+        LSQR(maxiter=maxiter, scale_maxiter=False),
+        CG(maxiter=maxiter, scale_maxiter=False, progress_tolerance=0.05, progress_window=1),
+        WarmStart(initial=0.9, growth=1.0),
+    )
+    return {type(value): value for value in values}
+
+
+def with_first_damping(settings: Settings, damping: float, dtype: torch.dtype) -> Settings:
+    """The settings with λ₁ and the bounds that follow from it, if they were left.
 
     Below λ₁ √ε rounding is larger than what the damping adds; above 1,000 λ₁ nothing moves.
     """
-    smallest, largest = settings.min_damping, settings.max_damping
-    return replace(
-        settings,
-        damping=damping,
-        min_damping=damping * math.sqrt(torch.finfo(dtype).eps) if smallest is None else smallest,
-        max_damping=1e3 * damping if largest is None else largest,
-    )
+    rule: Any = settings.damping
+    values = type(rule)(damping, minimum=damping * math.sqrt(torch.finfo(dtype).eps), maximum=1e3 * damping)
+    return replace(settings, damping=rule.completed(values))
 
 
 def first_damping(model: BatchModel, seed: int) -> float:
@@ -101,23 +125,16 @@ def first_damping(model: BatchModel, seed: int) -> float:
     return _FIRST_DAMPING * math.sqrt(largest) if largest > 0.0 and math.isfinite(largest) else 1.0
 
 
-def _factors(settings: Settings, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> KroneckerFactors | None:
-    """The Kronecker factors, if the settings ask for them; where their largest size is left, halved until they fit."""
-    if not (isinstance(settings.preconditioner, str) and settings.preconditioner == "kronecker"):
-        return None
-    given = settings.max_factor_size
-    size = _LARGEST_FACTOR if given == AUTO else given
+def _factors(
+    max_size: int | str | None, module: nn.Module, parameters: Mapping[str, nn.Parameter], inverted: bool
+) -> KroneckerFactors:
+    """The Kronecker factors; if their largest size is left, it is halved until they fit."""
+    size = _LARGEST_FACTOR if isinstance(max_size, str) else max_size
     while True:
         try:
-            return KroneckerFactors(
-                module,
-                parameters,
-                max_size=size,
-                exclude=settings.exclude_factors,
-                inverted=settings.solver == "cg",
-            )
+            return KroneckerFactors(module, parameters, max_size=size, inverted=inverted)
         except MemoryError:
-            if given != AUTO or size is None or size == 1:
+            if max_size != AUTO or size is None or size == 1:
                 raise
             size //= 2
 

@@ -261,7 +261,6 @@ def curvature_blocks(
     module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     max_size: int | None,
-    excluded: set[nn.Module],
 ) -> list[CurvatureBlock]:
     """One block for each weight with its bias, if they are always used together, and for each other parameter.
 
@@ -269,9 +268,8 @@ def curvature_blocks(
         module: the network.
         parameters: name -> parameter, those that are trained, in the order of the flat vector.
         max_size: a side with more rows keeps the diagonal of its factor only; None: any size is kept.
-        excluded: modules whose parameters have a diagonal.
     """
-    uses = _uses_of(set(parameters.values()), module, excluded)
+    uses = _uses_of(set(parameters.values()), module)
     bias_of = _joined_biases(uses)
     names = {p: name for name, p in parameters.items()}
     stops = list(accumulate(p.numel() for p in names))
@@ -301,11 +299,11 @@ def curvature_blocks(
     return [block(p) for p in names if p not in joined]
 
 
-def _uses_of(trained: set[nn.Parameter], module: nn.Module, excluded: set[nn.Module]) -> dict[nn.Parameter, _Uses]:
+def _uses_of(trained: set[nn.Parameter], module: nn.Module) -> dict[nn.Parameter, _Uses]:
     uses: dict[nn.Parameter, _Uses] = defaultdict(_Uses)
     for layer in called_layers(module):
         own = {name: p for name, p in owned_parameters(layer).items() if p in trained}
-        kind = kind_of(layer) if layer not in excluded and has_rule(layer) else None
+        kind = kind_of(layer) if has_rule(layer) else None
         factored: set[str] = set()
         for matrix in () if kind is None or _is_transposed_convolution(kind) else kind.matrices(layer):
             weight, bias = own.get(matrix.weight), own.get(matrix.bias or "")

@@ -17,7 +17,6 @@ from lightning_struct.functional.curvature.kronecker_roots import (
     with_inverses,
 )
 from lightning_struct.functional.layers.per_sample.contributions import Contribution
-from lightning_struct.functional.layers.registry import excluded_modules
 from lightning_struct.optim.memory import bytes_as_text, check_memory, table
 from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.batch_model import BatchModel
@@ -62,18 +61,15 @@ class KroneckerFactors:
     Linear, Conv1d/2d/3d, RNN, LSTM, GRU and MultiheadAttention have Kronecker factors, for each group of a convolution
     and each of the stacked projections of an attention their own; the factors of a weight that several layers use, or
     that one uses several times, are of all uses. So have layers that were declared to be like one of them (see
-    :func:`~lightning_struct.functional.register_layer`). All other parameters, and what is excluded, have a diagonal.
+    :func:`~lightning_struct.functional.register_layer`). All other parameters have a diagonal.
 
     Args:
         module: the network.
         parameters: name -> parameter, those that are trained, in the order of the flat vector.
         max_size: a side of a block with more rows is kept as a diagonal.
-        exclude: modules, or their names, whose parameters have a diagonal.
         inverted: whether conjugate gradients use the preconditioner, which keep the inverses of the factors too.
 
     Raises:
-        ValueError: ``exclude`` has what is no module below ``module``.
-        TypeError: ``exclude`` has what is neither a module nor a name.
         MemoryError: the factors take more than there is.
     """
 
@@ -83,13 +79,10 @@ class KroneckerFactors:
         parameters: Mapping[str, nn.Parameter],
         *,
         max_size: int | None = None,
-        exclude: Sequence[str | nn.Module] = (),
         inverted: bool = False,
     ) -> None:
         self.max_size, self._inverted = max_size, inverted
-        self._blocks = curvature_blocks(
-            module, parameters, max_size, excluded_modules(module, exclude, "exclude_factors")
-        )
+        self._blocks = curvature_blocks(module, parameters, max_size)
         self._layers = list(dict.fromkeys(layer for block in self._blocks for layer, _ in block.users))
         self._parameters = {
             block.name: parameters[block.name] for block in self._blocks if isinstance(block, DiagonalBlock)
@@ -160,8 +153,7 @@ class KroneckerFactors:
             except (FloatingPointError, NotPositiveDefinite) as error:
                 raise FloatingPointError(
                     f"preconditioner='kronecker', block {', '.join(block.parameters)}: {error}. The weights are "
-                    "unchanged; raise the damping, look at the data of this batch, or exclude the layer from the "
-                    "factors"
+                    "unchanged; raise the damping, or look at the data of this batch"
                 ) from error
         return BlockPreconditioner(roots)
 
@@ -187,7 +179,7 @@ class KroneckerFactors:
 
     def _check_memory(self, device: torch.device) -> None:
         needed = {block.name: (self._memory(block), block.description) for block in self._blocks}
-        check_memory("The Kronecker factors", needed, device, "Lower max_factor_size, or exclude layers")
+        check_memory("The Kronecker factors", needed, device, "Lower Kronecker(max_size=...)")
 
     def _warn_of_unreached(self, totals: Sequence[Sequence[Tensor]]) -> None:
         if self._warned:
@@ -202,8 +194,7 @@ class KroneckerFactors:
         if unseen:
             warn(
                 f"preconditioner='kronecker': nothing came back to the layers of {', '.join(unseen)} in this batch, "
-                "which are preconditioned by the damping alone. Where a weight is used without calling its layer, "
-                "exclude the layer from the factors, which gives it a diagonal"
+                "which are preconditioned by the damping alone. A weight may be used without calling its layer"
             )
 
 

@@ -22,11 +22,9 @@ class MeritStopping:
         miniter: no stop before it.
         recover: iterations that the merit is given to fall below its minimum again.
         ftol: relative decrease per iteration.
-        keep_best: keep the iterate with the lowest merit in ``best``.
 
     Attributes:
         values: (iteration, φ) of each evaluation, the start included.
-        best: the iterate with the lowest merit, if it is kept and is not the start.
     """
 
     def __init__(
@@ -38,25 +36,20 @@ class MeritStopping:
         miniter: int = 50,
         recover: int = 100,
         ftol: float = 1e-7,
-        keep_best: bool = False,
     ) -> None:
         self._merit, self._maxiter, self._miniter = merit, maxiter, miniter
-        self._recover, self._ftol, self._keep_best = recover, ftol, keep_best
+        self._recover, self._ftol = recover, ftol
         self._next, self._previous, self._previous_value = min(5, maxiter), 0, start
         self._lowest, self._lowest_at = math.inf, 0
         self.values: list[tuple[int, float]] = [(0, start)]
-        self.best: Tensor | None = None
 
     def __call__(self, iteration: int, solution: Callable[[], Tensor]) -> bool:
         if iteration != self._next:
             return False
-        x = solution()
-        value = self._merit(x)
+        value = self._merit(solution())
         self.values.append((iteration, value))
         if value < self._lowest:
             self._lowest, self._lowest_at = value, iteration
-            if self._keep_best:
-                self.best = x
         lowest = value == self._lowest
         # Algorithm 6 divides by an undefined f_val here; the text of section 5 has f_k, the value of this iteration.
         # (f_prev - f_k)/f_k < (k - k_prev) ftol, and k > k_min + recover (section 5)

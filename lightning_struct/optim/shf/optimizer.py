@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,12 +21,25 @@ from lightning_struct.optim.requirements import (
     state_without_hooks,
     warn,
 )
-from lightning_struct.optim.shf.complete_settings import OutputSettings, ResidualSettings
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.output_steps import OutputSteps
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.residual_steps import ResidualSteps
-from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.settings import (
+    CG,
+    LSMR,
+    LSQR,
+    Exact,
+    Kronecker,
+    LevenbergMarquardt,
+    NextBatch,
+    Settings,
+    WarmStart,
+    damping_value,
+    preconditioner_value,
+    solver_value,
+    warm_start_value,
+)
 from lightning_struct.optim.shf.step_state import StepState, check_state
 
 
@@ -50,84 +63,33 @@ class SHF(torch.optim.Optimizer):
             methods of :class:`~lightning_struct.functional.jacobian.losses.GaussNewtonLoss`; or ``"least_squares"``,
             for a module that returns residuals, or a :class:`~lightning_struct.functional.LeastSquares` with weights of
             their blocks. With residuals, arguments without a meaning are refused; ``settings`` has the others.
-        damping: λ₁ > 0; the model is damped by λ². Chosen: 1.5 times the square root of the largest eigenvalue of the
-            Gauss-Newton matrix of the first batch; with residuals a tenth of the largest singular value.
-        drop: factor of λ if ρ > ``upper``, and divisor if ρ < ``lower``, where ρ is the true reduction of the loss over
-            the predicted one; None leaves λ alone. The paper's .99; chosen .85, with residuals the paper's, where any
-            number lets each step search λ by factors of 2.
-        lower: ρ below which λ rises.
-        upper: ρ above which λ falls.
-        min_damping: lower bound on λ. The paper's 0; chosen: λ₁ times the square root of the dtype's epsilon.
-        max_damping: upper bound on λ. 1e9 (the paper has no bound); chosen: 1,000 λ₁.
-        damping_rule: ``"levenberg_marquardt"``: by ρ (the paper's); ``"next_batch"`` (chosen): by how much of the gain
-            of a step the next batch shows, see :func:`~lightning_struct.functional.solvers.damping.next_batch_rule`.
-            Steps that fit the noise of their batch are shortened. λ falls if the next batch confirms full steps, or if
-            short ones fit little of their own batch, and rises if these fit much of it, or if ρ < ``lower``. A step
-            that raises the loss of the next batch by more than a tenth, and by more than it lowered its own, is taken
-            back.
-        solver: ``"lsmr"``, ``"lsqr"``, or ``"cg"`` with the stopping rule and the backtracking over iterates of Martens
-            (2010), the paper's rival; with residuals ``"exact"``, by a dense factorisation of the shorter side of J.
-            The paper's ``"lsmr"``; chosen ``"cg"``, with residuals from the sizes.
+        damping: λ₁ > 0, damped by Levenberg and Marquardt's rule; or the rule, ``"levenberg_marquardt"`` or
+            ``"next_batch"``; or a :class:`LevenbergMarquardt` or a :class:`NextBatch`. The paper's is the former;
+            chosen the latter, with residuals the former.
+        solver: ``"lsmr"``, ``"lsqr"``, ``"cg"``, with residuals also ``"exact"``; or an :class:`LSMR`, :class:`LSQR`,
+            :class:`CG` or :class:`Exact`. The paper's LSMR; chosen CG, with residuals from the sizes.
         preconditioner: ``"diagonal"`` (Algorithm 3); ``"diagonal_sum"`` (the formula in the text of section 4.4);
-            ``"fisher"`` (Martens 2010); ``"kronecker"``, the layers' Kronecker factors, averaged over steps and damped
-            by μ² = λ² + l2 (not in the paper; :meth:`summary` says what each parameter has); None; or an object with
-            ``solve`` and ``solve_transpose`` on dicts of tensors by parameter name, and optionally ``solve_normal``,
-            both at once for CG, and ``update(linearization, loss, targets, damping)``, called in each step. The paper's
-            ``"diagonal"``; chosen ``"kronecker"``.
-        damping_center: ``"start"``: λ²‖d - d0‖² (Algorithm 6); ``"origin"``: λ²‖d‖² (equation (18)).
-        damping_space: ``"y"``: the damping is on the preconditioned direction (Algorithm 6); ``"x"``: on the direction
-            itself. If not given, ``"y"`` for LSMR and LSQR without ``l2``, else ``"x"``, the only one possible there,
-            as it is for Kronecker factors, and for a preconditioner object with damping around the origin.
-        warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; 0 starts it at zero. The paper's .7;
-            chosen .9; with residuals 0, which rises to at most .7 if new samples show that the steps fitted the noise
-            of the old ones.
-        warm_start_growth: γ is multiplied by it after each step, up to ``max_warm_start``. The paper's 1.002; chosen 1,
-            with residuals the paper's.
-        max_warm_start: bound on the growth of γ, in [0, 1); a ``warm_start`` that is given above it stays.
-        maxiter: bound on the solver's iterations. The paper's 150; chosen 20, without Kronecker factors 50, with
-            residuals the paper's.
-        scale_maxiter: let ``maxiter`` grow in proportion to the batch size, rounded up in each step. The paper's: yes;
-            chosen: no.
-        miniter: first iteration at which the validation data (see :meth:`set_validation`) may end a solve.
-        recover: number of iterations in which the validation loss may fall below its minimum again.
-        atol: LSMR and LSQR stop when ‖Aᵀr‖ <= atol ‖A‖ ‖r‖.
-        ftol: a solve ends when the validation loss falls by less than this share of itself per iteration.
-        progress_tolerance: ε of Martens' rule for CG (see :func:`~lightning_struct.functional.conjugate_gradient`).
-            5e-4; chosen .05, and up to .3 when steps are shortened, since noise need not be fitted.
-        progress_window: fewest iterations that this rule looks back. 10; chosen 1.
-        return_best: take the iterate with the lowest validation value instead of the last (slower to make progress).
-        armijo: α of the line search.
+            ``"fisher"`` (Martens 2010); ``"kronecker"`` or a :class:`Kronecker`; None; or an object with ``solve`` and
+            ``solve_transpose`` on dicts of tensors by parameter name, and optionally ``solve_normal``, both at once for
+            CG, and ``update(linearization, loss, targets, damping)``, called in each step. The paper's ``"diagonal"``;
+            chosen Kronecker factors.
+        warm_start: γ₁ in [0, 1): the solver starts at d0 = γ d of the last step; or a :class:`WarmStart`.
         l2: weight of ½‖w‖² added to the loss.
         theta: θ of the norm test behind ``predicted_batch_size``.
         dataset_size: N of the norm test; None for a stream.
         backend: passed to :func:`~lightning_struct.functional.linearize`. If not given, ``"layer_rules"`` for chains of
             Linear and elementwise layers, else ``"double_backward"`` if possible.
         chunk_size: form products over chunks of this many samples, to save memory.
-        factor_decay: weight of the old value in the running average of the Kronecker factors, in [0, 1).
-        factor_interval: steps from one update of the Kronecker factors, and of their Cholesky factors, to the next; the
-            latter are made anew before if λ has become larger by more than half. 1; chosen from their sizes, to 10.
-        max_factor_size: a Kronecker factor with more rows is kept as its diagonal; None: no bound. Chosen: 4,096, or as
-            many as fit into memory, and as in a state that is loaded.
-        exclude_factors: layers, or their names, that have a diagonal instead of Kronecker factors.
         held_out: share of each batch, in [0, 1), that is left out of the model and used to measure ρ: its last samples,
             in eval mode. ρ on the batch itself stays near 1 while the batch is overfitted; this one falls, and the
             damping rises.
-        curvature_share: share of the samples of a batch, in (0, 1], on which the curvature is measured (its first
-            ones): in the products with J, the preconditioner and the Kronecker factors. Loss and gradient use all
-            samples (Byrd et al. 2011). For CG only.
-        single_samples: whether to form the gradients of single samples for their variance if layers do not show them.
-            The paper's: yes, which can cost tens of gradients per step; chosen: no, the variance is then estimated from
-            the two halves of the batch, unless it is shown in passing, or :attr:`exact_variance` is set.
         seed: seed, together with the number of the step, of the preconditioner's random signs and of the network's own
             draws (dropout).
-        geodesic_acceleration: with residuals, also try steps with a second-order correction (Transtrum & Sethna 2012);
-            if not given, they are tried.
 
     Attributes:
-        settings: the arguments above that apply to the loss, given or chosen, as one value; λ₁ and its bounds are None
-            until the first step has chosen them. With residuals, ``damping`` and ``solver`` stay None if they are left
-            to the batches. The current λ (None until the first step has chosen it), ``drop``, γ and ``maxiter`` are in
-            ``param_groups[0]``.
+        settings: the arguments above, given or chosen, as one :class:`Settings` of values; λ₁ and its bounds are None
+            until the first step has chosen them, and with residuals the solver if each batch chooses it. The current λ
+            (None until the first step has chosen it), ``drop``, γ and ``maxiter`` are in ``param_groups[0]``.
         report: the :class:`StepReport` of the last step; None before the first.
 
     Raises:
@@ -152,61 +114,36 @@ class SHF(torch.optim.Optimizer):
         module: nn.Module,
         loss: str | GaussNewtonLoss | LeastSquares,
         *,
-        damping: float | None = None,
-        drop: float | Literal["auto"] | None = "auto",
-        lower: float = 0.25,
-        upper: float = 0.75,
-        min_damping: float | None = None,
-        max_damping: float | None = None,
-        damping_rule: Literal["levenberg_marquardt", "next_batch"] | None = None,
-        solver: Literal["lsmr", "lsqr", "cg", "exact"] | None = None,
+        damping: (float | Literal["levenberg_marquardt", "next_batch"] | LevenbergMarquardt | NextBatch | None) = None,
+        solver: Literal["lsmr", "lsqr", "cg", "exact"] | LSMR | LSQR | CG | Exact | None = None,
         preconditioner: (
-            Literal["auto", "diagonal", "diagonal_sum", "fisher", "kronecker"] | RightPreconditioner | None
+            Literal["auto", "diagonal", "diagonal_sum", "fisher", "kronecker"] | Kronecker | RightPreconditioner | None
         ) = "auto",
-        damping_center: Literal["start", "origin"] = "start",
-        damping_space: Literal["x", "y"] | None = None,
-        warm_start: float | None = None,
-        warm_start_growth: float | None = None,
-        max_warm_start: float = 0.95,
-        maxiter: int | None = None,
-        scale_maxiter: bool | None = None,
-        miniter: int = 50,
-        recover: int = 100,
-        atol: float = 1e-8,
-        ftol: float = 1e-7,
-        progress_tolerance: float | None = None,
-        progress_window: int | None = None,
-        return_best: bool = False,
-        armijo: float = 1e-4,
+        warm_start: float | WarmStart | None = None,
         l2: float = 0.0,
         theta: float = 0.5,
         dataset_size: int | None = None,
         backend: Literal["layer_rules", "linearize", "double_backward"] | None = None,
         chunk_size: int | None = None,
-        factor_decay: float = 0.8,
-        factor_interval: int | None = None,
-        max_factor_size: int | Literal["auto"] | None = "auto",
-        exclude_factors: Sequence[str | nn.Module] = (),
         held_out: float = 0.0,
-        curvature_share: float = 1.0,
-        single_samples: bool | None = None,
         seed: int = 0,
-        geodesic_acceleration: bool | None = None,
     ) -> None:
         check_module(module, "SHF", "which it calls itself")
         objective = get_loss(loss)
+        of_residuals = isinstance(objective, LeastSquares)
         given = Settings(
-            damping=damping, drop=drop, lower=lower, upper=upper, min_damping=min_damping, max_damping=max_damping,
-            damping_rule=damping_rule, solver=solver, preconditioner=preconditioner, damping_center=damping_center,
-            damping_space=damping_space, warm_start=warm_start, warm_start_growth=warm_start_growth,
-            max_warm_start=max_warm_start, maxiter=maxiter, scale_maxiter=scale_maxiter, miniter=miniter,
-            recover=recover, atol=atol, ftol=ftol, progress_tolerance=progress_tolerance,
-            progress_window=progress_window, return_best=return_best, armijo=armijo, l2=l2, theta=theta,
-            dataset_size=dataset_size, backend=backend, chunk_size=chunk_size, factor_decay=factor_decay,
-            factor_interval=factor_interval, max_factor_size=max_factor_size, exclude_factors=exclude_factors,
-            held_out=held_out, curvature_share=curvature_share, single_samples=single_samples, seed=seed,
-            geodesic_acceleration=geodesic_acceleration,
-        )  # fmt: skip
+            damping=damping_value(damping, LevenbergMarquardt() if of_residuals else NextBatch()),
+            solver=solver_value(solver),
+            preconditioner=preconditioner_value(preconditioner),
+            warm_start=warm_start_value(warm_start),
+            l2=l2,
+            theta=theta,
+            dataset_size=dataset_size,
+            backend=backend,
+            chunk_size=chunk_size,
+            held_out=held_out,
+            seed=seed,
+        )
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check_parameters(module, named)
@@ -218,8 +155,16 @@ class SHF(torch.optim.Optimizer):
             self._steps = OutputSteps(module, objective, given, named)
         self.report: StepReport | None = None
         self._told_of_new = False
-        in_group = ("damping", "drop", "warm_start", "maxiter")
-        super().__init__(named.values(), {name: getattr(self.settings, name) for name in in_group})
+        in_force = self.settings
+        super().__init__(
+            named.values(),
+            {
+                "damping": in_force.damping.initial,
+                "drop": in_force.damping.drop,
+                "warm_start": in_force.warm_start.initial,
+                "maxiter": in_force.maxiter,
+            },
+        )
 
     @classmethod
     def paper(cls, module: nn.Module, loss: str | GaussNewtonLoss | LeastSquares, **overrides: Any) -> SHF:
@@ -227,13 +172,15 @@ class SHF(torch.optim.Optimizer):
 
         Args:
             module, loss: as for SHF.
-            **overrides: other settings. The paper's λ₁ is 5 to 12, by the task.
+            **overrides: other arguments of SHF; fields of their values that are not given are the paper's. The paper's
+                λ₁ is 5 to 12, by the task.
 
         Example:
-            >>> SHF.paper(nn.Linear(2, 2), "mse", maxiter=200).settings.solver
-            'lsmr'
+            >>> SHF.paper(nn.Linear(2, 2), "mse", solver=LSMR(atol=1e-6)).settings.solver.maxiter
+            150
         """
-        return cls(module, loss, **{"damping": 10.0, **overrides})
+        damping = damping_value(overrides.pop("damping", None), LevenbergMarquardt())
+        return cls(module, loss, damping=replace(damping, initial=damping.initial or 10.0), **overrides)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -301,8 +248,8 @@ class SHF(torch.optim.Optimizer):
         self._steps.loss = new
 
     @property
-    def settings(self) -> OutputSettings | ResidualSettings:
-        """The arguments that mean something with the loss, as one value, with what was chosen."""
+    def settings(self) -> Settings:
+        """The arguments, given or chosen, as one value."""
         return self._steps.settings
 
     @property
@@ -321,7 +268,7 @@ class SHF(torch.optim.Optimizer):
 
     @drop.setter
     def drop(self, value: float | None) -> None:
-        replace(self.settings, drop=value)  # raises ValueError for a factor out of range
+        replace(self.settings.damping, drop=value)  # raises ValueError for a factor out of range
         self.param_groups[0]["drop"] = value
 
     @property
@@ -330,7 +277,7 @@ class SHF(torch.optim.Optimizer):
 
         That takes another pass through the network in each step, where this is no chain of Linear and elementwise
         layers. If not, the variance is estimated from the two halves of the batch, and scatters more. True with
-        ``single_samples`` and with residuals. :class:`~lightning_struct.mixins.SHFOptimization` sets it beside
+        the paper's settings and with residuals. :class:`~lightning_struct.mixins.SHFOptimization` sets it beside
         ``GrowingBatchSize``, which decides by the variance.
         """
         return self._steps.exact_variance

@@ -27,7 +27,6 @@ from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.batch_model import BatchModel
 from lightning_struct.optim.shf.buffers import BufferUpdates
 from lightning_struct.optim.shf.choice import chosen_settings, first_damping, with_first_damping
-from lightning_struct.optim.shf.complete_settings import check_settings_of_outputs
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.preconditioner import (
     KroneckerAverages,
@@ -38,7 +37,7 @@ from lightning_struct.optim.shf.preconditioner import (
 )
 from lightning_struct.optim.shf.report import StepReport
 from lightning_struct.optim.shf.samples import arguments, check_arguments
-from lightning_struct.optim.shf.settings import Settings
+from lightning_struct.optim.shf.settings import CG, Kronecker, NextBatch, Settings, name_of
 from lightning_struct.optim.shf.solve import Update, merit_after, shortened, solve, update_along
 from lightning_struct.optim.shf.step_state import StepState
 from lightning_struct.optim.shf.unreached import called_without_gradients, without_gradients_message
@@ -88,12 +87,13 @@ class OutputSteps:
         given: Settings,
         named: Mapping[str, nn.Parameter],
     ) -> None:
-        check_settings_of_outputs(given)
         self._module, self.loss = module, loss
         self._given, self._named = given, named
         self._choose_settings(given)
-        self._adapts_tolerance = given.is_left("damping") and given.is_left("progress_tolerance")
-        self.exact_variance = self.settings.single_samples
+        of_cg = not isinstance(given.solver, CG) or given.solver.is_left("progress_tolerance")
+        self._adapts_tolerance = not given.is_of_paper and of_cg
+        # The gradients of single samples can cost tens of gradients per step.
+        self._single_samples = self.exact_variance = given.is_of_paper
         self._buffers = BufferUpdates(module)
         self._validation: Batches | None = None
         self._checked_loss: GaussNewtonLoss | None = None
@@ -104,9 +104,8 @@ class OutputSteps:
         self._chosen = self.settings = settings
         self.kronecker: KroneckerAverages | None = None
         if factors is not None:
-            self.kronecker = KroneckerAverages(
-                factors, decay=settings.factor_decay, interval=settings.factor_interval, l2=settings.l2
-            )
+            chosen: Any = settings.preconditioner
+            self.kronecker = KroneckerAverages(factors, decay=chosen.decay, interval=chosen.interval, l2=settings.l2)
 
     def take(self, now: StepState, inputs: Any, targets: Tensor | None) -> StepReport:
         """One step of the weights.
@@ -166,9 +165,15 @@ class OutputSteps:
 
     def _take_over(self, memory: Mapping[str, Any]) -> None:
         """Factors as large as those of the state, which may have been loaded: they were chosen by the free memory."""
-        size = memory.get("max_factor_size", self._chosen.max_factor_size)
-        if size != self._chosen.max_factor_size and self._given.is_left("max_factor_size"):
-            self._choose_settings(replace(self._given, max_factor_size=size))
+        chosen = self._chosen.preconditioner
+        if not isinstance(chosen, Kronecker) or "max_factor_size" not in memory:
+            return
+        given = self._given.preconditioner
+        is_left = not isinstance(given, Kronecker) or given.is_left("max_size")
+        if memory["max_factor_size"] != chosen.max_size and is_left and not self._given.is_of_paper:
+            given = given if isinstance(given, Kronecker) else Kronecker()
+            given = replace(given, max_size=memory["max_factor_size"])
+            self._choose_settings(replace(self._given, preconditioner=given))
 
     def _model_of(self, now: StepState, inputs: Any, targets: Tensor) -> BatchModel:
         """The damped least-squares model of a batch at the current weights."""
@@ -187,14 +192,14 @@ class OutputSteps:
                     backend=settings.backend,
                     chunk_size=settings.chunk_size,
                     held_out=settings.held_out,
-                    curvature_share=settings.curvature_share,
-                    single_samples=settings.single_samples,
+                    curvature_share=settings.solver.curvature_share if isinstance(settings.solver, CG) else 1.0,
+                    single_samples=self._single_samples,
                     layers_show=self.exact_variance and not now.memory.get("uncovered", False),
                 )
             except TypeError:
                 check_arguments(self._module, arguments(inputs))
                 raise
-        if model.uncovered is not None and settings.single_samples:
+        if model.uncovered is not None and self._single_samples:
             warn(
                 "SHF takes the variance from the gradients of single samples, which costs much more than from what "
                 f"each layer reads. That does not do here: {model.uncovered}."
@@ -257,7 +262,7 @@ class OutputSteps:
 
     def _measures(self, now: StepState) -> bool:
         """Whether the batch shows what the last step gained."""
-        return self.settings.damping_rule == "next_batch" and now.memory.get("change") is not None
+        return isinstance(self.settings.damping, NextBatch) and now.memory.get("change") is not None
 
     def _took_back(self, now: StepState, model: BatchModel) -> bool:
         """Measure by this batch what the last step gained, and adapt σ and λ; a harmful step is taken back.
@@ -280,7 +285,7 @@ class OutputSteps:
             _log.debug(f"SHF: the loss of the next batch rose by {fresh:.3g}; the last step is taken back")
             model.weights.add_(-change)
             changes, ratio = (0.0, changes[1]), -1.0
-        smallest, largest = self.settings.damping_bounds
+        smallest, largest = self.settings.damping.bounds
         ruled = next_batch_rule(
             ScaledDamping(scale, now.damping),
             ratio,
@@ -304,7 +309,7 @@ class OutputSteps:
         """λ₁ and its bounds from the first batch, where they were not given."""
         memory = now.memory
         known = memory.get("first_damping")
-        if self._chosen.damping is not None or (known is not None and known == self.settings.damping):
+        if self._chosen.damping.initial is not None or (known is not None and known == self.settings.damping.initial):
             return  # it was given, or is that of the state, which may have been loaded since
         first = now.group["damping"] if known is None else known  # which somebody may have set
         if first is None:
@@ -313,13 +318,15 @@ class OutputSteps:
         now.memory = memory | {"first_damping": first}
         self.settings = with_first_damping(self._chosen, first, model.gradient.dtype)
         if rank() == 0:
-            s, (smallest, largest) = self.settings, self.settings.damping_bounds
-            steps = "step" if s.factor_interval == 1 else f"{s.factor_interval} steps"
-            factors = f" (every {steps})" if self.kronecker is not None else ""
+            s, (smallest, largest) = self.settings, self.settings.damping.bounds
+            preconditioner = repr(s.preconditioner)
+            if isinstance(s.preconditioner, Kronecker):
+                steps = "step" if s.preconditioner.interval == 1 else f"{s.preconditioner.interval} steps"
+                preconditioner = f"'kronecker' (every {steps})"
             _log.info(
-                f"SHF chose solver={s.solver!r}, preconditioner={s.preconditioner!r}{factors}, backend="
+                f"SHF chose solver={name_of(s.solver)!r}, preconditioner={preconditioner}, backend="
                 f"{model.linearization.backend!r}, damping={first:.3g} in [{smallest:.2g}, {largest:.2g}] "
-                f"by {s.damping_rule!r}, warm_start={s.warm_start:g}, maxiter={s.maxiter}",
+                f"by {name_of(s.damping)!r}, warm_start={s.warm_start.initial:g}, maxiter={s.maxiter}",
             )
 
     def _preconditioner_of(self, now: StepState, model: BatchModel) -> StepPreconditioner:
@@ -341,9 +348,10 @@ class OutputSteps:
             return Update(None, 0.0, model.value, 0.0, now.damping, 0, "zero_gradient")
         damping, start, iterations = now.damping, now.start(model.gradient), 0
         settings, scale = self.settings, now.step_scale
-        if self._adapts_tolerance:
-            tolerance = min(settings.progress_tolerance / scale, _LOOSEST_TOLERANCE)
-            settings = replace(settings, progress_tolerance=tolerance)
+        if self._adapts_tolerance and isinstance(settings.solver, CG):
+            assert settings.solver.progress_tolerance is not None
+            tolerance = min(settings.solver.progress_tolerance / scale, _LOOSEST_TOLERANCE)
+            settings = replace(settings, solver=replace(settings.solver, progress_tolerance=tolerance))
         for _ in range(1 + _RETRIES):
             with now.timed("precondition"):
                 scaling = preconditioner.at(damping)
@@ -360,7 +368,7 @@ class OutputSteps:
             iterations += solution.iterations
             solution = shortened(solution, scale)
             with now.timed("line_search"):
-                update = update_along(model, settings, solution, damping=damping, iterations=iterations)
+                update = update_along(model, solution, damping=damping, iterations=iterations)
             if update is not None:
                 return update
             # The paper goes on with whatever direction it has. One that started from d0 != 0 need not be of descent,
@@ -376,24 +384,23 @@ class OutputSteps:
     def _maxiter_for(self, now: StepState, model: BatchModel) -> int:
         """maxiter <- ⌈n_next/n · maxiter⌉ (section 4.5)."""
         maxiter, largest = now.group["maxiter"], now.memory["largest_batch"]
-        grows = self.settings.scale_maxiter and largest and model.n > largest
+        solver: Any = self.settings.solver
+        grows = solver.scale_maxiter and largest and model.n > largest
         return math.ceil(model.n / largest * maxiter) if grows else maxiter
 
     def _raised(self, damping: float) -> float:
-        return min(damping * _RETRY_DAMPING, self.settings.damping_bounds[1])
+        return min(damping * _RETRY_DAMPING, self.settings.damping.bounds[1])
 
     def _adapt(self, now: StepState, model: BatchModel, preconditioner: StepPreconditioner, update: Update) -> None:
         """λ by the Levenberg-Marquardt rule (section 4.2), γ and maxiter (section 4.5), and the memory of the step."""
         settings, group, memory = self.settings, now.group, now.memory
         group["maxiter"] = self._maxiter_for(now, model)
-        group["warm_start"] = settings.grown_warm_start(group["warm_start"])
+        group["warm_start"] = settings.warm_start.grown(group["warm_start"])
         now.damping = update.damping
         if group["drop"] is not None:
-            adapted = settings.adapted_damping(update.damping, update.reduction_ratio, group["drop"])
-            # The next batch decides about a fall of λ, where the rule is so.
-            now.damping = adapted if settings.damping_rule == "levenberg_marquardt" else max(adapted, update.damping)
+            now.damping = settings.damping.adapted(update.damping, update.reduction_ratio, group["drop"])
         measured: dict[str, Any] = {}
-        if settings.damping_rule == "next_batch":
+        if isinstance(settings.damping, NextBatch):
             measured = {
                 "step_scale": now.step_scale,
                 "average_changes": memory.get("average_changes", (0.0, 0.0)),
@@ -408,7 +415,7 @@ class OutputSteps:
             "steps": memory["steps"] + 1,
             "largest_batch": max(model.n, memory["largest_batch"]),
             "direction": None if update.solution is None else update.solution.last,
-            "max_factor_size": settings.max_factor_size,
+            "max_factor_size": None if self.kronecker is None else self.kronecker.max_size,
             "factors": preconditioner.factors,
             "factor_damping": preconditioner.factor_damping,
             **measured,

@@ -115,6 +115,11 @@ class KroneckerAverages:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cache": None}
 
+    @property
+    def max_size(self) -> int | None:
+        """Rows above which a factor is kept as its diagonal."""
+        return self._measured.max_size
+
     def summary(self) -> str:
         """See :meth:`~lightning_struct.optim.SHF.summary`."""
         return self._measured.summary()

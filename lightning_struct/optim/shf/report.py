@@ -29,7 +29,7 @@ class StepReport:
         predicted_batch_size: n̂ of the norm test; None where the variance is, or where the gradient is zero.
         block_losses: name -> ½ mean_i r²_{b,i} before the step, without its weight, where the module returns residuals
             (``loss="least_squares"``).
-        step_scale: σ, the share of the solver's direction that was tried (``damping_rule="next_batch"``; else 1).
+        step_scale: σ, the share of the solver's direction that was tried (damping by :class:`NextBatch`; else 1).
         next_batch_ratio: fall of the loss of the next batch over that of a step's own, averaged over the steps until
             the last; None where it is not measured yet.
         seconds: wall time by phase (``"linearize"``, with the gradient; ``"precondition"``; ``"solve"``, with the merit

@@ -18,20 +18,17 @@ from lightning_struct.functional.residuals.residuals import LeastSquares
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.requirements import warn
 from lightning_struct.optim.shf.buffers import BufferUpdates
-from lightning_struct.optim.shf.complete_settings import ResidualSettings, check_settings_of_residuals
 from lightning_struct.optim.shf.damped_steps import DampedStep, DampedSteps
 from lightning_struct.optim.shf.objective import Batches
 from lightning_struct.optim.shf.report import PhaseTimer, StepReport
 from lightning_struct.optim.shf.residual_model import ResidualModel
 from lightning_struct.optim.shf.residual_solvers import ResidualSolver, Room, make_solver
 from lightning_struct.optim.shf.samples import arguments, check_arguments
-from lightning_struct.optim.shf.settings import PAPER, Settings
+from lightning_struct.optim.shf.settings import Settings, name_of
 from lightning_struct.optim.shf.step_state import StepState
 from lightning_struct.optim.shf.unreached import called_without_gradients, without_gradients_message
 
 _log = logging.getLogger(__name__)
-_OF_PAPER = ("drop", "min_damping", "max_damping", "warm_start_growth", "maxiter")
-_FILLED = {name: PAPER[name] for name in _OF_PAPER} | {"warm_start": 0.0, "geodesic_acceleration": True}
 # Where a step fails, the next one goes on with λ times this, at most with the largest singular value of J: the step has
 # tried all larger ones, and from far above it a step on other samples may be too short to change the loss.
 _RAISED = 10.0
@@ -84,10 +81,9 @@ class ResidualSteps:
     """
 
     def __init__(self, module: nn.Module, loss: LeastSquares, given: Settings) -> None:
-        check_settings_of_residuals(given)
         self.loss, self.exact_variance = loss, True
-        self._adapts_warm_start = given.is_left("warm_start")
-        self.settings = ResidualSettings.of(given.filled(_FILLED))
+        self._adapts_warm_start = given.warm_start.is_left("initial")
+        self.settings = given.for_residuals()
         self._module, self._checked_reached = module, False
         self._records, self._buffers, self._room = RowRecords(module), BufferUpdates(module), Room()
         self._warned: set[str] = set()
@@ -140,7 +136,7 @@ class ResidualSteps:
             left, rounding = memory.get("loss_after"), torch.finfo(like.dtype).eps ** 0.5
             group["warm_start"] = adapted_warm_start(group["warm_start"], report.loss_before, left, rounding)
         else:
-            group["warm_start"] = self.settings.grown_warm_start(group["warm_start"])
+            group["warm_start"] = self.settings.warm_start.grown(group["warm_start"])
         if memory["steps"] == 0 and rank() == 0:
             _log.info(
                 f"SHF chose solver={update.method!r} for {update.model.rows:,} residuals and "
@@ -218,7 +214,8 @@ class ResidualSteps:
     ) -> ResidualUpdate:
         """The same, given the problem of the batch."""
         with timed("linearize"):
-            solver = make_solver(model, self.settings.solver, self.settings.maxiter, self._room)
+            method = None if self.settings.solver is None else name_of(self.settings.solver)
+            solver = make_solver(model, method, self.settings.maxiter, self._room)
         if solver.method == "exact":
             self._warn_of_slow_rows()
         squared, step = inner(solver.gradient, solver.gradient).item(), None
@@ -267,21 +264,21 @@ class ResidualSteps:
         timed: PhaseTimer,
     ) -> tuple[DampedStep | None, float, str]:
         """The step around d0, else around zero, None where neither lowers the loss; its λ, and why the solve ended."""
-        settings = self.settings
+        rule: Any = self.settings.damping
         for center in (None,) if start is None else (start, None):
             with timed("solve"):
                 solver.begin(center, damping)
                 smallest = solver.smallest_damping if adapts else 0.0
-                bounds = max(settings.min_damping, smallest), settings.max_damping
+                bounds = max(rule.minimum, smallest), rule.maximum
                 around = _FIRST_SHARE * solver.largest if damping is None else max(damping, smallest)
-                steps = DampedSteps(model, solver, bounds, accelerated=settings.geodesic_acceleration)
+                steps = DampedSteps(model, solver, bounds, accelerated=rule.acceleration)
             with timed("line_search"):
                 step = steps.best(around, adapts=adapts)
             if step is not None:
                 return step, step.damping, solver.stop_reason
         self._warn_of_precision(model)
         raised = min(around * _RAISED, max(solver.largest, bounds[0]))
-        return None, min(raised, settings.max_damping), "line_search"
+        return None, min(raised, rule.maximum), "line_search"
 
     def _warn_of_slow_rows(self) -> None:
         for name, reason in self._records.refused.items():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from lightning_struct.functional.solvers.least_squares import RightPreconditione
 from lightning_struct.functional.solvers.line_search import armijo
 from lightning_struct.functional.vectors import inner
 from lightning_struct.optim.shf.batch_model import BatchModel
-from lightning_struct.optim.shf.complete_settings import OutputSettings
 from lightning_struct.optim.shf.merit import MeritStopping
 from lightning_struct.optim.shf.objective import Batches
+from lightning_struct.optim.shf.settings import CG, LSMR, LSQR, Settings
+
+# α of the line search (Table 1).
+_ARMIJO = 1e-4
 
 Preconditioner: TypeAlias = Tensor | RightPreconditioner | None
 
@@ -72,7 +75,7 @@ class Update:
 
 def solve(
     model: BatchModel,
-    settings: OutputSettings,
+    settings: Settings,
     *,
     damping: float,
     start: Tensor | None,
@@ -94,53 +97,53 @@ def solve(
     Raises:
         FloatingPointError: NaN or infinity within the solve.
     """
-    anchor = start if settings.damping_center == "start" else None
-    if settings.solver == "cg":
-        return _solve_by_cg(model, settings, damping, start, anchor, preconditioner, maxiter)
+    anchor = start if settings.damping.center == "start" else None
+    solver: Any = settings.solver
+    if isinstance(solver, CG):
+        return _solve_by_cg(model, solver, settings.l2, damping, start, anchor, preconditioner, maxiter)
     # LSMR (Algorithm 6) or LSQR on min ‖A d - b‖² + n λ²‖d - center‖², until the merit stops falling
-    stopping = None if validation is None else _merit_stopping(model, settings, start, maxiter, validation)
+    stopping = None if validation is None else _merit_stopping(model, solver, start, maxiter, validation)
     strength: float = damping
-    center: str | Tensor = settings.damping_center
+    center: str | Tensor = settings.damping.center
     if settings.l2:
         strength, center = model.joined_damping(damping, anchor)
-    result = (lsqr if settings.solver == "lsqr" else lsmr)(
+    result = (lsqr if isinstance(solver, LSQR) else lsmr)(
         model.forward,
         model.backward,
         model.right_hand_side,
         damp=strength * math.sqrt(model.n),
         x0=start,
         damping_center=center,
-        damping_space=settings.damped_space,
+        damping_space=settings.damping_space,
         preconditioner=preconditioner,
         maxiter=maxiter,
-        atol=settings.atol,
+        atol=solver.atol,
         btol=0.0,
         callback=stopping,
         all_reduce=all_reduce,
         gradient=model.gradient_of_rows() if start is None else None,
     )
-    best = stopping.best if stopping is not None and stopping.best is not None else result.x
     merits = () if stopping is None else tuple(stopping.values)
-    return Solution(best, result.x, result.iterations, result.stop_reason, merits)
+    return Solution(result.x, result.x, result.iterations, result.stop_reason, merits)
 
 
 def _merit_stopping(
-    model: BatchModel, settings: OutputSettings, start: Tensor | None, maxiter: int, validation: Batches
+    model: BatchModel, solver: LSMR, start: Tensor | None, maxiter: int, validation: Batches
 ) -> MeritStopping:
     return MeritStopping(
         lambda d: model.objective.merit(d, validation),
         model.objective.merit(torch.zeros_like(model.gradient) if start is None else start, validation),
         maxiter=maxiter,
-        miniter=settings.miniter,
-        recover=settings.recover,
-        ftol=settings.ftol,
-        keep_best=settings.return_best,
+        miniter=solver.miniter,
+        recover=solver.recover,
+        ftol=solver.ftol,
     )
 
 
 def _solve_by_cg(
     model: BatchModel,
-    settings: OutputSettings,
+    solver: Any,
+    l2: float,
     damping: float,
     start: Tensor | None,
     anchor: Tensor | None,
@@ -148,7 +151,7 @@ def _solve_by_cg(
     maxiter: int,
 ) -> Solution:
     """CG of Martens (2010) on (AᵀA/m + λ² + l2) d = -∇f + λ² d0, then back over stored iterates while f gets lower."""
-    strength = damping**2 + settings.l2
+    strength = damping**2 + l2
     right_hand_side = -model.gradient
     if anchor is not None:
         right_hand_side.add_(anchor, alpha=damping**2)
@@ -167,8 +170,8 @@ def _solve_by_cg(
         x0=start,
         preconditioner=preconditioner,
         maxiter=maxiter,
-        progress_tolerance=settings.progress_tolerance,
-        progress_window=settings.progress_window,
+        progress_tolerance=solver.progress_tolerance,
+        progress_window=solver.progress_window,
         callback=store,
     )
     best, value = result.x, model.objective.value_at(result.x)
@@ -193,14 +196,11 @@ def shortened(solution: Solution, scale: float) -> Solution:
     return replace(solution, direction=solution.direction * scale, value=None, curvature=curvature)
 
 
-def update_along(
-    model: BatchModel, settings: OutputSettings, solution: Solution, *, damping: float, iterations: int
-) -> Update | None:
+def update_along(model: BatchModel, solution: Solution, *, damping: float, iterations: int) -> Update | None:
     """s by Armijo's rule and ρ (section 4.2) for the direction of a solve; None where no step along it lowers f.
 
     Args:
         model: the model that was solved.
-        settings: α of the rule.
         solution: the solve.
         damping: λ of the solve.
         iterations: iterations of this solve and of those before it in the same step.
@@ -211,7 +211,7 @@ def update_along(
     if not (slope < 0.0 and predicted < 0.0):
         return None
     full = model.objective.value_at(d) if solution.value is None else solution.value
-    found = armijo(partial(model.objective.value_at, d), model.value, slope, alpha=settings.armijo, first_value=full)
+    found = armijo(partial(model.objective.value_at, d), model.value, slope, alpha=_ARMIJO, first_value=full)
     if found.step_length == 0.0:
         return None
     actual = model.objective.held_out_change(d) if model.has_held_out else full - model.value

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_struct.optim.requirements import WEIGHTS_ALONE
 from lightning_struct.optim.shf.report import PhaseTimer
-from lightning_struct.optim.shf.settings import check_damping
+from lightning_struct.optim.shf.settings import is_damping
 
 # Where the state has the memory: torch casts the state of a parameter to that parameter's dtype when it is loaded.
 _KEY = "shf"
@@ -59,7 +59,8 @@ class StepState:
 
     @damping.setter
     def damping(self, value: float) -> None:
-        check_damping(value)
+        if not is_damping(value):
+            raise ValueError(f"damping must be finite and > 0, got {value}")
         self.group["damping"] = float(value)
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_struct.functional.jacobian.losses import SquaredError
 from lightning_struct.functional.solvers.damping import ScaledDamping, next_batch_rule
-from lightning_struct.optim import memory
+from lightning_struct.optim import LSMR, Kronecker, LevenbergMarquardt, NextBatch, memory
 from lightning_struct.optim.shf import SHF, StepReport, kronecker
 from tests.cases import First, SelfAttention, flat, gaussian, mlp
 from tests.optim.shf.test_shf import Borrowing, batch, network, take, weights, without_seconds
@@ -93,7 +93,7 @@ def test_the_first_damping_is_one_and_a_half_times_the_largest_singular_value() 
     optimizer = SHF(nn.Linear(4, 2, bias=False).double(), "mse")
     report = take(optimizer, (inputs, targets))
     largest = torch.linalg.matrix_norm(inputs, 2).item() / len(inputs) ** 0.5
-    assert report.damping == optimizer.settings.damping == pytest.approx(1.5 * largest, rel=0.02)
+    assert report.damping == optimizer.settings.damping.initial == pytest.approx(1.5 * largest, rel=0.02)
 
 
 def test_the_log_says_once_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,49 +104,41 @@ def test_the_log_says_once_what_was_chosen(caplog: pytest.LogCaptureFixture) -> 
     (message,) = [record.getMessage() for record in caplog.records]
     assert all(
         word in message
-        for word in ("'cg'", "'kronecker' (every step)", "'layer_rules'", f"damping={optimizer.settings.damping:.3g}")
+        for word in (
+            "'cg'",
+            "'kronecker' (every step)",
+            "'layer_rules'",
+            f"damping={optimizer.settings.damping.initial:.3g}",
+        )
     )
 
 
 def test_settings_that_are_given_override_the_choice() -> None:
-    given: dict[str, Any] = {"solver": "lsmr", "maxiter": 7, "warm_start": 0.5, "drop": None}
-    given |= {"min_damping": 0.25, "max_damping": 64.0}
-    optimizer = SHF(network(), "mse", **given)
+    rule = LevenbergMarquardt(minimum=0.25, maximum=64.0)
+    optimizer = SHF(network(), "mse", solver=LSMR(maxiter=7), warm_start=0.5, damping=rule)
     take(optimizer, batch())
-    assert {name: getattr(optimizer.settings, name) for name in given} == given
-    assert optimizer.settings.preconditioner == "kronecker"
-
-
-def test_none_is_no_preconditioner_and_not_left_to_be_chosen() -> None:
-    assert SHF(network(), "mse", preconditioner=None).settings.preconditioner is None
-
-
-@pytest.mark.parametrize(("preconditioner", "iterations"), [("kronecker", 20), ("diagonal", 50), (None, 50)])
-def test_solves_without_kronecker_factors_are_given_more_iterations(preconditioner: Any, iterations: int) -> None:
-    assert SHF(network(), "mse", preconditioner=preconditioner).settings.maxiter == iterations
+    in_force = optimizer.settings
+    assert in_force.damping == LevenbergMarquardt(in_force.damping.initial, drop=0.85, minimum=0.25, maximum=64.0)
+    assert in_force.solver == LSMR(maxiter=7, scale_maxiter=False)
+    assert isinstance(in_force.preconditioner, Kronecker)
 
 
 @pytest.mark.parametrize(("inputs", "interval"), [(10, 1), (1000, 10)])
 def test_large_factors_are_updated_once_in_ten_steps_at_the_least(inputs: int, interval: int) -> None:
     settings: Any = SHF(nn.Linear(inputs, 1), "mse").settings
-    assert settings.factor_interval == interval
-
-
-def test_damping_on_y_is_chosen_what_it_needs() -> None:
-    settings = SHF(network(), "mse", damping_space="y").settings
-    assert (settings.solver, settings.preconditioner) == ("lsmr", "diagonal")
+    assert settings.preconditioner.interval == interval
 
 
 def test_a_damping_set_before_the_first_step_is_that_of_the_first_step() -> None:
     optimizer = SHF(network(), "mse")
     optimizer.damping = 3.0
-    assert take(optimizer, batch()).damping == optimizer.settings.damping == 3.0
+    assert take(optimizer, batch()).damping == optimizer.settings.damping.initial == 3.0
 
 
 def test_factors_that_find_no_room_are_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda _: 4_000)
     optimizer = SHF(nn.Linear(40, 4), "mse")
-    assert optimizer.settings.max_factor_size < 40  # type: ignore[operator]
+    assert optimizer.settings.preconditioner.max_size < 40  # type: ignore[union-attr, operator]
     take(optimizer, (gaussian(8, 40, seed=0).float(), torch.zeros(8, 4)))
 
 
@@ -175,19 +167,6 @@ def test_the_blocks_of_the_factors_are_found_once(settings: dict[str, Any], monk
     monkeypatch.setattr(kronecker, "curvature_blocks", counted)
     SHF(network(), "mse", **settings)
     assert made == 1
-
-
-def test_with_a_damping_all_else_is_the_papers() -> None:
-    module = network()
-    assert SHF(module, "mse", damping=10.0).settings == SHF.paper(module, "mse").settings
-    settings = SHF.paper(module, "mse", maxiter=200, damping=5.0).settings
-    assert (settings.damping, settings.maxiter, settings.solver, settings.preconditioner) == (
-        5.0,
-        200,
-        "lsmr",
-        "diagonal",
-    )
-    assert (settings.warm_start, settings.drop, settings.damping_rule) == (0.7, 0.99, "levenberg_marquardt")
 
 
 # The next batch
@@ -234,7 +213,7 @@ def test_sparse_inputs_with_much_noise_do_not_freeze_the_weights() -> None:
     for rows in torch.randperm(6000)[:5000].split(100) * 3:
         take(optimizer, (inputs[rows], labels[rows]))
         dampings.append(optimizer.damping)
-    assert max(dampings) < 2 * optimizer.settings.damping
+    assert max(dampings) < 2 * optimizer.settings.damping.initial  # type: ignore[operator]
     assert (module(inputs).argmax(1) == labels).float().mean() > 0.75
 
 
@@ -256,7 +235,7 @@ def test_a_deep_plain_network_leaves_the_mean_of_the_targets() -> None:
 
 def test_the_rule_of_the_ratio_on_the_own_batch_overfits_them() -> None:
     module = wide()
-    found = accuracies(SHF(module, "cross_entropy", damping_rule="levenberg_marquardt"), module, 60)
+    found = accuracies(SHF(module, "cross_entropy", damping="levenberg_marquardt"), module, 60)
     assert fall(found[20:]) > 0.1
 
 
@@ -517,10 +496,10 @@ class Rising(SquaredError):
         return -super().value(outputs, targets)
 
 
-@pytest.mark.parametrize("options", [{}, {"damping": 1.0}], ids=str)
+@pytest.mark.parametrize("rule", [NextBatch(drop=0.01), LevenbergMarquardt(1.0, drop=0.01)], ids=str)
 @pytest.mark.filterwarnings("ignore:SHF. no step")
-def test_the_damping_of_a_run_that_fails_for_ever_is_bounded(options: dict[str, Any]) -> None:
-    optimizer = SHF(network(torch.float32), Rising(), drop=0.01, **options)
+def test_the_damping_of_a_run_that_fails_for_ever_is_bounded(rule: NextBatch | LevenbergMarquardt) -> None:
+    optimizer = SHF(network(torch.float32), Rising(), damping=rule)
     for _ in range(20):
         take(optimizer, batch(dtype=torch.float32))
-        assert optimizer.damping <= optimizer.settings.max_damping <= 1e9
+        assert optimizer.damping <= optimizer.settings.damping.maximum <= 1e9  # type: ignore[operator]

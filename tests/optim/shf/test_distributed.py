@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_struct.optim import SHF
+from lightning_struct.optim import CG, LSMR, LSQR, SHF, Kronecker, LevenbergMarquardt
 from tests.cases import First, flat, mlp, trainable
 from tests.optim.helpers import gaussian
 from tests.processes import in_two_processes
@@ -71,33 +71,37 @@ class Scenario:
 SCENARIOS = {
     "lsmr_diagonal": Scenario({"preconditioner": "diagonal"}),
     "cg_fisher": Scenario({"solver": "cg", "preconditioner": "fisher"}),
-    "lsqr_origin_l2": Scenario({"solver": "lsqr", "damping_center": "origin", "l2": 0.1, "preconditioner": "fisher"}),
-    "diagonal_sum_on_x": Scenario({"preconditioner": "diagonal_sum", "damping_space": "x", "maxiter": 10}),
+    "lsqr_origin_l2": Scenario(
+        {"solver": "lsqr", "damping": LevenbergMarquardt(1.0, drop=0.9, center="origin")}
+        | {"l2": 0.1, "preconditioner": "fisher"}
+    ),
+    "diagonal_sum_on_x": Scenario({"preconditioner": "diagonal_sum", "solver": LSMR(damping_space="x", maxiter=10)}),
     "cross_entropy": Scenario({}, loss="cross_entropy"),
-    "convolution": Scenario({"maxiter": 10}, build=convolution),
+    "convolution": Scenario({"solver": LSMR(maxiter=10)}, build=convolution),
     "chunks": Scenario({"chunk_size": 4}),
-    "validation": Scenario({"maxiter": 20, "return_best": True}, validation=(4, 9)),
-    "validation_on_one_process": Scenario({"maxiter": 20, "miniter": 5, "ftol": 1e-3}, validation=(0, 6)),
-    "kronecker_lsmr": Scenario({"preconditioner": "kronecker", "maxiter": 20}),
-    "kronecker_cg_l2": Scenario({"preconditioner": "kronecker", "solver": "cg", "l2": 0.1, "factor_interval": 2}),
+    "validation": Scenario({"solver": LSMR(maxiter=20)}, validation=(4, 9)),
+    "validation_on_one_process": Scenario({"solver": LSMR(maxiter=20, miniter=5, ftol=1e-3)}, validation=(0, 6)),
+    "kronecker_lsmr": Scenario({"preconditioner": "kronecker", "solver": LSMR(maxiter=20)}),
+    "kronecker_cg_l2": Scenario({"preconditioner": Kronecker(interval=2), "solver": "cg", "l2": 0.1}),
     "kronecker_cross_entropy_chunks": Scenario(
-        {"preconditioner": "kronecker", "solver": "lsqr", "chunk_size": 4, "maxiter": 20, "max_factor_size": 5},
+        {"preconditioner": Kronecker(max_size=5), "solver": LSQR(maxiter=20), "chunk_size": 4},
         loss="cross_entropy",
     ),
-    "kronecker_convolution": Scenario({"preconditioner": "kronecker", "maxiter": 10}, build=convolution),
+    "kronecker_convolution": Scenario({"preconditioner": "kronecker", "solver": LSMR(maxiter=10)}, build=convolution),
     "kronecker_recurrent": Scenario(
-        {"preconditioner": "kronecker", "maxiter": 8, "backend": "double_backward"}, build=recurrent_and_norm
+        {"preconditioner": "kronecker", "solver": LSMR(maxiter=8), "backend": "double_backward"},
+        build=recurrent_and_norm,
     ),
     "kronecker_parameter": Scenario(
-        {"preconditioner": "kronecker", "maxiter": 8, "backend": "double_backward"}, build=offset
+        {"preconditioner": "kronecker", "solver": LSMR(maxiter=8), "backend": "double_backward"}, build=offset
     ),
-    "held_out": Scenario({"held_out": 0.25, "maxiter": 10}, sizes=DIVISIBLE, apart=0.25),
+    "held_out": Scenario({"held_out": 0.25, "solver": LSMR(maxiter=10)}, sizes=DIVISIBLE, apart=0.25),
     "curvature_share": Scenario(
-        {"preconditioner": "kronecker", "solver": "cg", "curvature_share": 0.5}, sizes=DIVISIBLE, apart=0.5
+        {"preconditioner": "kronecker", "solver": CG(curvature_share=0.5)}, sizes=DIVISIBLE, apart=0.5
     ),
-    "two_arguments": Scenario({"damping": None, "drop": "auto"}, loss="cross_entropy"),
-    "two_arguments_parameter": Scenario({"damping": None, "drop": "auto"}, build=offset),
-    "float32": Scenario({"maxiter": 10}, dtype=torch.float32),
+    "two_arguments": Scenario({"damping": None}, loss="cross_entropy"),
+    "two_arguments_parameter": Scenario({"damping": None}, build=offset),
+    "float32": Scenario({"solver": LSMR(maxiter=10)}, dtype=torch.float32),
 }
 
 
@@ -123,7 +127,7 @@ def share(
 def make(scenario: Scenario) -> tuple[nn.Module, SHF]:
     torch.manual_seed(0)
     module = scenario.build().to(scenario.dtype)
-    return module, SHF(module, scenario.loss, **{"damping": 1.0, "drop": 0.9, **scenario.options})
+    return module, SHF(module, scenario.loss, **{"damping": LevenbergMarquardt(1.0, drop=0.9), **scenario.options})
 
 
 def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
@@ -143,7 +147,7 @@ def train(scenario: Scenario, rank: int | None) -> list[dict[str, Any]]:
 
 def count_collectives(rank: int, maxiter: int, preconditioner: str = "diagonal") -> dict[str, list[int]]:
     """Sizes of what is communicated in one step with so many iterations of LSMR."""
-    scenario = Scenario({"maxiter": maxiter, "atol": 0.0, "preconditioner": preconditioner})
+    scenario = Scenario({"solver": LSMR(maxiter=maxiter, atol=0.0), "preconditioner": preconditioner})
     _, optimizer = make(scenario)
     sizes: dict[str, list[int]] = {"all_reduce": [], "all_gather": [], "broadcast": [], "barrier": []}
     originals = {name: getattr(dist, name) for name in sizes}

@@ -21,7 +21,7 @@ from lightning_struct.data import Poisson
 from lightning_struct.functional import LeastSquares
 from lightning_struct.functional.residuals.residual_rows import RowRecords
 from lightning_struct.models import PhysicsInformedNetwork
-from lightning_struct.optim import SHF
+from lightning_struct.optim import LSMR, SHF, LevenbergMarquardt, WarmStart
 from lightning_struct.optim.shf.residual_model import ResidualModel, RowProducts
 from lightning_struct.optim.shf.residual_solvers import ExactSolver, KrylovSolver, Room
 from tests.cases import flat, gaussian, trainable
@@ -129,11 +129,8 @@ def test_steps_solve_the_damped_problem_around_a_part_of_the_last_step(name: str
         module,
         "least_squares" if shares is None else LeastSquares(shares),
         solver="exact",
-        damping=damping,
-        drop=None,
-        warm_start=gamma,
-        warm_start_growth=1.0,
-        geodesic_acceleration=False,
+        damping=LevenbergMarquardt(initial=damping, drop=None, acceleration=False),
+        warm_start=WarmStart(initial=gamma, growth=1.0),
     )
     function, previous = scaled_residuals(module, inputs, shares), torch.zeros(len(weights(module)))
     for _ in range(3):
@@ -164,7 +161,7 @@ def test_a_small_damping_costs_no_digits() -> None:
             return rows @ self.weight - rows @ solution
 
     module = Fit()
-    SHF(module, "least_squares", solver="exact", damping=1e-9, drop=None).step(inputs=rows)
+    SHF(module, "least_squares", solver="exact", damping=LevenbergMarquardt(initial=1e-9, drop=None)).step(inputs=rows)
     assert (module.weight - solution).norm() < 1e-3
 
 
@@ -204,7 +201,7 @@ def test_the_warm_start_falls_where_a_batch_has_no_loss() -> None:
 
 @pytest.mark.parametrize(("given", "growth"), [(0.2, 1.0), (0.97, 1.002)], ids=["no growth", "above its maximum"])
 def test_a_warm_start_that_is_given_stays(given: float, growth: float) -> None:
-    optimizer = SHF(Equation(), "least_squares", warm_start=given, warm_start_growth=growth)
+    optimizer = SHF(Equation(), "least_squares", warm_start=WarmStart(initial=given, growth=growth))
     for number in range(3):
         optimizer.step(inputs={**points(), "interior": points()["interior"][number:]})
     assert optimizer.param_groups[0]["warm_start"] == given
@@ -231,7 +228,10 @@ def test_the_report_has_the_loss_of_each_block() -> None:
 @pytest.mark.parametrize(("solver", "name"), [("lsmr", "autograd"), ("lsqr", "two outputs"), ("cg", "two outputs")])
 def test_the_krylov_solvers_take_the_exact_step_up_to_their_tolerance(solver: str, name: str) -> None:
     build, batch, shares = MODULES[name]
-    options: dict[str, Any] = {"damping": 0.3, "drop": None, "warm_start": 0.5, "geodesic_acceleration": False}
+    options: dict[str, Any] = {
+        "damping": LevenbergMarquardt(initial=0.3, drop=None, acceleration=False),
+        "warm_start": 0.5,
+    }
     reports = []
     for chosen in ("exact", solver):
         optimizer = SHF(build(), LeastSquares(shares), solver=chosen, **options)
@@ -247,7 +247,9 @@ def test_the_krylov_solvers_take_the_exact_step_up_to_their_tolerance(solver: st
 def test_the_krylov_solvers_accelerate_as_the_exact_one(solver: str) -> None:
     build, batch, shares = MODULES["autograd"]
     exact, other = (
-        SHF(build(), LeastSquares(shares), solver=chosen, damping=0.3, drop=None).step(inputs=batch())
+        SHF(build(), LeastSquares(shares), solver=chosen, damping=LevenbergMarquardt(initial=0.3, drop=None)).step(
+            inputs=batch()
+        )
         for chosen in ("exact", solver)
     )
     assert other.loss_after == pytest.approx(exact.loss_after, rel=1e-4)
@@ -292,7 +294,7 @@ def test_a_wide_network_takes_the_step_of_the_dense_problem() -> None:
     function, before, damping = scaled_residuals(module, inputs, None), weights(module), 0.5
     jacobian, residuals = torch.autograd.functional.jacobian(function, before), function(before)
     step = -jacobian.mT @ torch.linalg.solve(jacobian @ jacobian.mT + damping**2 * torch.eye(28), residuals)
-    optimizer = SHF(module, "least_squares", damping=damping, drop=None, geodesic_acceleration=False)
+    optimizer = SHF(module, "least_squares", damping=LevenbergMarquardt(initial=damping, drop=None, acceleration=False))
     report = optimizer.step(inputs=inputs)
     torch.testing.assert_close(weights(module) - before, step, rtol=1e-9, atol=1e-9)
     assert report.stop_reason == "exact"
@@ -410,7 +412,10 @@ def test_a_small_change_of_what_a_module_holds_is_noticed_after_large_residuals(
     module = Fit()
     module.shift = 0.0  # type: ignore[assignment]
     module.forward = lambda x, measured: module.net(x) - measured + module.shift  # type: ignore[method-assign]
-    optimizer, (x, measured) = SHF(module, "least_squares", damping=1e6, drop=None), measurements()
+    optimizer, (x, measured) = (
+        SHF(module, "least_squares", damping=LevenbergMarquardt(initial=1e6, drop=None)),
+        measurements(),
+    )
     optimizer.step(inputs=(x, 1e6 * measured))
     module.shift = 1e-3  # type: ignore[assignment]
     few = x[:5], module.net(x).detach()[:5]
@@ -478,7 +483,7 @@ def test_the_gradient_is_that_of_the_parts_for_the_variance_in_a_step_from_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vectors = arguments_of(RowProducts, "backward", monkeypatch)
-    optimizer = SHF(Fit(), "least_squares", solver="lsmr", maxiter=3)
+    optimizer = SHF(Fit(), "least_squares", solver=LSMR(maxiter=3))
     assert optimizer.step(inputs=measurements()).solver_iterations == 3
     assert len(vectors) == 3  # one in each iteration
 
@@ -498,7 +503,9 @@ class Flat(nn.Module):
 @pytest.mark.parametrize("drop", [None, 0.5])
 def test_the_same_damping_is_not_solved_twice_at_its_bound(drop: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = arguments_of(ExactSolver, "direction", monkeypatch)
-    optimizer = SHF(Flat(), "least_squares", damping=1.0, min_damping=0.5, max_damping=4.0, drop=drop)
+    optimizer = SHF(
+        Flat(), "least_squares", damping=LevenbergMarquardt(initial=1.0, minimum=0.5, maximum=4.0, drop=drop)
+    )
     with pytest.warns(UserWarning, match="no step lowers the loss"):
         optimizer.step(inputs=torch.zeros(1))
     assert max(tried) == 4.0
@@ -617,7 +624,7 @@ def test_many_coupled_residuals_of_few_parameters_take_a_pass_for_each_parameter
     before = module.factors.detach().clone()
     J = torch.func.jacrev(lambda w: functional_call(ManyMeasurements(torch.square), {"factors": w}, measured))(before)
     r = module(measured).detach()
-    options = {"damping": 0.3, "drop": None, "geodesic_acceleration": False}
+    options = {"damping": LevenbergMarquardt(initial=0.3, drop=None, acceleration=False)}
     SHF(module, "least_squares", solver="exact", **options).step(inputs=measured)
     expected = torch.linalg.solve(J.T @ J / 1000 + 0.09 * torch.eye(3, dtype=torch.float64), -J.T @ r / 1000)
     torch.testing.assert_close(module.factors.detach() - before, expected)
@@ -806,15 +813,20 @@ class NoisyFit(nn.Module):
 
 def test_a_fixed_damping_is_raised_for_a_step_alone() -> None:
     torch.manual_seed(0)
-    options = {"warm_start": 0.9, "warm_start_growth": 1.0, "geodesic_acceleration": False}
-    optimizer = SHF(NoisyFit().double(), "least_squares", solver="exact", damping=0.03, drop=None, **options)
+    optimizer = SHF(
+        NoisyFit().double(),
+        "least_squares",
+        solver="exact",
+        damping=LevenbergMarquardt(0.03, drop=None, acceleration=False),
+        warm_start=WarmStart(0.9, growth=1.0),
+    )
     samples = [gaussian(40, 2, seed=seed) for seed in range(20)]
     dampings = [optimizer.step(inputs=(x, x.sum(1).sin() + 0.3 * x[:, 0].roll(1))).damping for x in samples]
     assert max(dampings) > 0.03 and optimizer.damping == 0.03
 
 
 def test_a_fixed_damping_is_kept_while_it_lowers_the_loss() -> None:
-    optimizer = SHF(Equation(), "least_squares", damping=2.0, drop=None)
+    optimizer = SHF(Equation(), "least_squares", damping=LevenbergMarquardt(initial=2.0, drop=None))
     assert [optimizer.step(inputs=points()).damping for _ in range(3)] == [2.0] * 3
 
 
@@ -1136,7 +1148,7 @@ def test_a_fixed_damping_of_a_wide_network_is_used_however_small() -> None:
     adaptive = SHF(module, "least_squares")
     for _ in range(15):  # near a minimum, where so small a damping gives a step that lowers the loss
         adaptive.step(inputs=points)
-    report = SHF(module, "least_squares", damping=1e-7, drop=None).step(inputs=points)
+    report = SHF(module, "least_squares", damping=LevenbergMarquardt(initial=1e-7, drop=None)).step(inputs=points)
     assert report.damping == 1e-7
 
 

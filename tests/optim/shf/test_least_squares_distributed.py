@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional import LeastSquares
-from lightning_struct.optim import SHF
+from lightning_struct.optim import LSMR, SHF
 from tests.cases import flat, gaussian, trainable
 from tests.optim.shf.test_least_squares import Equation
 from tests.processes import in_two_processes
@@ -27,7 +27,7 @@ SIZES = {
 }
 SOLVERS: dict[str, dict[str, Any]] = {
     "exact": {"solver": "exact", "warm_start": 0.5},
-    "lsmr": {"solver": "lsmr", "maxiter": 19},
+    "lsmr": {"solver": LSMR(maxiter=19)},
 }
 
 

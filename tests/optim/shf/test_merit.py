@@ -141,15 +141,3 @@ def test_an_iterate_that_is_not_evaluated_is_not_formed() -> None:
 
     stopping = MeritStopping(lambda x: 0.0, 1.0, maxiter=10)
     assert not any(stopping(k, solution) for k in (1, 2, 3, 4))
-
-
-@pytest.mark.parametrize(("name", "best"), [("falls_then_rises", 30), ("falls", 60), ("rises", 5)])
-def test_the_best_iterate_is_kept_if_asked_for(name: str, best: int) -> None:
-    *_, stopping = run(SEQUENCES[name], 1.5, 60, keep_best=True)
-    *_, k_min = algorithm_6(SEQUENCES[name], 1.5, 60, 50, 100, 1e-7)
-    assert stopping.best == best == k_min
-
-
-def test_no_iterate_is_kept_otherwise() -> None:
-    *_, stopping = run(SEQUENCES["falls"], 1.5, 60)
-    assert stopping.best is None

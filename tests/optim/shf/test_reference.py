@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_struct.optim import SHF, StepReport
+from lightning_struct.optim import CG, LSMR, LSQR, SHF, LevenbergMarquardt, StepReport, WarmStart
 from tests.cases import First, batch_norm_eval, flat, frozen_mlp, mlp, trainable
 from tests.optim.helpers import (
     DenseModel,
@@ -145,22 +145,17 @@ def compare(
     given: Any = preconditioner
     if preconditioner == "object":
         given = TriangularPreconditioner(triangular(size), trainable(module))
-    options: dict[str, Any] = {"maxiter": 500, "atol": 0.0}
-    if solver == "cg":
-        options = {"maxiter": CG_ITERATIONS, "progress_tolerance": 0.0}
+    chosen: Any = CG(maxiter=CG_ITERATIONS, progress_tolerance=0.0)
+    if solver != "cg":
+        chosen = {"lsmr": LSMR, "lsqr": LSQR}[solver](maxiter=500, atol=0.0, damping_space=space)
     optimizer = SHF(
         module,
         recording,
-        damping=DAMPING,
-        drop=DROP,
-        solver=solver,
+        damping=LevenbergMarquardt(initial=DAMPING, drop=DROP, center=center),
+        solver=chosen,
         preconditioner=given,
-        damping_center=center,
-        damping_space=space,
-        warm_start=WARM_START,
-        warm_start_growth=GROWTH,
+        warm_start=WarmStart(initial=WARM_START, growth=GROWTH),
         l2=l2,
-        **options,
     )
     effective_space = space or ("x" if solver == "cg" or l2 else "y")
     steps = []
@@ -273,7 +268,7 @@ def test_a_step_that_is_too_long_is_halved_until_armijo_holds() -> None:
     nn.init.constant_(module[0].weight, 2.0)
     nn.init.constant_(module[0].bias, 1.0)
     x, y = torch.tensor([[1.0], [1.1]], dtype=torch.float64), torch.full((2, 1), 0.5, dtype=torch.float64)
-    optimizer = SHF(module, "mse", damping=1e-3, preconditioner=None, maxiter=500, atol=0.0)
+    optimizer = SHF(module, "mse", damping=1e-3, preconditioner=None, solver=LSMR(maxiter=500, atol=0.0))
     reference, weights = copy.deepcopy(module), flat(trainable(module)).clone()
     model = dense_model(reference, "mse", x, y)
     zero, identity = torch.zeros_like(weights), torch.eye(len(weights), dtype=weights.dtype)

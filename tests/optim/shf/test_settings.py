@@ -1,230 +1,253 @@
-"""Settings of SHF as a value."""
+"""Options of SHF: the values that tune it, what is in force, and what is refused."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_struct.optim.shf import SHF, OutputSettings, ResidualSettings, Settings
-
-# Another value than the default of each setting, and where it needs one, another setting beside it.
-OTHERS: dict[str, dict[str, Any]] = {
-    "damping": {"damping": 3.0},
-    "drop": {"drop": None},
-    "lower": {"lower": 0.1},
-    "upper": {"upper": 0.9},
-    "min_damping": {"min_damping": 0.01},
-    "max_damping": {"max_damping": 100.0},
-    "damping_rule": {"damping_rule": "next_batch"},
-    "solver": {"solver": "lsqr"},
-    "preconditioner": {"preconditioner": "fisher"},
-    "damping_center": {"damping_center": "origin"},
-    "damping_space": {"damping_space": "x"},
-    "warm_start": {"warm_start": 0.5},
-    "warm_start_growth": {"warm_start_growth": 1.5},
-    "max_warm_start": {"max_warm_start": 0.8},
-    "maxiter": {"maxiter": 7},
-    "scale_maxiter": {"scale_maxiter": False},
-    "miniter": {"miniter": 3},
-    "recover": {"recover": 4},
-    "atol": {"atol": 1e-3},
-    "ftol": {"ftol": 1e-3},
-    "progress_tolerance": {"progress_tolerance": 0.1},
-    "progress_window": {"progress_window": 3},
-    "return_best": {"return_best": True},
-    "armijo": {"armijo": 0.1},
-    "l2": {"l2": 0.1},
-    "theta": {"theta": 0.3},
-    "dataset_size": {"dataset_size": 50},
-    "backend": {"backend": "linearize"},
-    "chunk_size": {"chunk_size": 5},
-    "factor_decay": {"factor_decay": 0.5},
-    "factor_interval": {"factor_interval": 2},
-    "max_factor_size": {"max_factor_size": 100},
-    "exclude_factors": {"exclude_factors": ["0"]},
-    "held_out": {"held_out": 0.2},
-    "curvature_share": {"curvature_share": 0.5, "solver": "cg"},
-    "single_samples": {"single_samples": False},
-    "seed": {"seed": 5},
-    "geodesic_acceleration": {"geodesic_acceleration": False},
-}
-OF_OUTPUTS, OF_RESIDUALS = ({field.name for field in fields(kind)} for kind in (OutputSettings, ResidualSettings))
+from lightning_struct.optim import CG, LSMR, LSQR, SHF, Exact, Kronecker, LevenbergMarquardt, NextBatch, WarmStart
+from lightning_struct.optim.shf import Settings
 
 
-def stepped(optimizer: SHF) -> SHF:
-    optimizer.step(inputs=torch.linspace(-1, 1, 8)[:, None].expand(8, 2), targets=torch.ones(8, 2))
-    return optimizer
+class Identity:
+    def solve(self, y: Any) -> Any:
+        return y
+
+    solve_transpose = solve
 
 
-def test_settings_have_the_names_and_defaults_of_the_arguments() -> None:
-    arguments = [p for p in inspect.signature(SHF).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    settings = inspect.signature(Settings).parameters.values()
-    assert [(p.name, p.default) for p in arguments] == [(p.name, p.default) for p in settings]
+def settings(loss: str = "mse", **options: Any) -> Settings:
+    return SHF(nn.Sequential(nn.Linear(2, 2)), loss, **options).settings
 
 
-def test_each_setting_is_among_those_that_are_tried_here() -> None:
-    assert list(OTHERS) == [field.name for field in fields(Settings)]
-    assert all(given[name] != getattr(Settings, name) for name, given in OTHERS.items())
+# Each argument of SHF and each field of its values, out of range or of another type, and what the message has.
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: settings("hinge"), "'hinge'"),
+    (lambda: settings(damping=0.0), r"initial must be a finite number > 0, got 0\.0"),
+    (lambda: settings(damping=math.nan), "initial must be a finite number > 0, got nan"),
+    (lambda: settings(damping="1"), "damping must be one of: a number, 'levenberg_marquardt', LevenbergMarquardt"),
+    (lambda: settings(damping=True), "damping must be one of"),
+    (lambda: LevenbergMarquardt(initial=math.inf), "LevenbergMarquardt: initial must be a finite number > 0, got inf"),
+    (lambda: LevenbergMarquardt(drop=0.0), r"drop must be a number in \(0, 1\], None or 'auto', got 0.0"),
+    (lambda: LevenbergMarquardt(drop="x"), "drop must be .* got 'x'"),  # type: ignore[arg-type]
+    (lambda: NextBatch(drop=1.5), "NextBatch: drop must be"),
+    (lambda: LevenbergMarquardt(lower="x"), "lower must be a number"),  # type: ignore[arg-type]
+    (lambda: LevenbergMarquardt(lower=0.9), "upper must be a number >= lower, got 0.75"),
+    (lambda: LevenbergMarquardt(minimum=-1.0), "minimum must be a finite number >= 0"),
+    (lambda: LevenbergMarquardt(minimum=2.0, maximum=1.0), "maximum must be a number > 0 and >= minimum, got 1.0"),
+    (lambda: LevenbergMarquardt(center="end"), "center must be 'start' or 'origin', got 'end'"),  # type: ignore[arg-type]
+    (lambda: LevenbergMarquardt(acceleration=None), "acceleration must be True or False"),  # type: ignore[arg-type]
+    (lambda: settings(solver="x"), r"solver must be one of: 'lsmr', LSMR\(...\), .*None; got 'x'"),
+    (lambda: settings(solver=LevenbergMarquardt()), "solver must be one of"),
+    (lambda: LSMR(maxiter=0), "LSMR: maxiter must be an integer >= 1, got 0"),
+    (lambda: CG(maxiter=1.5), "CG: maxiter must be an integer >= 1"),  # type: ignore[arg-type]
+    (lambda: CG(scale_maxiter="no"), "scale_maxiter must be True or False"),  # type: ignore[arg-type]
+    (lambda: LSMR(miniter=-1), "miniter must be an integer >= 0"),
+    (lambda: LSMR(recover=-1), "recover must be an integer >= 0"),
+    (lambda: LSQR(atol=-1.0), "LSQR: atol must be a number >= 0"),
+    (lambda: LSMR(ftol=-1.0), "ftol must be a number >= 0"),
+    (lambda: LSMR(damping_space="z"), "damping_space must be 'x', 'y' or None, got 'z'"),  # type: ignore[arg-type]
+    (lambda: CG(progress_tolerance=-1.0), "progress_tolerance must be a number >= 0"),
+    (lambda: CG(progress_window=True), "progress_window must be an integer >= 1"),
+    (lambda: CG(curvature_share=0.0), r"curvature_share must be a number in \(0, 1\], got 0.0"),
+    (lambda: settings(preconditioner="x"), "preconditioner must be one of 'auto', .*'kronecker', .* got 'x'"),
+    (lambda: settings(preconditioner=object()), "an object with solve and solve_transpose"),
+    (lambda: Kronecker(decay=1.0), r"Kronecker: decay must be a number in \[0, 1\), got 1.0"),
+    (lambda: Kronecker(decay=math.nan), "decay must be"),
+    (lambda: Kronecker(interval=0), "interval must be an integer >= 1, got 0"),
+    (lambda: Kronecker(max_size=0), "max_size must be an integer >= 1, None or 'auto', got 0"),
+    (lambda: Kronecker(max_size="x"), "max_size must be"),  # type: ignore[arg-type]
+    (lambda: settings(warm_start=1.0), r"WarmStart: initial must be a number in \[0, 1\), got 1.0"),
+    (lambda: settings(warm_start=-0.1), "initial must be a number in"),
+    (lambda: settings(warm_start="x"), "warm_start must be one of: a number, a WarmStart, None; got 'x'"),
+    (lambda: WarmStart(growth=0.5), "growth must be a number >= 1, got 0.5"),
+    (lambda: settings(l2=-1.0), "l2 must be a number >= 0, got -1.0"),
+    (lambda: settings(l2=None), "l2 must be a number >= 0, got None"),
+    (lambda: settings(theta=0.0), "theta must be a number > 0, got 0.0"),
+    (lambda: settings(dataset_size=1.5), "dataset_size must be an integer >= 1, or None, got 1.5"),
+    (lambda: settings(chunk_size=0), "chunk_size must be an integer >= 1, or None, got 0"),
+    (lambda: settings(backend="jax"), "backend must be one of .* got 'jax'"),
+    (lambda: settings(held_out=1.0), r"held_out must be a number in \[0, 1\), got 1.0"),
+    (lambda: settings(seed="a"), "seed must be an integer, got 'a'"),
+    (lambda: settings(seed=None), "seed must be an integer, got None"),
+    (lambda: replace(settings(), l2=-1.0), "l2 must be a number >= 0"),
+    (lambda: settings(solver=LSMR(damping_space="y"), l2=0.1), "damping_space='y'"),
+    (lambda: settings(solver=LSMR(damping_space="y"), preconditioner="kronecker"), "damping_space='y'"),
+    (
+        lambda: settings(
+            solver=LSQR(damping_space="y"), damping=NextBatch(center="origin"), preconditioner=Identity()
+        ),
+        "damping_space='y'.*leave it out",
+    ),
+    (lambda: settings(solver="exact"), "solver='exact' is for loss='least_squares'.*; choose 'lsmr', 'lsqr' or 'cg'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if name in OF_OUTPUTS])
-def test_an_optimizer_has_the_setting_that_it_was_given(name: str) -> None:
-    settings = SHF(nn.Sequential(nn.Linear(2, 2)), "mse", **{"damping": 1.0, **OTHERS[name]}).settings
-    assert getattr(settings, name) == OTHERS[name][name]
-
-
-@pytest.mark.parametrize("name", [name for name in OTHERS if name in OF_RESIDUALS])
-def test_an_optimizer_of_residuals_has_the_setting_that_it_was_given(name: str) -> None:
-    settings = SHF(nn.Linear(2, 2), "least_squares", **OTHERS[name]).settings
-    assert getattr(settings, name) == OTHERS[name][name]
-
-
-def test_the_settings_of_residuals_are_those_that_mean_something_there() -> None:
-    assert {field.name for field in fields(SHF(nn.Linear(2, 2), "least_squares").settings)} == {
-        *("damping", "drop", "min_damping", "max_damping", "solver", "maxiter", "geodesic_acceleration"),
-        *("warm_start", "warm_start_growth", "max_warm_start", "theta", "dataset_size", "seed"),
-    }
-
-
-def test_only_residuals_have_a_geodesic_acceleration() -> None:
-    assert {field.name for field in fields(Settings)} - OF_OUTPUTS == {"geodesic_acceleration"}
-
-
-@pytest.mark.parametrize("name", [name for name in OTHERS if name not in OF_RESIDUALS])
-def test_a_setting_without_meaning_beside_residuals_is_refused_with_its_value_and_the_remedy(name: str) -> None:
-    given = OTHERS[name][name]
-    value = tuple(given) if isinstance(given, list) else given
-    with pytest.raises(ValueError) as caught:
-        SHF(nn.Linear(2, 2), "least_squares", **OTHERS[name])
-    of_decay = "return √l2 times the weights as a block of one row, torch.cat([...])[None]"
-    remedy = of_decay if name == "l2" else "leave it out"
-    assert str(caught.value) == f"{name}={value!r} has no meaning beside loss='least_squares'; {remedy}"
-
-
-def test_default_values_that_are_written_out_are_not_refused_beside_residuals() -> None:
-    """As in the configuration that a command line saves."""
-    defaults = {field.name: field.default for field in fields(Settings)} | {"exclude_factors": []}
-    assert SHF(nn.Linear(2, 2), "least_squares", **defaults).settings == SHF(nn.Linear(2, 2), "least_squares").settings
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"solver": "exact"}, "solver='exact' is for loss='least_squares'.*; choose 'lsmr', 'lsqr' or 'cg'"),
-        ({"geodesic_acceleration": True}, "geodesic_acceleration=True is for loss='least_squares'.*; leave it out"),
-    ],
-    ids=["solver", "acceleration"],
-)
-def test_a_setting_that_is_for_residuals_is_refused_with_its_value_and_the_remedy(
-    given: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("make", "message"), BAD, ids=[message for _, message in BAD])
+def test_what_an_option_does_not_take_is_named_with_what_it_takes(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SHF(nn.Linear(2, 2), "mse", **given)
+        make()
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("options", "named"),
     [
-        lambda: Settings(),
-        lambda: SHF(nn.Linear(2, 2), "mse").settings,
-        lambda: stepped(SHF(nn.Linear(2, 2), "mse")).settings,
-        lambda: SHF(nn.Linear(2, 2), "mse", solver="lsmr", preconditioner="diagonal").settings,
-        lambda: SHF(nn.Linear(2, 2), "mse", damping=1.0).settings,
-        lambda: SHF(nn.Linear(2, 2), "least_squares").settings,
-        lambda: SHF(nn.Linear(2, 2), "least_squares", damping=1.0, solver="lsmr").settings,
-    ],
-    ids=["given", "two arguments", "after a step", "lsmr", "paper", "residuals", "residuals, damping"],
-)
-def test_a_setting_that_may_be_none_says_so_in_its_type(build: Callable[[], Any]) -> None:
-    settings = build()
-    hints = get_type_hints(type(settings))
-    none = [field.name for field in fields(settings) if getattr(settings, field.name) is None]
-    assert [name for name in none if type(None) not in get_args(hints[name])] == []
-
-
-def test_no_setting_of_an_optimizer_may_be_auto_by_its_type() -> None:
-    for kind in (OutputSettings, ResidualSettings):
-        assert "Literal" not in " ".join(map(str, get_type_hints(kind).values()))
-
-
-def test_the_damping_is_none_until_the_first_batch_and_says_so_in_its_type() -> None:
-    optimizer = SHF(nn.Linear(2, 2), "mse")
-    assert optimizer.damping is None
-    assert isinstance(stepped(optimizer).damping, float)
-    assert get_type_hints(SHF.damping.fget)["return"] == float | None  # type: ignore[attr-defined]
-
-
-def test_settings_of_a_step_do_not_change_with_the_damping() -> None:
-    optimizer = SHF(nn.Linear(2, 2), "mse", damping=3.0)
-    optimizer.damping = 1.0
-    assert optimizer.settings.damping == 3.0
-
-
-def test_settings_are_frozen() -> None:
-    settings = Settings(damping=1.0)
-    with pytest.raises(FrozenInstanceError):
-        settings.damping = 2.0  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "takes"),
-    [
-        ("seed", "a", "an integer"),
-        ("seed", 1.5, "an integer"),
-        ("seed", None, "an integer"),
-        ("maxiter", 1.5, "an integer or None"),
-        ("maxiter", "20", "an integer or None"),
-        ("factor_interval", 1.5, "an integer or None"),
-        ("progress_window", True, "an integer or None"),
-        ("dataset_size", 1.5, "an integer or None"),
-        ("max_factor_size", 8.5, "an integer or 'auto' or None"),
-        ("max_factor_size", "x", "an integer or 'auto' or None"),
-        ("damping", "1", "a number or None"),
-        ("drop", "x", "a number or 'auto' or None"),
-        ("l2", None, "a number"),
-        ("single_samples", "no", "True or False or None"),
-        ("return_best", "x", "True or False"),
-        ("return_best", None, "True or False"),
+        ({"preconditioner": None}, "preconditioner=None"),
+        ({"preconditioner": "fisher"}, "preconditioner='fisher'"),
+        ({"l2": 0.1}, "l2=0.1"),
+        ({"backend": "linearize"}, "backend='linearize'"),
+        ({"chunk_size": 5}, "chunk_size=5"),
+        ({"held_out": 0.2}, "held_out=0.2"),
+        ({"damping": NextBatch()}, "damping=NextBatch"),
+        ({"damping": LevenbergMarquardt(lower=0.1)}, "LevenbergMarquardt.lower=0.1"),
+        ({"damping": LevenbergMarquardt(upper=0.9)}, "LevenbergMarquardt.upper=0.9"),
+        ({"damping": LevenbergMarquardt(center="origin")}, "LevenbergMarquardt.center='origin'"),
+        ({"solver": LSMR(atol=1e-3)}, "LSMR.atol=0.001"),
+        ({"solver": CG(scale_maxiter=False)}, "CG.scale_maxiter=False"),
+        ({"solver": CG(curvature_share=0.5)}, "CG.curvature_share=0.5"),
     ],
     ids=str,
 )
-def test_a_setting_of_another_type_is_refused_with_what_it_takes(name: str, value: Any, takes: str) -> None:
+def test_an_option_without_meaning_beside_residuals_is_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError) as caught:
-        Settings(**{name: value})
-    assert str(caught.value) == f"{name} must be {takes}, got {value!r}"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"l2": 1}, {"damping": torch.tensor(2.0)}, {"damping": np.float32(2.0)}, {"maxiter": np.int64(7)}],
-    ids=["integer for a number", "tensor", "NumPy", "NumPy's integer"],
-)
-def test_numbers_of_other_libraries_are_settings_too(given: dict[str, Any]) -> None:
-    assert vars(Settings(**given)).items() >= given.items()
-
-
-@pytest.mark.parametrize("name", [name for name in OTHERS if name != "exclude_factors"])
-def test_each_setting_refuses_bytes_by_its_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^(a )?{name} "):
-        Settings(**{name: b"x"})
-
-
-def test_settings_made_of_others_are_checked_too() -> None:
-    with pytest.raises(ValueError, match="maxiter must be >= 1, got 0"):
-        replace(Settings(damping=1.0), maxiter=0)
+        settings("least_squares", **options)
+    of_decay = "return √l2 times the weights as a block of one row, torch.cat([...])[None]"
+    remedy = of_decay if "l2" in options else "leave it out"
+    assert str(caught.value).startswith(named)
+    assert str(caught.value).endswith(f" has no meaning beside loss='least_squares'; {remedy}")
 
 
 @pytest.mark.parametrize("loss", ["mse", "least_squares"])
-def test_settings_made_of_those_of_an_optimizer_are_checked_too(loss: str) -> None:
-    with pytest.raises(ValueError, match="maxiter must be >= 1, got 0"):
-        replace(SHF(nn.Linear(2, 2), loss).settings, maxiter=0)
+def test_defaults_that_are_written_out_change_nothing(loss: str) -> None:
+    """As in the configuration that a command line saves."""
+    defaults = {name: p.default for name, p in inspect.signature(SHF).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert settings(loss, **defaults) == settings(loss)
+    written = {"damping": LevenbergMarquardt(), "solver": LSMR(), "warm_start": WarmStart()}
+    names = {"damping": "levenberg_marquardt", "solver": "lsmr"}
+    assert settings(loss, **defaults | written) == settings(loss, **names)
+
+
+def test_each_option_is_an_argument_and_described() -> None:
+    arguments = [name for name, p in inspect.signature(SHF).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert arguments == [field.name for field in fields(Settings)]
+    for described, names in (
+        (SHF, arguments),
+        *((kind, [field.name for field in fields(kind)]) for kind in (LevenbergMarquardt, LSMR, Kronecker, WarmStart)),
+        (CG, ["progress_tolerance", "progress_window", "curvature_share"]),
+    ):
+        assert [name for name in names if f"    {name}: " not in (inspect.getdoc(described) or "")] == []
+
+
+# Given options -> the fields that are in force.
+IN_FORCE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"damping": 10.0},
+        {
+            "damping": LevenbergMarquardt(10.0, drop=0.99, minimum=0.0, maximum=1e9),
+            "solver": LSMR(maxiter=150, scale_maxiter=True),
+            "preconditioner": "diagonal",
+            "warm_start": WarmStart(0.7, growth=1.002),
+        },
+    ),
+    (
+        {"damping": LevenbergMarquardt(2.0, drop=None), "solver": "cg", "warm_start": WarmStart(growth=1.0)},
+        {
+            "damping": LevenbergMarquardt(2.0, drop=None, minimum=0.0, maximum=1e9),
+            "solver": CG(maxiter=150, scale_maxiter=True, progress_tolerance=5e-4, progress_window=10),
+            "warm_start": WarmStart(0.7, growth=1.0),
+        },
+    ),
+    (
+        {"damping": NextBatch(2.0), "preconditioner": "kronecker"},
+        {
+            "damping": NextBatch(2.0, drop=0.99, minimum=0.0, maximum=1e9),
+            "solver": LSMR(maxiter=150, scale_maxiter=True),
+            "preconditioner": Kronecker(interval=1, max_size=None),
+        },
+    ),
+    (
+        {},
+        {
+            "damping": NextBatch(drop=0.85),
+            "solver": CG(maxiter=20, scale_maxiter=False, progress_tolerance=0.05, progress_window=1),
+            "preconditioner": Kronecker(interval=1, max_size=4096),
+            "warm_start": WarmStart(0.9, growth=1.0),
+        },
+    ),
+    (
+        {"damping": "levenberg_marquardt", "solver": LSQR(maxiter=7), "preconditioner": Kronecker(max_size=None)},
+        {
+            "damping": LevenbergMarquardt(drop=0.85),
+            "solver": LSQR(maxiter=7, scale_maxiter=False),
+            "preconditioner": Kronecker(interval=1, max_size=None),
+        },
+    ),
+    ({"preconditioner": None, "warm_start": 0.0}, {"preconditioner": None, "warm_start": WarmStart(0.0, growth=1.0)}),
+    ({"preconditioner": "fisher", "solver": LSMR()}, {"solver": LSMR(maxiter=50, scale_maxiter=False)}),
+    ({"solver": LSMR(damping_space="y")}, {"preconditioner": "diagonal"}),
+    (
+        {"loss": "least_squares"},
+        {
+            "damping": LevenbergMarquardt(drop=0.99, minimum=0.0, maximum=1e9),
+            "solver": None,
+            "preconditioner": None,
+            "warm_start": WarmStart(0.0, growth=1.002),
+            "maxiter": 150,
+        },
+    ),
+    (
+        {"loss": "least_squares", "damping": 0.1, "solver": CG(maxiter=5), "warm_start": 0.5},
+        {
+            "damping": LevenbergMarquardt(0.1, drop=0.99, minimum=0.0, maximum=1e9),
+            "solver": CG(maxiter=5, scale_maxiter=True, progress_tolerance=5e-4, progress_window=10),
+            "warm_start": WarmStart(0.5, growth=1.002),
+        },
+    ),
+    ({"loss": "least_squares", "solver": "exact"}, {"solver": Exact(), "maxiter": 150}),
+    ({"l2": 0.1, "theta": 0.3, "dataset_size": 50, "chunk_size": 5, "held_out": 0.2, "seed": 5}, {"theta": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), IN_FORCE, ids=[str(options) for options, _ in IN_FORCE])
+def test_what_is_not_given_is_the_papers_with_a_damping_and_else_chosen(
+    options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    in_force = settings(**options)
+    assert {name: getattr(in_force, name) for name in expected} == expected
+
+
+def test_the_papers_settings_can_be_overridden_field_by_field() -> None:
+    module = nn.Linear(2, 2)
+    assert SHF.paper(module, "mse").settings == settings(damping=10.0)
+    overridden = SHF.paper(module, "mse", damping=NextBatch(drop=0.9), solver=LSMR(atol=1e-3)).settings
+    assert overridden.damping == NextBatch(10.0, drop=0.9, minimum=0.0, maximum=1e9)
+    assert overridden.solver == LSMR(maxiter=150, scale_maxiter=True, atol=1e-3)
+    assert SHF.paper(module, "mse", damping=5.0).settings.damping.initial == 5.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"l2": 1}, {"damping": torch.tensor(2.0)}, {"damping": np.float32(2.0)}, {"solver": CG(maxiter=np.int64(7))}],  # type: ignore[arg-type]
+    ids=["integer for a number", "tensor", "NumPy", "NumPy's integer"],
+)
+def test_numbers_of_other_libraries_are_taken_too(options: dict[str, Any]) -> None:
+    assert settings(**options)
+
+
+def test_settings_are_frozen_and_do_not_change_with_the_damping() -> None:
+    optimizer = SHF(nn.Linear(2, 2), "mse", damping=3.0)
+    optimizer.damping = 1.0
+    assert optimizer.settings.damping.initial == 3.0
+    with pytest.raises(FrozenInstanceError):
+        optimizer.settings.l2 = 2.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -232,25 +255,30 @@ def test_settings_made_of_those_of_an_optimizer_are_checked_too(loss: str) -> No
     [
         ({}, "y"),
         ({"solver": "lsqr"}, "y"),
-        ({"damping_space": "x"}, "x"),
-        ({"solver": "cg"}, "x"),
+        ({"solver": LSMR(damping_space="x")}, "x"),
         ({"l2": 0.1}, "x"),
         ({"preconditioner": "kronecker"}, "x"),
-        ({"damping_center": "origin"}, "y"),
+        ({"damping": LevenbergMarquardt(1.0, center="origin")}, "y"),
+        ({"damping": LevenbergMarquardt(1.0, center="origin"), "preconditioner": Identity()}, "x"),
+        ({"preconditioner": Identity()}, "y"),
     ],
     ids=str,
 )
 def test_the_damping_is_on_y_unless_only_x_is_possible(options: dict[str, Any], expected: str) -> None:
-    assert SHF(nn.Linear(2, 2), "mse", damping=1.0, **options).settings.damped_space == expected  # type: ignore[union-attr]
+    assert settings(**{"damping": 1.0} | options).damping_space == expected
 
 
-def test_each_setting_is_described_where_the_optimizer_is() -> None:
-    described = inspect.getdoc(SHF) or ""
-    missing = [field.name for field in fields(Settings) if f"    {field.name}: " not in described]
-    assert missing == []
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_damping_set_out_of_range_is_named(value: float) -> None:
+    optimizer = SHF(nn.Linear(2, 2), "mse", damping=1.0)
+    with pytest.raises(ValueError, match=f"damping must be finite and > 0, got {value}"):
+        optimizer.damping = value
+    assert optimizer.damping == 1.0
 
 
-def test_the_space_of_the_damping_is_known_without_new_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = SHF.paper(nn.Linear(2, 2), "mse")
-    monkeypatch.setattr(Settings, "__post_init__", lambda self: pytest.fail("settings were made"))
-    assert optimizer.settings.damped_space == "y"  # type: ignore[union-attr]
+@pytest.mark.parametrize("value", [0.0, 1.5, math.nan])
+def test_a_drop_set_out_of_range_is_named(value: float) -> None:
+    optimizer = SHF(nn.Linear(2, 2), "mse", damping=LevenbergMarquardt(1.0, drop=0.9))
+    with pytest.raises(ValueError, match=rf"drop must be a number in \(0, 1\], None or 'auto', got {value}"):
+        optimizer.drop = value
+    assert optimizer.drop == 0.9

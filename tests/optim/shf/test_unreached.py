@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_struct.optim import SHF
+from lightning_struct.optim import SHF, LevenbergMarquardt
 from tests.optim.helpers import gaussian
 
 
@@ -76,7 +76,10 @@ def test_layers_before_weights_of_zero_are_not_named() -> None:
 
 def test_a_module_in_which_all_gradients_arrive_is_called_no_more_often_in_the_first_step() -> None:
     module = nn.Sequential(nn.Linear(4, 2)).double()
-    optimizer, calls = SHF(module, "mse", damping=1.0, solver="cg", preconditioner=None, drop=None), [0]
+    optimizer, calls = (
+        SHF(module, "mse", damping=LevenbergMarquardt(initial=1.0, drop=None), solver="cg", preconditioner=None),
+        [0],
+    )
     module.register_forward_pre_hook(lambda module, args: calls.__setitem__(0, calls[0] + 1))
     counts = []
     for _ in range(2):

@@ -1,9 +1,7 @@
-import ast
 import subprocess
 import sys
 from doctest import DocTestParser
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -67,14 +65,6 @@ def test_plug_ins_do_not_need_what_the_recipes_need():
 @pytest.mark.parametrize("name", sorted(set(lightning_struct.__all__) - {"__version__"}))
 def test_public_names_are_there(name):
     assert getattr(lightning_struct, name).__name__ == name
-
-
-def test_type_checkers_see_the_public_names_where_the_interpreter_finds_them():
-    (block,) = (
-        node for node in ast.parse(Path(lightning_struct.__file__).read_text()).body if isinstance(node, ast.If)
-    )
-    seen = {name.asname: getattr(import_module(node.module), name.name) for node in block.body for name in node.names}
-    assert seen == {name: getattr(lightning_struct, name) for name in lightning_struct.__all__}
 
 
 def test_callbacks_are_at_the_top_level():

@@ -17,8 +17,8 @@ from lightning_struct.nn.attention import StructuredAttention
 from lightning_struct.nn.structured import StructuredLinear
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checkpoint_hooks import CheckpointHook, add_checkpoint_hooks, remove_checkpoint_hooks
+from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 _BASE_NORMS = "adapter_base_norms"
 _WEIGHTS = {"state_dict", "current_model_state"}  # Lightning's averages of weights are in the first, with the second

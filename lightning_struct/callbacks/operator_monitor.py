@@ -23,10 +23,9 @@ from lightning_struct.functional.structured.subdiagonal import SUBDIAGONAL_METHO
 from lightning_struct.nn import LDRSubdiagonal, StructuredLinear
 from lightning_struct.nn.ldr import LearnedOperatorLinear
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_counts
+from lightning_struct.utilities.checks import check_counts, require
+from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.optional import require
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check, is_count
+from lightning_struct.utilities.checks import check, is_count, require
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,10 +17,9 @@ from lightning_struct.callbacks.pictures import (
 )
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_counts
+from lightning_struct.utilities.checks import check_counts, require
 from lightning_struct.utilities.lightning_internals import prepare_batch, validation_loaders
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,8 @@ from lightning_struct.callbacks.pictures import directory_to_write, draw_curve, 
 from lightning_struct.callbacks.runs import Run
 from lightning_struct.functional.torch_tools import in_eval_mode
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.checks import require
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

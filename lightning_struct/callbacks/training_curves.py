@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_struct.callbacks.newly_logged import NewlyLogged
 from lightning_struct.callbacks.pictures import (
     directory_to_write,
     draw_curve,
@@ -19,11 +18,10 @@ from lightning_struct.callbacks.pictures import (
     new_figure,
     write_picture,
 )
-from lightning_struct.callbacks.runs import Run
+from lightning_struct.callbacks.runs import NewlyLogged, Run
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.checks import check_counts
+from lightning_struct.utilities.checks import check_counts, require
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_struct.callbacks.newly_logged import NewlyLogged
+from lightning_struct.callbacks.runs import NewlyLogged
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.lightning_internals import (
     prepare_batch,

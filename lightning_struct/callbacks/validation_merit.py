@@ -20,8 +20,8 @@ from lightning_struct.callbacks.validation import (
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_number
+from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import Callback, MisconfigurationException
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 BEST_WEIGHTS = "best_weights"  # key in the state of the callback
 

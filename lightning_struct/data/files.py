@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightning_struct.utilities.checks import require
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.optional import require
 
 NAME_DIRECTORY = "name the directory that has them (--data.data_dir)"
 NAME_TEXT_FILE = "name another file (--data.text_file)"

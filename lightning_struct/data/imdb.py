@@ -27,9 +27,8 @@ from lightning_struct.data.in_memory import (
     Unpack,
     official_parts,
 )
-from lightning_struct.utilities.checks import check_counts
+from lightning_struct.utilities.checks import check_counts, install_command, require
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.optional import install_command, require
 
 DIRECTORY = "aclImdb"
 ARCHIVE = "aclImdb_v1.tar.gz"

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, Samples, keep_batch
 from lightning_struct.utilities.checks import check_counts
-from lightning_struct.utilities.data_parallel import data_parallel_replicas
+from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 if TYPE_CHECKING:

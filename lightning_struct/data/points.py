@@ -15,7 +15,7 @@ from lightning_struct.data.in_memory import BatchedTensorDataset
 from lightning_struct.data.regions import Region
 from lightning_struct.data.sampling import DrawLoader, IndependentDraws, keep_batch, seeded_generator
 from lightning_struct.utilities import checks
-from lightning_struct.utilities.data_parallel import data_parallel_replicas
+from lightning_struct.utilities.distributed import data_parallel_replicas
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 Points: TypeAlias = dict[str, Tensor]  # by the name of the block: (n, d)

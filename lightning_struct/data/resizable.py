@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_struct.data.resizable_batches import ResizableBatchSampler
-from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
 from lightning_struct.utilities.random_states import (
     RandomStates,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_struct.data.files import NAME_DIRECTORY, NAME_TEXT_FILE, DamagedFileError, naming_file, read_or_explain
 from lightning_struct.utilities.checks import check, check_counts, check_positive, is_count
-from lightning_struct.utilities.data_parallel import data_parallel_rank, data_parallel_size
+from lightning_struct.utilities.distributed import data_parallel_rank, data_parallel_size
 from lightning_struct.utilities.namespaces import LightningDataModule, MisconfigurationException
 
 TITLES = {"train": "training", "val": "validation", "test": "test"}

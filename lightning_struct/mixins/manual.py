@@ -1,12 +1,148 @@
-"""The part that the mixins share: manual optimization by one optimizer."""
+"""The part that the mixins share: manual optimization by one optimizer, and what that requires."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from lightning_struct.functional.checks import NotFinite
-from lightning_struct.mixins.requirements import Requirements
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.distributed import refuse_sharded_weights
+from lightning_struct.utilities.lightning_internals import names_of_optimizers
+from lightning_struct.utilities.namespaces import MisconfigurationException
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The optimizer of a mixin, and the ends of its error messages.
+
+    Attributes:
+        optimizer: the class of the one optimizer; the mixin is named after it.
+        precision: why the other precisions do not work.
+        automatic: remedy for a module that sets ``automatic_optimization``.
+        batch: remedy for a batch that is not a pair of tensors.
+        optimizers: remedy for other optimizers.
+        several_inputs: the inputs of a batch may be a list or tuple of tensors, as torch's collate makes it.
+    """
+
+    optimizer: type[Optimizer]
+    precision: str
+    automatic: str
+    batch: str
+    optimizers: str
+    several_inputs: bool = False
+
+    @property
+    def mixin(self) -> str:
+        """Name of the mixin."""
+        return f"{self.optimizer.__name__}Optimization"
+
+    def check_trainer(self, module: L.LightningModule) -> None:
+        """Refuse a Trainer that the mixin does not work with.
+
+        Raises:
+            MisconfigurationException: another precision, a strategy that shards the weights, or a module that sets
+                ``automatic_optimization``.
+        """
+        if module.trainer.precision not in PRECISIONS:
+            raise MisconfigurationException(
+                f"{self.mixin} does not work with Trainer(precision={module.trainer.precision!r}): {self.precision}. "
+                f"Use 'bf16-mixed', '32-true' or '64-true'"
+            )
+        refuse_sharded_weights(module.trainer, self.mixin)
+        if module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(module).__name__} sets automatic_optimization=True, but {self.mixin} is manual optimization: "
+                f"{self.automatic}"
+            )
+
+    def check_gradient_options(self, module: L.LightningModule) -> None:
+        """Refuse options of the Trainer for gradients, before Lightning does and names automatic optimization.
+
+        Raises:
+            MisconfigurationException: ``gradient_clip_val`` or ``accumulate_grad_batches`` is set.
+        """
+        trainer: Any = module.trainer
+        if module.automatic_optimization:
+            return
+        if trainer.gradient_clip_val:
+            name = self.optimizer.__name__
+            raise MisconfigurationException(
+                f"{self.mixin} does not work with Trainer(gradient_clip_val={trainer.gradient_clip_val!r}): "
+                + (
+                    f"leave it out and clip by {name}(max_grad_norm=...)"
+                    if "max_grad_norm" in signature(self.optimizer).parameters
+                    else f"leave it out, a step of {name} is no gradient that could be clipped"
+                )
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"{self.mixin} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
+                f"leave it out and make the batches {trainer.accumulate_grad_batches} times as large, each is one step"
+            )
+
+    def check_trained(self, module: L.LightningModule) -> None:
+        """Refuse a fit that had no batch, which Lightning ends without an error.
+
+        Raises:
+            MisconfigurationException: the training loader has no batches.
+        """
+        if module.trainer.num_training_batches == 0:  # with limit_train_batches=0 it is infinite
+            raise MisconfigurationException(
+                f"{type(module).__name__} was not trained, because the training loader has no batches: look at the "
+                "size of the data set, at the sampler, and with drop_last=True at the batch size"
+            )
+
+    def only_optimizer(self, module: L.LightningModule) -> Any:
+        """The optimizer that ``configure_optimizers`` returned to the Trainer.
+
+        Raises:
+            MisconfigurationException: it returned anything but one of this class.
+        """
+        optimizers = module.trainer.optimizers
+        if len(optimizers) == 1 and isinstance(optimizers[0], self.optimizer):
+            return optimizers[0]
+        name = self.optimizer.__name__
+        raise MisconfigurationException(
+            f"{type(module).__name__} is trained by {self.mixin}, which needs exactly one {name} from "
+            f"configure_optimizers, but got {names_of_optimizers(module.trainer)}: {self.optimizers}"
+        )
+
+    def as_pair(self, module: L.LightningModule, returned: Any) -> tuple[Any, Any]:
+        """What ``inputs_and_targets`` of the module returned, which must be a pair.
+
+        Raises:
+            MisconfigurationException: it is none.
+        """
+        if isinstance(returned, tuple | list) and len(returned) == 2:
+            return returned[0], returned[1]
+        raise MisconfigurationException(
+            f"{type(module).__name__}.inputs_and_targets returned a {type(returned).__name__}, not a pair: return "
+            "(inputs, targets)"
+        )
+
+    def pair_of_tensors(self, module: L.LightningModule, batch: Any) -> tuple[Any, Tensor]:
+        """The inputs and targets of a batch of the module: two tensors, the inputs several where that is allowed.
+
+        Raises:
+            MisconfigurationException: the batch is not a sequence of two tensors.
+        """
+        if isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            inputs = batch[0] if self.several_inputs and isinstance(batch[0], list | tuple) else batch[:1]
+            if inputs and all(isinstance(part, Tensor) for part in inputs):
+                return batch[0], batch[1]
+        held = f" of {', '.join(type(part).__name__ for part in batch)}" if isinstance(batch, Sequence) else ""
+        raise MisconfigurationException(
+            f"A batch for {type(module).__name__} is a {type(batch).__name__}{held}, not a pair of tensors: "
+            f"{self.batch}"
+        )
 
 
 class ManualOptimization(L.LightningModule):

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_struct.functional.jacobian.losses import SquaredError
 from lightning_struct.functional.layers.registry import coupling_layer
-from lightning_struct.mixins.manual import ManualOptimization, error_of_batch
-from lightning_struct.mixins.requirements import Requirements
+from lightning_struct.mixins.manual import ManualOptimization, Requirements, error_of_batch
 from lightning_struct.optim.rls import RLS
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 

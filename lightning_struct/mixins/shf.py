@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_struct.callbacks.growing_batch_size import GradientStatistics, GrowingBatchSize
 from lightning_struct.functional.residuals.residuals import LeastSquares
-from lightning_struct.mixins.manual import ManualOptimization, error_of_batch
-from lightning_struct.mixins.requirements import Requirements
+from lightning_struct.mixins.manual import ManualOptimization, Requirements, error_of_batch
 from lightning_struct.optim.shf import SHF, NextBatch, StepReport
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
 

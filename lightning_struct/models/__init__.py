@@ -3,7 +3,7 @@
 from lightning_struct.models.autoencoder import Autoencoder, SHFAutoencoder
 from lightning_struct.models.classifier import Classifier, RLSClassifier, SHFClassifier, fully_connected, mini_vgg
 from lightning_struct.models.compressible import CharacterTransformer, residual_network
-from lightning_struct.models.language import LanguageModel
+from lightning_struct.models.language import LanguageModel, RecurrentNetwork
 from lightning_struct.models.pinn import PhysicsInformedNetwork, SHFPhysicsInformedNetwork, TanhNetwork
 from lightning_struct.models.structured import (
     convolution_and_layer,
@@ -13,7 +13,6 @@ from lightning_struct.models.structured import (
     structured_in_place_of_convolution,
     unbiased_linear,
 )
-from lightning_struct.models.text import RecurrentNetwork
 
 __all__ = [
     "Autoencoder",

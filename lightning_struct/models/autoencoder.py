@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_struct.mixins.shf import SHFOptimization
-from lightning_struct.models.divergence import check_train_loss
-from lightning_struct.models.optimizers import optimizer_and_scheduler
+from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
 from lightning_struct.nn.baselines import sparse_normal_
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.namespaces import MisconfigurationException

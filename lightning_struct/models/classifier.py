@@ -14,8 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_struct.mixins.rls import RLSOptimization
 from lightning_struct.mixins.shf import SHFOptimization
-from lightning_struct.models.divergence import check_train_loss
-from lightning_struct.models.optimizers import optimizer_and_scheduler
+from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
 from lightning_struct.optim.rls import RLS
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.namespaces import MisconfigurationException

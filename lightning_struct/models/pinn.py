@@ -18,8 +18,7 @@ from lightning_struct.functional.jacobian.derivatives import (
     tanh_network_laplacian,
 )
 from lightning_struct.mixins.shf import SHFOptimization
-from lightning_struct.models.divergence import check_train_loss
-from lightning_struct.models.optimizers import optimizer_and_scheduler
+from lightning_struct.models.training import check_train_loss, optimizer_and_scheduler
 from lightning_struct.optim.shf import SHF
 from lightning_struct.utilities.namespaces import MisconfigurationException
 

@@ -39,8 +39,8 @@ from lightning_struct.recipes.checkpoints import (
     refuse_missing,
 )
 from lightning_struct.recipes.messages import noise_filtered, raise_message_of_a_class
+from lightning_struct.utilities.checks import require
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.optional import require
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import lightning_classes
 from lightning_struct.utilities.random_states import isolated_random_states, random_states, set_random_states
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_struct import SHF, GrowingBatchSize, LevenbergMarquardtDamping, SHFOptimization, ValidationMeritStopping
 from lightning_struct.mixins import GradientStatistics
 from lightning_struct.optim import LSMR
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
+from lightning_struct.utilities.distributed import refuse_sharded_weights
 from tests.mixins.helpers import (
     Network,
     SHFNetwork,

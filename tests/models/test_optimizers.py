@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_struct.models.optimizers import optimizer_and_scheduler
+from lightning_struct.models.training import optimizer_and_scheduler
 from lightning_struct.optim import RLS
 from lightning_struct.utilities.namespaces import MisconfigurationException
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_struct import SHF, GrowingBatchSize, PredictionWriter, SHFOptimization
 from lightning_struct.data import CurvesDataModule
+from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 BOTH = pytest.mark.parametrize("pl", [lightning.pytorch, pytorch_lightning], ids=lambda pl: pl.__name__)
 

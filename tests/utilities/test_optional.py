@@ -3,7 +3,7 @@ import sys
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_struct.utilities.optional import EXTRA_OF, require
+from lightning_struct.utilities.checks import EXTRA_OF, require
 
 
 def missing(name, monkeypatch):

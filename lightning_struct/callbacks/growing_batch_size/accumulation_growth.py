@@ -12,8 +12,8 @@ from lightning_struct.callbacks.growing_batch_size.growth import State
 from lightning_struct.data.resizable import rounded_size
 from lightning_struct.functional.torch_tools import tree_leaves
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.data_parallel import data_parallel_size
-from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.checks import known_length
+from lightning_struct.utilities.distributed import data_parallel_size
 from lightning_struct.utilities.lightning_internals import cycles
 from lightning_struct.utilities.namespaces import lightning_classes
 

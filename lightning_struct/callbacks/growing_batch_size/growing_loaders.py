@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_struct.data.resizable import Position, ResizableLoader, rounded_size
 from lightning_struct.data.sampling import IndependentDraws
-from lightning_struct.utilities.lengths import known_length
+from lightning_struct.utilities.checks import known_length
 from lightning_struct.utilities.namespaces import MisconfigurationException
 
 

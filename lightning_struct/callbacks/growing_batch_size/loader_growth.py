@@ -19,7 +19,7 @@ from lightning_struct.collective import all_gather_objects
 from lightning_struct.data.resizable import why_not_resizable
 from lightning_struct.data.sampling import IndependentDraws
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.data_parallel import data_parallel_size
+from lightning_struct.utilities.distributed import data_parallel_size
 from lightning_struct.utilities.lightning_internals import TrainingLoaders, skips_backward
 from lightning_struct.utilities.namespaces import MisconfigurationException
 

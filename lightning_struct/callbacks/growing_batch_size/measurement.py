@@ -28,7 +28,7 @@ from lightning_struct.callbacks.growing_batch_size.stationarity import Stationar
 from lightning_struct.collective import rank, world_size
 from lightning_struct.functional.checks import first_line
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.data_parallel import data_parallel_size
+from lightning_struct.utilities.distributed import data_parallel_size
 from lightning_struct.utilities.lightning_internals import loss_scale
 
 _T = TypeVar("_T")

@@ -13,8 +13,8 @@ from lightning_struct.callbacks.growing_batch_size.estimators.faults import Loca
 from lightning_struct.callbacks.growing_batch_size.estimators.gradients import local, local_gradient, share
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.distributed import shards_plain_tensors, shards_weights
 from lightning_struct.utilities.lightning_internals import gradient_scale
-from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights
 
 # Length of a window: this share of the steps so far, and at least so many steps.
 SHARE_OF_STEPS, SHORTEST = 0.5, 300

@@ -9,7 +9,7 @@ from lightning_struct.callbacks.growing_batch_size.estimators.parts import Backw
 from lightning_struct.callbacks.growing_batch_size.estimators.steps import StepPairs
 from lightning_struct.callbacks.growing_batch_size.settings import NoiseEstimator
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.sharded_weights import shards_weights
+from lightning_struct.utilities.distributed import shards_weights
 
 
 def choose_estimator(

@@ -28,8 +28,8 @@ from lightning_struct.functional.layers.per_sample.layer_contributions import ru
 from lightning_struct.functional.layers.per_sample.pass_records import Checksums
 from lightning_struct.functional.layers.per_sample.recorder import GradientNormRecorder, ParameterNorms
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.distributed import refuse_sharded_weights
 from lightning_struct.utilities.lightning_internals import accumulates, loss_scale
-from lightning_struct.utilities.sharded_weights import refuse_sharded_weights
 
 CHANGED = (
     "the gradient is not the sum of what the layer's calls contribute. The parameter is used outside of its layer, "

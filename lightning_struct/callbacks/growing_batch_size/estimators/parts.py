@@ -24,10 +24,14 @@ from lightning_struct.callbacks.growing_batch_size.gradient_statistics import Gr
 from lightning_struct.collective import world_size
 from lightning_struct.functional.layers.per_sample.contributions import at_least_float32
 from lightning_struct.utilities import namespaces as L
-from lightning_struct.utilities.data_parallel import data_parallel_size
+from lightning_struct.utilities.distributed import (
+    data_parallel_size,
+    gathering_modules,
+    gathers_parameters,
+    shards_weights,
+)
 from lightning_struct.utilities.lightning_internals import gradient_scale, loss_scale
 from lightning_struct.utilities.namespaces import MisconfigurationException
-from lightning_struct.utilities.sharded_weights import gathering_modules, gathers_parameters, shards_weights
 
 
 class BackwardPasses:

@@ -21,8 +21,8 @@ from lightning_struct.callbacks.growing_batch_size.estimators.gradients import (
 from lightning_struct.callbacks.growing_batch_size.gradient_statistics import GradientStatistics, statistics_of_pair
 from lightning_struct.functional.torch_tools import copy_each_, subtract_each_
 from lightning_struct.utilities import namespaces as L
+from lightning_struct.utilities.distributed import shards_plain_tensors, shards_weights
 from lightning_struct.utilities.lightning_internals import gradient_scale
-from lightning_struct.utilities.sharded_weights import shards_plain_tensors, shards_weights
 
 # Copying, subtracting, and three norms: so many reads and writes of as many numbers as there are parameters.
 PASSES = 8

@@ -1,4 +1,4 @@
-"""Lightning strategies that shard the weights: which they are, and their refusal."""
+"""Lightning's strategies: the processes that read different batches, and the strategies that shard the weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from torch import distributed, nn
 
 from lightning_struct.utilities import namespaces as L
 from lightning_struct.utilities.namespaces import MisconfigurationException, lightning_classes
+
+
+def data_parallel_size(trainer: L.Trainer) -> int:
+    """Number of processes that read different batches: the replicas for which Lightning makes a distributed sampler.
+
+    Under tensor parallelism several processes read the same batch.
+    """
+    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
+
+
+def data_parallel_rank(trainer: L.Trainer) -> int:
+    """The number of this process among them."""
+    return (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank)
+
+
+def data_parallel_replicas(trainer: L.Trainer | None) -> dict[str, int]:
+    """Both as the arguments of a distributed sampler; none without a Trainer."""
+    if trainer is None:
+        return {}
+    return {"num_replicas": data_parallel_size(trainer), "rank": data_parallel_rank(trainer)}
 
 
 def refuse_sharded_weights(trainer: L.Trainer, name: str) -> None:

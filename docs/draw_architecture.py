@@ -16,19 +16,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = Path(__file__).with_name("architecture.svg")
 CONTENTS = {
-    "functional": ["the mathematics:", "linearize, lsmr, gradient norms,", "Kronecker factors, LDR products"],
-    "collective": ["reductions over processes"],
-    "utilities": ["private fields of Lightning,", "optional requirements"],
+    "functional": ["solvers, jacobian, residuals,", "curvature, layers, structured"],
+    "collective": ["sums over processes"],
+    "utilities": ["private fields of Lightning"],
     "optim": ["SHF, RLS"],
-    "nn": ["LDRSubdiagonal, ToeplitzLike, ...", "replace_linear"],
-    "data": ["data modules,", "resizable loaders"],
-    "callbacks": ["GrowingBatchSize,", "ValidationMeritStopping, ..."],
-    "mixins": ["SHFOptimization,", "RLSOptimization"],
-    "models": ["autoencoder, classifiers,", "language model"],
-    "recipes": ["the papers' tasks,", "one command each"],
+    "nn": ["structured layers, adapters"],
+    "data": ["data modules, samplers"],
+    "callbacks": ["GrowingBatchSize, ..."],
+    "mixins": ["SHFOptimization, ..."],
+    "models": ["networks of the papers, PINNs"],
+    "recipes": ["one command for each task"],
 }
 WITHOUT_LIGHTNING = {"functional", "collective", "optim", "nn"}
-WIDTH, HEIGHT, GAP, MARGIN = 196, 74, 64, 24
+# As wide as the column of the page, which shows the picture in its own size.
+PAGE, WIDTH, HEIGHT, GAP, MARGIN = 800, 236, 62, 36, 12
 
 
 def imports() -> set[tuple[str, str]]:
@@ -51,19 +52,19 @@ def _that_run(node: ast.AST) -> Iterator[ast.AST]:
         yield from _that_run(child)
 
 
-def columns(pairs: set[tuple[str, str]]) -> list[list[str]]:
-    """The packages from left to right: each stands to the right of all that it imports.
+def rows_of_boxes(pairs: set[tuple[str, str]]) -> list[list[str]]:
+    """The packages from the bottom row to the top one: each stands above all that it imports.
 
     Raises:
         ValueError: packages import each other in a circle.
     """
     left, placed = list(CONTENTS), []
     while left:
-        column = [name for name in left if not any(a == name and b in left for a, b in pairs)]
-        if not column:
+        row = [name for name in left if not any(a == name and b in left for a, b in pairs)]
+        if not row:
             raise ValueError(f"{', '.join(left)} import each other in a circle")
-        placed.append(column)
-        left = [name for name in left if name not in column]
+        placed.append(row)
+        left = [name for name in left if name not in row]
     return placed
 
 
@@ -78,46 +79,44 @@ def implied(pair: tuple[str, str], pairs: set[tuple[str, str]]) -> bool:
 def draw() -> str:
     """The picture, as the text of an SVG file."""
     pairs = imports()
-    placed = columns(pairs)
-    rows = max(map(len, placed))
-    width = 2 * MARGIN + len(placed) * WIDTH + (len(placed) - 1) * GAP
-    height = 2 * MARGIN + rows * HEIGHT + (rows - 1) * GAP
+    placed = rows_of_boxes(pairs)
+    height = 2 * MARGIN + len(placed) * HEIGHT + (len(placed) - 1) * GAP
     corner = {}
-    for x, column in enumerate(placed):
-        offset = (height - len(column) * HEIGHT - (len(column) - 1) * GAP) / 2
-        for y, name in enumerate(column):
-            corner[name] = (MARGIN + x * (WIDTH + GAP), offset + y * (HEIGHT + GAP))
+    for level, row in enumerate(reversed(placed)):
+        between = (PAGE - len(row) * WIDTH) / (len(row) + 1)
+        for place, name in enumerate(row):
+            corner[name] = (between + place * (WIDTH + between), MARGIN + level * (HEIGHT + GAP))
     arrows, boxes = [], []
     for importer, imported in sorted(pair for pair in pairs if not implied(pair, pairs)):
-        x0, y0 = corner[importer][0], corner[importer][1] + HEIGHT / 2
-        x1, y1 = corner[imported][0] + WIDTH + 2, corner[imported][1] + HEIGHT / 2
-        bend = max(GAP, x0 - x1) / 2
+        x0, y0 = corner[importer][0] + WIDTH / 2, corner[importer][1] + HEIGHT
+        x1, y1 = corner[imported][0] + WIDTH / 2, corner[imported][1] - 2
+        bend = (y1 - y0) / 2
         arrows.append(
-            f'<path class="arrow" marker-end="url(#head)" d="M{x0:g},{y0:g} C{x0 - bend:g},{y0:g} '
-            f'{x1 + bend:g},{y1:g} {x1:g},{y1:g}"/>'
+            f'<path class="arrow" marker-end="url(#head)" d="M{x0:g},{y0:g} C{x0:g},{y0 + bend:g} '
+            f'{x1:g},{y1 - bend:g} {x1:g},{y1:g}"/>'
         )
     for name, (x, y) in corner.items():
         kind = "torch" if name in WITHOUT_LIGHTNING else "lightning"
         boxes.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>')
-        boxes.append(f'<text class="name" x="{x + 10:g}" y="{y + 20:g}">{name}</text>')
+        boxes.append(f'<text class="name" x="{x + 12:g}" y="{y + 22:g}">{name}</text>')
         for line, text in enumerate(CONTENTS[name]):
-            boxes.append(f'<text x="{x + 10:g}" y="{y + 37 + 14 * line:g}">{escape(text, quote=False)}</text>')
+            boxes.append(f'<text x="{x + 12:g}" y="{y + 39 + 16 * line:g}">{escape(text, quote=False)}</text>')
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0,0 L8,4 L0,8 z" fill="#333"/></marker>'
     )
     style = (
-        "text{font:11px sans-serif;fill:#333} .name{font:bold 14px monospace} "
+        "text{font:14px sans-serif;fill:#333} .name{font:bold 16px monospace} "
         ".arrow{fill:none;stroke:#333;stroke-width:1.6} .torch{fill:#fdebd3;stroke:#c77d0a} "
         ".lightning{fill:#e3e7fb;stroke:#4051b5}"
     )
-    label = "Packages of lightning_struct and their imports, from right to left"
+    label = "Packages of lightning_struct and their imports, from top to bottom"
     described = f'role="img" aria-label="{label}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" {described}>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{PAGE}" viewBox="0 0 {PAGE} {height:g}" {described}>',
             f"<style>{style}</style><defs>{head}</defs>",
-            f'<rect width="{width}" height="{height:g}" fill="#fff"/>',
+            f'<rect width="{PAGE}" height="{height:g}" fill="#fff"/>',
             *arrows,
             *boxes,
             "</svg>\n",

@@ -20,23 +20,10 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensor",
-    "call_with",
-    "copy_each_",
-    "current_backward",
-    "denormals_flushed",
-    "in_eval_mode",
-    "is_functorch_wrapped_tensor",
-    "norms_of_each",
-    "numbers_of_outputs",
-    "opaque_operator",
-    "subtract_each_",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "writes_in_place",
-]
+    "FakeTensor", "call_with", "copy_each_", "current_backward", "denormals_flushed", "in_eval_mode",
+    "is_functorch_wrapped_tensor", "norms_of_each", "numbers_of_outputs", "opaque_operator", "subtract_each_",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "writes_in_place",
+]  # fmt: skip
 from torch.func import functional_call
 
 

@@ -79,7 +79,12 @@ def linearize(
     if not params:
         raise ValueError("params is empty: there is nothing to differentiate (are all parameters frozen?)")
     if isinstance(function, nn.Module):
-        _check_names(params, function)
+        names = {name for name, _ in function.named_parameters(remove_duplicate=False)}
+        names.update(name for name, _ in function.named_buffers(remove_duplicate=False))
+        if unknown := [name for name in params if name not in names]:  # whose derivatives would be zero
+            raise ValueError(
+                f"{type(function).__name__} has no {', '.join(unknown)}: params are named as by named_parameters()"
+            )
     params = {name: p.detach() for name, p in params.items()}
     if chunk_size is not None:
         return _Chunked(function, params, args, backend, chunk_size)
@@ -112,16 +117,6 @@ def linearize(
         if refusal is not None:
             raise refusal from None
         raise ValueError(f"backend='linearize' does not cover this function: {error}") from error
-
-
-def _check_names(params: Parameters, module: nn.Module) -> None:
-    """Raise a ValueError for names of tensors that a module does not have: their derivatives would be zero."""
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    names.update(name for name, _ in module.named_buffers(remove_duplicate=False))
-    if unknown := [name for name in params if name not in names]:
-        raise ValueError(
-            f"{type(module).__name__} has no {', '.join(unknown)}: params are named as by named_parameters()"
-        )
 
 
 def _layer_chain(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_struct.functional.jacobian.linearization import Linearization, Parameters
-from lightning_struct.functional.layers.per_sample.contributions import linear_squared_norms, sample_chunks
+from lightning_struct.functional.layers.per_sample.contributions import Dense, Outer, at_least_float32, sample_chunks
 from lightning_struct.functional.torch_tools import call_with
 
 _ELEMENTWISE = (
@@ -59,19 +59,30 @@ class LayerChain(Linearization):
         self.outputs = outputs
 
     def _jvp(self, v: Parameters) -> Tensor:
-        tangent: Tensor | None = None  # None as long as it is zero
+        """Algorithm 4, in its names: J v is the last F. Weights are stored as (out, in), the paper's are Wᵀ."""
+        F: Tensor | None = None  # None as long as it is zero
         for step in self._steps:
             if isinstance(step, _Linear):
-                tangent = _linear_tangent(step, tangent, v)
-            elif tangent is None:
-                continue
+                W, S, dtype = step.weight.t(), step.inputs, step.weight.dtype
+                D = None if step.weight_name is None else v[step.weight_name].to(dtype).t()
+                d = None if step.bias_name is None else v[step.bias_name].to(dtype)
+                rows, total = S.reshape(-1, S.shape[-1]), None
+                if D is not None:
+                    total = rows @ D if d is None else torch.addmm(d, rows, D)  # S̃_{l-1} D_l, (15)
+                elif d is not None:
+                    total = d.expand(len(rows), -1).clone()
+                if F is not None:
+                    F = F.reshape(-1, F.shape[-1])
+                    total = F @ W if total is None else total.addmm_(F, W)  # + F_{l-1} W_l, (15)
+                F = None if total is None else total.reshape(*S.shape[:-1], W.shape[1])
             elif isinstance(step, _Elementwise):
-                tangent = tangent.mul_(step.derivative)
+                F = None if F is None else F.mul_(step.derivative)  # S'_l ∘, (15)
             else:
-                tangent = tangent.reshape(step.output_shape)
-        return torch.zeros_like(self.outputs) if tangent is None else tangent.to(self.outputs.dtype)
+                F = None if F is None else F.reshape(step.output_shape)
+        return torch.zeros_like(self.outputs) if F is None else F.to(self.outputs.dtype)
 
     def _vjp(self, u: Tensor, out: Parameters | None) -> dict[str, Tensor]:
+        """Algorithm 5, in its names: Jᵀu is D of all layers."""
         gradients = {name: torch.empty_like(p) for name, p in self._point.items()} if out is None else dict(out)
         written: set[str] = set()
 
@@ -85,15 +96,31 @@ class LayerChain(Linearization):
                 target.copy_((left @ right).view_as(target))
             written.add(name)
 
-        for layer, cotangent in self._backward(u):
-            rows = cotangent.reshape(-1, cotangent.shape[-1])
+        for layer, F in self._backwards(u):
+            F, S = F.reshape(-1, F.shape[-1]), layer.inputs
             if layer.weight_name is not None:
-                write(layer.weight_name, rows.t(), layer.inputs.reshape(-1, layer.inputs.shape[-1]))
+                write(layer.weight_name, F.t(), S.reshape(-1, S.shape[-1]))  # D_l = S̃_{l-1}ᵀ F_l
             if layer.bias_name is not None:
-                write(layer.bias_name, rows.new_ones(1, len(rows)), rows)
+                write(layer.bias_name, F.new_ones(1, len(F)), F)
         for name in gradients.keys() - written:
             gradients[name].zero_()
         return gradients
+
+    def _backwards(self, u: Tensor) -> Iterator[tuple[_Linear, Tensor]]:
+        """Each Linear of the chain, from the last, with F_l, the cotangent of its output (Algorithm 5)."""
+        first = next(i for i, step in enumerate(self._steps) if isinstance(step, _Linear))
+        F, owned = u.to(self._steps[first].weight.dtype), False  # type: ignore[union-attr]
+        for i in range(len(self._steps) - 1, first - 1, -1):
+            step = self._steps[i]
+            if isinstance(step, _Elementwise):
+                F = F.mul_(step.derivative) if owned else F * step.derivative  # F_l = (F_{l+1} W_{l+1}ᵀ) ∘ S'_l
+                owned = True
+            elif isinstance(step, _Reshape):
+                F = F.reshape(step.input_shape)
+            else:
+                yield step, F
+                if i > first:
+                    F, owned = F @ step.weight, True  # F_{l+1} W_{l+1}ᵀ
 
     def _squared_vjp(self, u: Tensor) -> dict[str, Tensor]:
         squares: dict[str, Tensor] = {}
@@ -105,7 +132,7 @@ class LayerChain(Linearization):
                 elif inputs is None:
                     squares[name] = cotangent.square().sum(0)
                 else:
-                    squares[name] = cotangent.square().t() @ inputs.square()
+                    squares[name] = cotangent.square().t() @ inputs.square()  # (S̃²)ᵀ (F²), Algorithm 3
         return {  # in the order and dtype of the parameters, zero where the chain does not reach
             name: squares[name].to(p.dtype) if name in squares else torch.zeros_like(p)
             for name, p in self._point.items()
@@ -119,31 +146,15 @@ class LayerChain(Linearization):
                 if others:
                     norms += torch.cat([g.flatten(1).square().sum(1) for g in _per_sample(uses)])
                 elif inputs is None:
-                    norms += linear_squared_norms(cotangent, cotangent, weight=False)
+                    norms += Dense(at_least_float32(_by_position(cotangent)).sum(1)).squared_norms()
                 else:
-                    norms += linear_squared_norms(inputs, cotangent, bias=False)
+                    norms += Outer(_by_position(inputs), _by_position(cotangent)).squared_norms()
         return norms
-
-    def _backward(self, u: Tensor) -> Iterator[tuple[_Linear, Tensor]]:
-        """Each Linear of the chain, from the last, with the cotangent of its output."""
-        first = next(i for i, step in enumerate(self._steps) if isinstance(step, _Linear))
-        cotangent, owned = u.to(self._steps[first].weight.dtype), False  # type: ignore[union-attr]
-        for i in range(len(self._steps) - 1, first - 1, -1):
-            step = self._steps[i]
-            if isinstance(step, _Elementwise):
-                cotangent = cotangent.mul_(step.derivative) if owned else cotangent * step.derivative
-                owned = True
-            elif isinstance(step, _Reshape):
-                cotangent = cotangent.reshape(step.input_shape)
-            else:
-                yield step, cotangent
-                if i > first:
-                    cotangent, owned = cotangent @ step.weight, True
 
     def _uses(self, u: Tensor) -> dict[str, list[tuple[Tensor | None, Tensor]]]:
         """Uses of each parameter: pairs (inputs, cotangents) as (n, ..., features); a bias has no inputs."""
         uses: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
-        for layer, cotangent in self._backward(u):
+        for layer, cotangent in self._backwards(u):
             if layer.weight_name is not None:
                 uses.setdefault(layer.weight_name, []).append((layer.inputs.to(u.dtype), cotangent.to(u.dtype)))
             if layer.bias_name is not None:
@@ -151,38 +162,21 @@ class LayerChain(Linearization):
         return uses
 
 
-def _linear_tangent(layer: _Linear, tangent: Tensor | None, v: Parameters) -> Tensor | None:
-    """F W + S̃ D, in the names of Algorithm 4; a new tensor."""
-    dtype, inputs = layer.weight.dtype, layer.inputs
-    shape = (*inputs.shape[:-1], layer.weight.shape[0])
-    result: Tensor | None = None
-    bias = None if layer.bias_name is None else v[layer.bias_name].to(dtype)
-    if layer.weight_name is not None:
-        rows, direction = inputs.reshape(-1, inputs.shape[-1]), v[layer.weight_name].to(dtype)
-        result = rows @ direction.t() if bias is None else torch.addmm(bias, rows, direction.t())
-    elif bias is not None:
-        result = bias.expand(shape).reshape(-1, shape[-1]).clone()
-    if tangent is not None:
-        rows = tangent.reshape(-1, tangent.shape[-1])
-        result = rows @ layer.weight.t() if result is None else result.addmm_(rows, layer.weight.t())
-    return None if result is None else result.reshape(shape)
-
-
 def _per_sample(uses: list[tuple[Tensor | None, Tensor]]) -> Iterator[Tensor]:
     """Per-sample gradients of one parameter, all its uses summed, a few samples at a time."""
     inputs, cotangent = uses[0]
     numbers = cotangent.shape[-1] * (1 if inputs is None else inputs.shape[-1])
     for rows in sample_chunks(cotangent.shape[0], numbers):
-        yield sum(_per_sample_gradient(a, f, rows) for a, f in uses)  # type: ignore[misc]
+        gradients = [
+            _by_position(f[rows]).sum(1) if a is None else _by_position(f[rows]).mT @ _by_position(a[rows])
+            for a, f in uses
+        ]
+        yield sum(gradients[1:], gradients[0])
 
 
-def _per_sample_gradient(inputs: Tensor | None, cotangent: Tensor, rows: slice) -> Tensor:
-    f = cotangent[rows]
-    f = f.reshape(f.shape[0], -1, f.shape[-1])
-    if inputs is None:
-        return f.sum(1)
-    a = inputs[rows]
-    return f.mT @ a.reshape(a.shape[0], -1, a.shape[-1])
+def _by_position(tensor: Tensor) -> Tensor:
+    """(n, positions, features) of (n, ..., features)."""
+    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
 
 
 def record_layer_chain(module: nn.Module, params: Parameters, args: tuple[Any, ...]) -> LayerChain | None:
@@ -193,7 +187,6 @@ def record_layer_chain(module: nn.Module, params: Parameters, args: tuple[Any, .
     if len(args) != 1 or not isinstance(args[0], Tensor) or not _may_be_chain(module, params):
         return None
     names = {id(p): name for name, p in module.named_parameters()}
-    owned = {layer: (names[id(layer.weight)], names.get(id(layer.bias))) for layer in _linears(module)}
     calls: list[tuple[nn.Module, tuple[Any, ...], Any, int, Any]] = []
     cut_off = False  # some layer is called under torch.no_grad, where no derivative passes
 
@@ -224,7 +217,8 @@ def record_layer_chain(module: nn.Module, params: Parameters, args: tuple[Any, .
             return None
         if type(layer) is nn.Linear:
             compute = dtype or weight.dtype
-            weight_name, bias_name = (name if name in params else None for name in owned[layer])
+            own = (names.get(id(layer.weight)), names.get(id(layer.bias)))
+            weight_name, bias_name = (name if name in params else None for name in own)
             steps.append(_Linear(value.detach().to(compute), weight.detach().to(compute), weight_name, bias_name))
         elif type(layer) in _ELEMENTWISE and _has_rule(layer):
             steps.append(_Elementwise(_derivative(layer, value).to(dtype or output.dtype)))
@@ -240,15 +234,15 @@ def record_layer_chain(module: nn.Module, params: Parameters, args: tuple[Any, .
 
 def _may_be_chain(module: nn.Module, params: Parameters) -> bool:
     """Cheap signs that there is no chain, before a forward pass is spent on it."""
-    linears = set(_linears(module))
-    for layer in module.modules():
-        if layer in linears:
-            if layer._forward_hooks or layer._forward_pre_hooks:
-                return False
-        elif next(layer.parameters(recurse=False), None) is not None:
-            return False
-    reached = {name for name, _ in module.named_parameters()}
-    return bool(linears) and set(params) <= reached
+    layers = list(module.modules())
+    linears = [layer for layer in layers if type(layer) is nn.Linear]
+    others = [layer for layer in layers if type(layer) is not nn.Linear]
+    return (
+        bool(linears)
+        and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in linears)
+        and not any(list(layer.parameters(recurse=False)) for layer in others)
+        and set(params) <= {name for name, _ in module.named_parameters()}
+    )
 
 
 def _has_rule(layer: nn.Module) -> bool:
@@ -257,10 +251,6 @@ def _has_rule(layer: nn.Module) -> bool:
     if type(layer) in _DROPOUT:
         return not layer.training or getattr(layer, "p", None) == 0
     return type(layer) in _RESHAPING
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [layer for layer in module.modules() if type(layer) is nn.Linear]
 
 
 def _derivative(layer: nn.Module, inputs: Tensor) -> Tensor:

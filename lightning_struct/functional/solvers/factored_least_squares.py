@@ -1,4 +1,4 @@
-"""Damped least squares of one matrix: any damping, any right-hand side, any centre.
+"""Damped least squares of one matrix: any damping and any right-hand side.
 
 A QR factorisation of the shorter side of J and the singular values of the triangle R keep all digits; JᵀJ, with a
 Cholesky factorisation for each λ that is tried, takes a fraction of the time, and squares the condition of J, which
@@ -33,7 +33,7 @@ class DampedSolver(Protocol):
 
 
 class _AllDampings(ABC):
-    """min ‖J d - b‖² + λ²‖d - m‖² for one factored J (N, P) and any b, λ > 0 and m: O(N P) each."""
+    """min ‖J d - b‖² + λ²‖d‖² for one factored J (N, P) and any b and λ > 0: O(N P) each."""
 
     largest_singular_value: float
 
@@ -43,27 +43,19 @@ class _AllDampings(ABC):
 
     @abstractmethod
     def solve_coordinates(self, coordinates: Tensor, damping: float) -> Tensor:
-        """The solution d, (P,), around m = 0, from the coordinates of the right-hand side."""
+        """The solution d, (P,), from the coordinates of the right-hand side."""
 
     @abstractmethod
     def product(self, d: Tensor) -> Tensor:
         """J d, (N,)."""
 
-    def solve(self, b: Tensor, damping: float, center: Tensor | None = None) -> Tensor:
-        """The solution d, (P,), of one damped problem.
-
-        Args:
-            b: right-hand side, (N,).
-            damping: λ.
-            center: m, (P,); zero if not given.
-        """
-        if center is None:
-            return self.solve_coordinates(self.coordinates(b), damping)
-        return center + self.solve_coordinates(self.coordinates(b - self.product(center)), damping)
+    def solve(self, b: Tensor, damping: float) -> Tensor:
+        """The solution d, (P,), for a right-hand side b (N,) and λ = ``damping``."""
+        return self.solve_coordinates(self.coordinates(b), damping)
 
 
 class FactoredLeastSquares(_AllDampings):
-    """min ‖J d - b‖² + λ²‖d - m‖² for one J (N, P) and any b, λ > 0 and m: O(N P) each, after O(N P min(N, P)) once.
+    """min ‖J d - b‖² + λ²‖d‖² for one J (N, P) and any b and λ > 0: O(N P) each, after O(N P min(N, P)) once.
 
     By a QR factorisation of the shorter side of J, and a singular value decomposition of the triangle: of J with N >=
     P, else of Jᵀ. J itself is kept, not copied.
@@ -116,7 +108,7 @@ class FactoredLeastSquares(_AllDampings):
 
 
 class GramLeastSquares(_AllDampings):
-    """Solver of min ‖J d - b‖² + λ²‖d - m‖² by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
+    """Solver of min ‖J d - b‖² + λ²‖d‖² by JᵀJ, or J Jᵀ where N < P, and a Cholesky factorisation for each λ.
 
     It has the methods of :class:`FactoredLeastSquares`. It takes O(n²) more memory and n³/3 multiply-adds for a λ, n =
     min(N, P): several λ cost less than eigenvalues, and far less than a QR and an SVD. The factor of the last λ is

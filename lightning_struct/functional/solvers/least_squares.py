@@ -121,7 +121,7 @@ def lsmr(
     problem = _Problem(
         matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce, gradient
     )
-    return _iterate(problem, _lsmr_steps, maxiter, atol, btol, callback)
+    return _iterate(problem, lsmr_steps, maxiter, atol, btol, callback)
 
 
 def lsqr(
@@ -154,7 +154,7 @@ def lsqr(
     problem = _Problem(
         matvec, rmatvec, b, damp, x0, damping_center, preconditioner, damping_space, all_reduce, gradient
     )
-    return _iterate(problem, _lsqr_steps, maxiter, atol, btol, callback)
+    return _iterate(problem, lsqr_steps, maxiter, atol, btol, callback)
 
 
 # --- the problem in the variable z = y - y0, where every form of damping is one augmented operator ------------------
@@ -187,8 +187,7 @@ class _Problem:
         if isinstance(damping_center, str) and damping_center not in ("start", "origin"):
             raise ValueError(f"damping_center must be 'start', 'origin' or a vector, got {damping_center!r}")
         self._matvec, self._rmatvec, self._all_reduce = matvec, rmatvec, all_reduce
-        self._preconditioner = preconditioner
-        self._b_like = b
+        self._preconditioner, self._b_like = preconditioner, b
         self.size_of_b = sum(t.numel() for t in leaves(b, name="b"))
 
         if x0 is None:
@@ -202,44 +201,31 @@ class _Problem:
             residual = [torch.sub(t, a) for t, a in zip(leaves(b), leaves(matvec(x0), b, "A x0"), strict=True)]
             self._gradient = None if gradient is None else leaves(gradient, x0, "gradient")
         self.size_of_x = sum(t.numel() for t in leaves(self._x_like))
-        self._scale = (
-            leaves(preconditioner, self._x_like, "preconditioner")
-            if isinstance(preconditioner, Tensor | Mapping)
-            else None
-        )
+        is_scaling = isinstance(preconditioner, Tensor | Mapping)
+        self._scale = leaves(preconditioner, self._x_like, "preconditioner") if is_scaling else None
         self._scratch = [torch.empty_like(t) for t in self._scale or []]
 
-        offset = self._center_offset(damping_center)  # x0 - center
-        on_x = damping_space == "x" and preconditioner is not None
-        self.rows_in_operator = damp > 0 and (on_x or offset is not None)
-        self._rows_on_x = on_x
+        offset = self._x0  # x0 - center
+        if not isinstance(damping_center, str):
+            center = leaves(damping_center, self._x_like, "damping_center")
+            offset = [-t for t in center] if offset is None else [a - t for a, t in zip(offset, center, strict=True)]
+        elif damping_center == "start":
+            offset = None
+        self._rows_on_x = damping_space == "x" and preconditioner is not None
+        self.rows_in_operator = damp > 0 and (self._rows_on_x or offset is not None)
         self.damp = 0.0 if self.rows_in_operator else float(damp)
         self._row_damp = float(damp)
         self.residual, self._count = residual, len(residual)
         if self.rows_in_operator:
-            if offset is None:
-                rows = [torch.zeros_like(t) for t in leaves(self._x_like)]
-            else:
-                rows = [t.mul(-self._row_damp) for t in (offset if on_x else self._to_y(offset))]
-            self.residual = residual + rows
-
-    def _center_offset(self, center: str | Vector) -> list[Tensor] | None:
-        if isinstance(center, str):
-            return None if center == "start" else self._x0
-        tensors = leaves(center, self._x_like, "damping_center")
-        if self._x0 is None:
-            return [-t for t in tensors]
-        return [a - t for a, t in zip(self._x0, tensors, strict=True)]
-
-    def _to_y(self, x: list[Tensor]) -> list[Tensor]:
-        if self._preconditioner is None:
-            return x
-        if self._scale is None:
-            raise ValueError(
-                "damping on y around a point other than the start needs C itself, and the preconditioner object has "
-                "only its inverse: use damping_space='x'"
-            )
-        return [t / c for t, c in zip(x, self._scale, strict=True)]
+            if offset is not None and preconditioner is not None and not self._rows_on_x:
+                if self._scale is None:
+                    raise ValueError(
+                        "damping on y around a point other than the start needs C itself, and the preconditioner "
+                        "object has only its inverse: use damping_space='x'"
+                    )
+                offset = [t / c for t, c in zip(offset, self._scale, strict=True)]
+            zeros = [torch.zeros_like(t) for t in leaves(self._x_like)]
+            self.residual = residual + (zeros if offset is None else [t.mul(-self._row_damp) for t in offset])
 
     def _solve(self, y: list[Tensor], out: list[Tensor] | None = None) -> list[Tensor]:
         """C⁻¹ y, written to ``out`` if given and if it is a scaling: fresh memory costs more than the product."""
@@ -287,16 +273,14 @@ class _Problem:
         return [t.add(r, alpha=self._row_damp) for t, r in zip(self._solve_transpose(x), below, strict=True)]
 
     def norm_of_rows(self, u: list[Tensor]) -> float:
-        squares = self._squares_of_rows(u)
-        return math.sqrt(squares if float32_holds(squares) else self._squares_of_rows([t.double() for t in u]))
+        def squares_of(u: list[Tensor]) -> float:
+            squares = squared_norm(u[: self._count])
+            if self._all_reduce is not None:
+                squares = self._all_reduce(squares)
+            return (squares + squared_norm(u[self._count :]) if self.rows_in_operator else squares).item()
 
-    def _squares_of_rows(self, u: list[Tensor]) -> float:
-        squares = squared_norm(u[: self._count])
-        if self._all_reduce is not None:
-            squares = self._all_reduce(squares)
-        if self.rows_in_operator:
-            squares = squares + squared_norm(u[self._count :])
-        return squares.item()
+        squares = squares_of(u)
+        return math.sqrt(squares if float32_holds(squares) else squares_of([t.double() for t in u]))
 
     def x_of(self, z: list[Tensor]) -> Vector:
         x = self._solve(z)
@@ -307,7 +291,7 @@ class _Problem:
         return structured(self._x_like, x)
 
 
-class _Bidiagonalisation:
+class Bidiagonalisation:
     """Golub-Kahan (Algorithm 6): β₁u₁ = r0, α₁v₁ = Aᵀu₁; then β u ← A v - α u, α v ← Aᵀu - β v, all of unit norm."""
 
     def __init__(self, problem: _Problem) -> None:
@@ -338,7 +322,7 @@ class _Bidiagonalisation:
 
 
 @dataclass
-class _State:
+class StepNorms:
     """Norms that the stopping rules read after a step."""
 
     residual_norm: float
@@ -346,7 +330,7 @@ class _State:
     operator_norm: float
 
 
-def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
+def lsmr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[StepNorms]:
     """LSMR (Algorithm 6; Fong & Saunders 2011, sections 2.8 and 5); ``z`` is updated in place. The names are theirs."""
     alpha, beta = process.alpha, process.beta
     alpha_bar, zeta_bar = alpha, alpha * beta
@@ -398,10 +382,10 @@ def _lsmr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _State(residual_norm, abs(zeta_bar), operator_norm)
+        yield StepNorms(residual_norm, abs(zeta_bar), operator_norm)
 
 
-def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[_State]:
+def lsqr_steps(process: Bidiagonalisation, damp: float, z: list[Tensor]) -> Iterator[StepNorms]:
     """LSQR (Paige & Saunders 1982, section 5), with the damping rotated in; ``z`` is updated in place."""
     rho_bar, phi_bar, undamped = process.alpha, process.beta, 0.0
     w = [t.clone() for t in process.v]
@@ -427,12 +411,12 @@ def _lsqr_steps(process: _Bidiagonalisation, damp: float, z: list[Tensor]) -> It
         frobenius += beta * beta
         operator_norm = math.sqrt(frobenius)
         frobenius += alpha * alpha + damp * damp
-        yield _State(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm)
+        yield StepNorms(math.sqrt(phi_bar**2 + undamped), alpha * abs(s * phi), operator_norm)
 
 
 def _iterate(
     problem: _Problem,
-    steps: Callable[[_Bidiagonalisation, float, list[Tensor]], Iterator[_State]],
+    steps: Callable[[Bidiagonalisation, float, list[Tensor]], Iterator[StepNorms]],
     maxiter: int | None,
     atol: float,
     btol: float,
@@ -442,13 +426,13 @@ def _iterate(
         maxiter = min(problem.size_of_b, problem.size_of_x) + (problem.size_of_x if problem.rows_in_operator else 0)
     if not (maxiter >= 0 and atol >= 0 and btol >= 0):  # nor NaN
         raise ValueError(f"maxiter, atol and btol must be >= 0, got {maxiter}, {atol}, {btol}")
-    process = _Bidiagonalisation(problem)
+    process = Bidiagonalisation(problem)
     z = [torch.zeros_like(t) for t in process.v]
     right_hand_side_norm = process.beta
     if process.alpha * process.beta == 0.0:
         return LeastSquaresResult(problem.x_of(z), 0, right_hand_side_norm, 0.0, "zero_gradient")
 
-    state = _State(right_hand_side_norm, process.alpha * process.beta, process.alpha)
+    state = StepNorms(right_hand_side_norm, process.alpha * process.beta, process.alpha)
     iteration, reason = 0, "maxiter"
     if maxiter > 0:
         for iteration, state in enumerate(steps(process, problem.damp, z), start=1):
@@ -466,7 +450,7 @@ def _iterate(
     return LeastSquaresResult(problem.x_of(z), iteration, state.residual_norm, state.normal_residual_norm, reason)
 
 
-def _is_small(state: _State, absolute: float, relative: float, damp: float, z: list[Tensor]) -> bool:
+def _is_small(state: StepNorms, absolute: float, relative: float, damp: float, z: list[Tensor]) -> bool:
     """Whether ‖r̄‖ <= ``absolute`` + ``relative`` ‖z‖.
 
     ‖r̄‖ >= damp ‖z‖, up to a factor of 2 for the estimate of ‖r̄‖, so that ‖z‖, for which the host waits for the device,

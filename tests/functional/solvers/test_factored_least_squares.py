@@ -10,27 +10,17 @@ from tests.cases import gaussian
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (6, 6)}
 
 
-def dense_solution(jacobian: Tensor, b: Tensor, damping: float, center: Tensor) -> Tensor:
-    """By the normal equations."""
-    matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(jacobian.shape[1], dtype=jacobian.dtype)
-    return torch.linalg.solve(matrix, jacobian.mT @ b + damping**2 * center)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("damping", [10.0, 0.1, 1e-3])
 @pytest.mark.parametrize("factorisation", [FactoredLeastSquares, GramLeastSquares])
-def test_every_damping_and_centre_from_one_factorisation(
+def test_every_damping_from_one_factorisation(
     factorisation: type[FactoredLeastSquares | GramLeastSquares], shape: str, damping: float
 ) -> None:
     rows, columns = SHAPES[shape]
-    jacobian, b, center = gaussian(rows, columns, seed=0), gaussian(rows, seed=1), gaussian(columns, seed=2)
-    factored = factorisation(jacobian)
-    torch.testing.assert_close(
-        factored.solve(b, damping), dense_solution(jacobian, b, damping, torch.zeros_like(center)), rtol=1e-9, atol=1e-9
-    )
-    torch.testing.assert_close(
-        factored.solve(b, damping, center), dense_solution(jacobian, b, damping, center), rtol=1e-9, atol=1e-9
-    )
+    jacobian, b = gaussian(rows, columns, seed=0), gaussian(rows, seed=1)
+    normal_matrix = jacobian.mT @ jacobian + damping**2 * torch.eye(columns, dtype=jacobian.dtype)
+    expected = torch.linalg.solve(normal_matrix, jacobian.mT @ b)
+    torch.testing.assert_close(factorisation(jacobian).solve(b, damping), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -55,14 +55,20 @@ class Contribution(ABC):
     """One use of one parameter in one backward pass."""
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """The device of the tensors."""
+        return self._by_sample.device
 
     @property
-    @abstractmethod
     def samples(self) -> int:
         """n, the number of samples."""
+        return self._by_sample.shape[0]
+
+    @property
+    def _by_sample(self) -> Tensor:
+        """The first field, (n, ...)."""
+        first: Tensor = getattr(self, fields(self)[0].name)  # type: ignore[arg-type]  # all are dataclasses
+        return first
 
     @property
     @abstractmethod
@@ -119,14 +125,6 @@ class Dense(Contribution):
     norms: Tensor | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.gradients.device
-
-    @property
-    def samples(self) -> int:
-        return self.gradients.shape[0]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.gradients.shape[1:])
 
@@ -161,14 +159,6 @@ class Outer(Contribution):
     parameter_shape: tuple[int, ...] | None = None
     rows: slice | None = None
     cotangent_norms: Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs.device
-
-    @property
-    def samples(self) -> int:
-        return self.inputs.shape[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -245,14 +235,6 @@ class Lookup(Contribution):
     table_rows: int
 
     @property
-    def device(self) -> torch.device:
-        return self.indices.device
-
-    @property
-    def samples(self) -> int:
-        return self.indices.shape[0]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return (self.table_rows, self.cotangents.shape[2])
 
@@ -310,9 +292,14 @@ def squared_norms(
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return squared_norms(contributions, probes=probes, generator=generator, part=part)
-    if len(contributions) == 1 and contributions[0].cost() is None:
-        return contributions[0].squared_norms()
-    if probes is not None and _worth_estimating(contributions, probes):
+    costs = [cost for contribution in contributions if (cost := contribution.cost()) is not None]
+    exact = sum(cost.exact for cost in costs)
+    if (
+        probes is not None
+        and len(costs) == len(contributions)
+        and exact > _FREE_PART * sum(cost.training for cost in costs)
+        and exact > probes * sum(cost.probe for cost in costs)
+    ):
         # Independent signs for each sample, of few random numbers: of each of its rows times of each entry of a matrix.
         rows, (r, every) = contributions[0].shape[0], part
         of_probes, of_rows = (
@@ -321,21 +308,6 @@ def squared_norms(
         )
         signs = of_rows[r::every] * of_probes.mul_(probes**-0.5)
         contributions = [contribution.sketched(signs) for contribution in contributions]
-    return _exact_squared_norms(contributions)
-
-
-def _worth_estimating(contributions: Sequence[Contribution], probes: int) -> bool:
-    costs = [contribution.cost() for contribution in contributions]
-    known = [cost for cost in costs if cost is not None]
-    exact = sum(cost.exact for cost in known)
-    return (
-        len(known) == len(costs)
-        and exact > _FREE_PART * sum(cost.training for cost in known)
-        and exact > probes * sum(cost.probe for cost in known)
-    )
-
-
-def _exact_squared_norms(contributions: Sequence[Contribution]) -> Tensor:
     if len(contributions) == 1:
         return contributions[0].squared_norms()
     outers = [c for c in contributions if isinstance(c, Outer)]
@@ -353,7 +325,7 @@ def _exact_squared_norms(contributions: Sequence[Contribution]) -> Tensor:
 
 
 def _fused(outers: Sequence[Outer]) -> list[Outer] | None:
-    """One Outer for each block of rows, or None if blocks overlap without being the same."""
+    """One Outer for each block of rows; None if blocks overlap without being the same."""
     blocks: dict[tuple[int, int], list[Outer]] = {}
     for outer in outers:
         start, stop, _ = (outer.rows or slice(None)).indices(outer.shape[0])
@@ -408,31 +380,3 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def row_norms(rows: Tensor) -> Tensor:
     """(n,), squared norms of rows of any shape, at least float32."""
     return torch.linalg.vector_norm(at_least_float32(rows)[:, None].flatten(1), dim=1).square()
-
-
-def linear_squared_norms(inputs: Tensor, cotangents: Tensor, *, weight: bool = True, bias: bool = True) -> Tensor:
-    """Squared norms of the per-sample gradients of one Linear layer, the sum over its weight and bias.
-
-    Args:
-        inputs: (n, ..., in_features), what the layer read.
-        cotangents: (n, ..., out_features), the derivative of each sample's loss in the layer's output.
-        weight: count the weight.
-        bias: count the bias.
-
-    Returns:
-        (n,), in the dtype of the arguments, but at least float32 (under autocast they differ).
-
-    Example:
-        >>> linear_squared_norms(torch.ones(4, 3), torch.ones(4, 2)).round()
-        tensor([8., 8., 8., 8.])
-    """
-    n = inputs.shape[0]
-    dtype = torch.promote_types(torch.promote_types(inputs.dtype, cotangents.dtype), torch.float32)
-    a = inputs.reshape(n, -1, inputs.shape[-1]).to(dtype)
-    delta = cotangents.reshape(n, -1, cotangents.shape[-1]).to(dtype)
-    norms = torch.zeros(n, dtype=dtype, device=delta.device)
-    if weight:
-        norms += Outer(a, delta).squared_norms()
-    if bias:
-        norms += Dense(delta.sum(1)).squared_norms()
-    return norms

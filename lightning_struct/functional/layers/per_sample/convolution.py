@@ -44,14 +44,6 @@ class Convolution(Contribution):
     parameter_shape: tuple[int, ...] | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.inputs.device
-
-    @property
-    def samples(self) -> int:
-        return self.inputs.shape[0]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.parameter_shape or (self.cotangents.shape[1], self.inputs.shape[1] // self.groups, *self.kernel)
 

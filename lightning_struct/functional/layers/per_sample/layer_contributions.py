@@ -370,22 +370,12 @@ def _embedding(call: LayerCall) -> dict[str, Contribution]:
 
 
 def _convolution(call: LayerCall) -> dict[str, Contribution]:
-    layer, inputs, pads = call.layer, call.input, padding(call.layer)
+    """Of a transposed one the weight has the gradient of a convolution's that reads the cotangents, of the inputs."""
+    layer, inputs, delta, pads = call.layer, call.input, call.cotangent, padding(call.layer)
+    transposed = _base(layer) in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     if layer.padding_mode != "zeros":
         inputs = F.pad(inputs, pad_argument(pads), layer.padding_mode)
         pads = [(0, 0)] * len(pads)
-    return _of_convolution(call, inputs, pads, transposed=False)
-
-
-def _transposed_convolution(call: LayerCall) -> dict[str, Contribution]:
-    """Its weight has the gradient of a convolution's that reads the cotangents and has the inputs for cotangents."""
-    return _of_convolution(call, call.input, padding(call.layer), transposed=True)
-
-
-def _of_convolution(
-    call: LayerCall, inputs: Tensor, pads: Sequence[tuple[int, int]], *, transposed: bool
-) -> dict[str, Contribution]:
-    layer, delta = call.layer, call.cotangent
     dimensions = len(layer.kernel_size)
     layout = sample_layout(inputs.shape, inputs.ndim - 1 - dimensions, replace(call, rows={}))
     images, rows = (delta, inputs) if transposed else (inputs, delta)
@@ -411,11 +401,14 @@ def _of_convolution(
 def _normalization(call: LayerCall) -> dict[str, Contribution]:
     layer, base = call.layer, _base(call.layer)
     inputs, delta = at_least_float32(call.input), at_least_float32(call.cotangent)
+    shape = (layer.weight if layer.weight is not None else layer.bias).shape
+    eps = layer.eps if hasattr(layer, "eps") else layer.variance_epsilon  # the name in transformers
     over_features = base in (nn.LayerNorm, nn.RMSNorm)
     if over_features:
-        leading = inputs.ndim - _scale(layer).ndim
+        leading = inputs.ndim - len(shape)
     else:
-        leading = 0 if _is_unbatched_instance_norm(base, inputs) else 1
+        is_unbatched = base in _INSTANCE_NORMS and inputs.ndim == 2 + _INSTANCE_NORMS.index(base)
+        leading = 0 if is_unbatched else 1
     layout = sample_layout(inputs.shape, leading, call)
 
     def share(product: Tensor) -> Dense:
@@ -423,36 +416,23 @@ def _normalization(call: LayerCall) -> dict[str, Contribution]:
         return Dense(gradients if over_features else gradients.reshape(*gradients.shape[:2], -1).sum(2))
 
     shares: dict[str, Contribution] = {}
-    if call.trains("weight"):
-        shares["weight"] = share(_normalized(layer, base, inputs) * delta)
+    if call.trains("weight"):  # by which the layer multiplies the normalised inputs
+        if base is nn.LayerNorm:
+            normalised = F.layer_norm(inputs, shape, eps=eps)
+        elif base is nn.RMSNorm:
+            normalised = F.rms_norm(inputs, shape, eps=eps)
+        elif base is nn.GroupNorm:
+            normalised = F.group_norm(inputs, layer.num_groups, eps=eps)
+        elif base in _INSTANCE_NORMS and (layer.training or not layer.track_running_stats):
+            normalised = F.instance_norm(inputs, eps=eps)
+        elif base not in _INSTANCE_NORMS and (layer.training or layer.running_mean is None):
+            normalised = F.batch_norm(inputs, None, None, training=True, eps=eps)
+        else:
+            normalised = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=eps)
+        shares["weight"] = share(normalised * delta)
     if call.trains("bias"):
         shares["bias"] = share(delta)
     return shares
-
-
-def _normalized(layer: Any, base: type[nn.Module], inputs: Tensor) -> Tensor:
-    """The inputs as the layer multiplies them by its weight."""
-    eps = layer.eps if hasattr(layer, "eps") else layer.variance_epsilon  # the name in transformers
-    if base is nn.LayerNorm:
-        return F.layer_norm(inputs, _scale(layer).shape, eps=eps)
-    if base is nn.RMSNorm:
-        return F.rms_norm(inputs, _scale(layer).shape, eps=eps)
-    if base is nn.GroupNorm:
-        return F.group_norm(inputs, layer.num_groups, eps=eps)
-    if base in _INSTANCE_NORMS and (layer.training or not layer.track_running_stats):
-        return F.instance_norm(inputs, eps=eps)
-    if base not in _INSTANCE_NORMS and (layer.training or layer.running_mean is None):
-        return F.batch_norm(inputs, None, None, training=True, eps=eps)
-    return F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=eps)
-
-
-def _scale(layer: Any) -> Tensor:
-    """A parameter of the shape that is normalised."""
-    return layer.weight if layer.weight is not None else layer.bias
-
-
-def _is_unbatched_instance_norm(base: type[nn.Module], inputs: Tensor) -> bool:
-    return base in _INSTANCE_NORMS and inputs.ndim == 2 + _INSTANCE_NORMS.index(base)
 
 
 def _base(layer: nn.Module) -> type[nn.Module]:
@@ -506,7 +486,7 @@ _READERS: dict[type[nn.Module], _Reader] = {
     nn.Embedding: _Reader(_embedding),
     nn.PReLU: _Reader(_parametric_relu),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _Reader(_convolution)),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_transposed_convolution)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _Reader(_convolution)),
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _Reader(_normalization)),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, *_INSTANCE_NORMS), _Reader(_normalization)),
     **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU), _Reader(recurrent_contributions, runs_again=True)),

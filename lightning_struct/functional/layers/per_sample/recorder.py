@@ -196,19 +196,17 @@ class GradientNormRecorder:
             self._watch(parameter)
 
     def _hook(self, layer: nn.Module) -> None:
-        before: Callable[..., None] | None = None
-        after, ends_what_began = self._after_forward, False
-        if has_rule(layer) and is_recorded(layer):
-            before, after, ends_what_began = self._before_projections, self._after_projections, True
-        elif has_rule(layer) and has_inner_calls(layer):
-            before, after, ends_what_began = self._before_inner_calls, self._after_inner_calls, True
-        elif has_rule(layer) and runs_again(layer):
-            before = self._before_forward
-        if before is not None:
-            self._handles.append(layer.register_forward_pre_hook(self._guarded(before), with_kwargs=True))
-        self._handles.append(
-            layer.register_forward_hook(self._guarded(after), with_kwargs=True, always_call=ends_what_began)
-        )
+        known = has_rule(layer)
+        watch: Callable[[], RecordedCalls | InnerCalls] | None = None
+        if known and is_recorded(layer):
+            watch = RecordedCalls
+        elif known and has_inner_calls(layer):
+            watch = partial(InnerCalls, layer)
+        if watch is not None or (known and runs_again(layer)):
+            before = self._guarded(partial(self._before_forward, watch))
+            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        after = self._guarded(self._after_forward)
+        self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=watch is not None))
 
     def remove(self) -> None:
         """Take the hooks away. What was measured stays."""
@@ -312,18 +310,42 @@ class GradientNormRecorder:
     def _is_measured(self, layer: nn.Module) -> bool:
         return layer in self._layers and not self._rerunning and torch.is_grad_enabled()
 
-    def _of_pass(self) -> dict[str, Any]:
-        """What a layer's call of this pass is told of the samples."""
-        return {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
-
-    def _before_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_measured(layer) and draws_random_numbers(layer):
+    def _before_forward(
+        self,
+        watch: Callable[[], RecordedCalls | InnerCalls] | None,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if not self._is_measured(layer):
+            return
+        if watch is not None:
+            self._watching[layer] = watch().__enter__()
+        elif draws_random_numbers(layer):
             self._random_states[layer] = random_state(*tensors_in((args, kwargs)))
 
     def _after_forward(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         state = self._random_states.pop(layer, None) if self._random_states else None
-        if self._is_measured(layer):
-            self._expect(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), state)
+        watching = self._watching.pop(layer, None) if self._watching else None
+        if watching is not None:
+            watching.__exit__()
+            if outputs is None:
+                return  # the call has failed
+        elif not self._is_measured(layer):
+            return
+        of_pass: dict[str, Any] = {"samples": self.samples, "rows": self.rows, "ambiguous": self.ambiguous}
+        call = LayerCall(layer, args, kwargs, outputs, **of_pass)
+        if not isinstance(watching, RecordedCalls):
+            inner = [] if watching is None else [(replace(made, **of_pass), before) for made, before in watching.calls]
+            for made, state_before in inner or [(call, state)]:
+                self._expect(made, state_before)
+            return
+        for parameter in self._layers[layer].values():
+            self._watch(parameter)
+        for edge, use in parameter_uses(base_call(replace(call, outputs=None)), watching.calls):
+            # Neither the pending call nor its hook may hold the graph, which holds the hook.
+            pending = PendingCall(LayerCall(layer, **of_pass), use.parameters, current_backward(), use=use)
+            edge.node.register_prehook(partial(self._arrive_at_node, pending, edge.output_nr))
 
     def _expect(self, call: LayerCall, state: RandomState | None) -> None:
         """Await the cotangents of the outputs of a call."""
@@ -355,43 +377,6 @@ class GradientNormRecorder:
             self._arrive(pending, every)
 
         register_multi_grad_hook([tensors[i] for i in differentiable], arrive)
-
-    def _before_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_measured(layer):
-            self._watching[layer] = InnerCalls(layer).__enter__()
-
-    def _after_inner_calls(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        inner = self._end_watching(layer, outputs)
-        if inner is None:
-            return
-        for call, state in inner.calls:
-            self._expect(replace(call, **self._of_pass()), state)
-        if not inner.calls:
-            self._expect(LayerCall(layer, args, kwargs, outputs, **self._of_pass()), None)
-
-    def _before_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_measured(layer):
-            self._watching[layer] = RecordedCalls().__enter__()
-
-    def _after_projections(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        recording = self._end_watching(layer, outputs)
-        if recording is None:
-            return
-        for parameter in self._layers[layer].values():
-            self._watch(parameter)
-        call = base_call(LayerCall(layer, args, kwargs, **self._of_pass()))
-        for edge, use in parameter_uses(call, recording.calls):
-            # Neither the pending call nor its hook may hold the graph, which holds the hook.
-            without_tensors = LayerCall(layer, **self._of_pass())
-            pending = PendingCall(without_tensors, use.parameters, current_backward(), use=use)
-            edge.node.register_prehook(partial(self._arrive_at_node, pending, edge.output_nr))
-
-    def _end_watching(self, layer: nn.Module, outputs: Any) -> Any:
-        """What was watched of a call; None where nothing was, or where the call has failed."""
-        watching = self._watching.pop(layer, None)
-        if watching is not None:
-            watching.__exit__()
-        return None if outputs is None else watching
 
     def _arrive_at_node(self, pending: PendingCall, output: int, cotangents: Sequence[Tensor | None]) -> None:
         if cotangents[output] is not None:
@@ -512,7 +497,11 @@ class GradientNormRecorder:
             return
         measured.squared_norms.append(norms)
         measured.passes.append(arrived.outer)
-        self._add_checksum(parameter, measured, arrived.shares)
+        if not self.check:
+            measured.checksum = None
+        elif measured.checksum is not None or len(measured.passes) == 1:  # else earlier passes were not checked
+            total = checksum_of_shares(parameter, arrived.shares, self._seed)
+            measured.checksum = total if measured.checksum is None else measured.checksum + total
 
     def _norms(self, arrived: ArrivedShares, device: torch.device) -> Tensor:
         """Squared norms over all uses.
@@ -520,26 +509,14 @@ class GradientNormRecorder:
         Uses with different sample counts (allowed only if ``samples`` lists several sizes) are of different samples.
         """
         shares, may_be = arrived.shares, arrived.calls[0].call.samples
-        options: Any = {"probes": self._probes, "generator": self._generator(device), "part": self._part}
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._projection_seed)
+        options: Any = {"probes": self._probes, "generator": self._generators[device], "part": self._part}
         sizes = sorted({share.samples for share in shares}) if len(shares) > 1 else []
         if len(sizes) < 2 or not isinstance(may_be, Collection) or not set(sizes) <= set(may_be):
             return squared_norms(shares, **options)
         groups = [[share for share in shares if share.samples == size] for size in sizes]
         return torch.cat([squared_norms(group, **options) for group in groups])
-
-    def _add_checksum(self, parameter: nn.Parameter, measured: MeasuredNorms, shares: Sequence[Contribution]) -> None:
-        if not self.check:
-            measured.checksum = None
-            return
-        if measured.checksum is None and len(measured.passes) > 1:
-            return  # earlier passes were not checked
-        total = checksum_of_shares(parameter, shares, self._seed)
-        measured.checksum = total if measured.checksum is None else measured.checksum + total
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._projection_seed)
-        return self._generators[device]
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -12,7 +12,6 @@ from lightning_struct.functional.layers.per_sample.contributions import (
     Lookup,
     Outer,
     Uncovered,
-    linear_squared_norms,
     squared_norms,
 )
 from lightning_struct.functional.layers.per_sample.convolution import Convolution
@@ -219,13 +218,3 @@ def test_the_estimates_of_different_samples_are_independent() -> None:
 )
 def test_what_is_cheap_or_has_no_estimate_stays_exact(uses: list[Contribution]) -> None:
     assert torch.equal(squared_norms(uses, probes=4), squared_norms(uses))
-
-
-@pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("positions", [(), (2,), (2, 5)])
-def test_norms_of_a_linear_layer_are_those_of_its_uses(positions: tuple[int, ...], weight: bool, bias: bool) -> None:
-    inputs, cotangents = gaussian(N, *positions, COLUMNS), gaussian(N, *positions, ROWS, seed=2)
-    of_weight = torch.einsum("n...o,n...i->noi", cotangents, inputs).square().sum((1, 2))
-    of_bias = cotangents.reshape(N, -1, ROWS).sum(1).square().sum(1)
-    found = linear_squared_norms(inputs, cotangents, weight=weight, bias=bias)
-    torch.testing.assert_close(found, weight * of_weight + bias * of_bias, rtol=1e-12, atol=1e-12)
